@@ -1,0 +1,1 @@
+"""Models and text in, states out."""
