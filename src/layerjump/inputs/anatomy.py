@@ -1,0 +1,132 @@
+"""A family's row bound to one model: its blocks, where each site is tapped, and the way from level L to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from layerjump.errors import BadModel
+from layerjump.inputs.families import Family, family_of
+from layerjump.inputs.sites import BLOCK_PARTS, FINAL, Site
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a site is read: a module's input or output, at its `call`-th call in a forward pass.
+
+    A module is called once, except where blocks share weights (ALBERT): there the call tells the block.
+    """
+
+    module: nn.Module
+    side: Literal["in", "out"]
+    call: int = 0
+
+
+class Anatomy:
+    """The parts of one Hugging Face model, found by its family's row."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self.family: Family = family_of(hf.config)
+        self.blocks: list[nn.Module] = _blocks(hf, self.family)
+        self.n_blocks = len(self.blocks)
+        self.width: int = hf.config.hidden_size
+        self.head: nn.Module = hf.get_submodule(self.family.head)
+        self._to_final = [_step(hf, path) for path in self.family.to_final]
+        self._softcap: float | None = (
+            getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
+        )
+
+    def to_final(self, states: Tensor) -> Tensor:
+        """From level L to just before the vocabulary product."""
+        for step in self._to_final:
+            states = step(states)
+        return states
+
+    def decode(self, final: Tensor) -> Tensor:
+        """From just before the vocabulary product to logits: the product with its bias, and the soft-cap."""
+        logits = self.head(final)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def sites(self) -> list[Site]:
+        """Every site this model has."""
+        found = [Site(index) for index in range(self.n_blocks + 1)]
+        parts = [part for part in BLOCK_PARTS if self._part(part) is not None]
+        found += [Site(block, part) for block in range(1, self.n_blocks + 1) for part in parts]
+        return [*found, FINAL]
+
+    def tap(self, site: Site) -> Tap:
+        """Where to read a site; an error if this model does not have it."""
+        if site == FINAL:
+            return Tap(self.head, "in")
+        if site.part == "level":
+            return self._level(site.index)
+        found = self._part(site.part)
+        if found is None or not 1 <= site.index <= self.n_blocks:
+            raise BadModel(
+                f"this model has no site {site}: its blocks are 1 to {self.n_blocks}, with "
+                f"{', '.join(part for part in BLOCK_PARTS if self._part(part) is not None)}"
+            )
+        path, side = found
+        block = self.blocks[site.index - 1]
+        return Tap(block.get_submodule(path), side, self._calls_before(site.index))
+
+    def _level(self, index: int) -> Tap:
+        if index == 0:
+            return Tap(self.blocks[0], "in")
+        if index > self.n_blocks:
+            raise BadModel(f"this model has levels 0 to {self.n_blocks}; level {index} was given")
+        return Tap(self.blocks[index - 1], "out", self._calls_before(index))
+
+    def _calls_before(self, block: int) -> int:
+        module = self.blocks[block - 1]
+        return sum(earlier is module for earlier in self.blocks[: block - 1])
+
+    def _part(self, part: str) -> tuple[str, Literal["in", "out"]] | None:
+        """The module path (inside a block) and side where a part is read; None if absent."""
+        row = self.family
+        found: dict[str, tuple[str | None, Literal["in", "out"]]] = {
+            "ln1.in": (row.ln1, "in"),
+            "ln1.out": (row.ln1, "out"),
+            "attn.in": (row.attn, "in"),
+            "heads": (row.heads, "in"),
+            "attn_raw": (row.attn if row.kind == "sandwich" else None, "out"),
+            "attn.out": (row.attn_adds, "out"),
+            "mid": self._mid(),
+            "ln2.in": (row.ln2, "in"),
+            "ln2.out": (row.ln2, "out"),
+            "ffn.in": (row.ffn, "in"),
+            "ffn_raw": (row.ffn if row.kind == "sandwich" else None, "out"),
+            "ffn.out": (row.ffn_adds, "out"),
+        }
+        path, side = found[part]
+        return None if path is None else (path, side)
+
+    def _mid(self) -> tuple[str | None, Literal["in", "out"]]:
+        if self.family.kind == "parallel":
+            return None, "in"
+        if self.family.kind == "post":
+            return self.family.ln1, "out"
+        return self.family.ln2 or self.family.ffn, "in"
+
+
+def _blocks(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
+    outer, star, inner = family.blocks.partition(".*.")
+    listed = list(hf.get_submodule(outer).children())
+    if not star:
+        return listed
+    # Shared weights: as many turns as the config says, each through its group's own list.
+    turns = hf.config.num_hidden_layers
+    groups = [listed[int(turn / (turns / len(listed)))] for turn in range(turns)]
+    return [block for group in groups for block in group.get_submodule(inner).children()]
+
+
+def _step(hf: PreTrainedModel, path: str) -> Callable[[Tensor], Tensor]:
+    return ACT2FN[path[1:]] if path.startswith("@") else hf.get_submodule(path)

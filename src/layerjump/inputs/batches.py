@@ -1,0 +1,264 @@
+"""Token batches: sequences of like length side by side, and the positions in them that count."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from layerjump.errors import BadText, TextTooShort
+from layerjump.inputs.corpus import Corpus
+from layerjump.inputs.positions import Positions
+from layerjump.inputs.tokens import Tokens
+
+Ints = NDArray[np.int64]
+
+_DOCUMENTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences padded on the right, and the picks: positions that count, by row then position."""
+
+    input_ids: Tensor
+    """(rows, longest) int64. A masked model's picks are [MASK] here."""
+    attention_mask: Tensor
+    """(rows, longest) int64: 1 for tokens, 0 for padding."""
+    row: Tensor
+    """(picks,) int64, as are the next three."""
+    position: Tensor
+    document: Tensor
+    """The document's index in the corpus."""
+    token: Tensor
+    """The token that stood at the pick before any masking."""
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.attention_mask.sum())
+
+    @property
+    def n_picks(self) -> int:
+        return len(self.row)
+
+
+@dataclass
+class _Sequences:
+    """Sequences end to end: a million of them are six arrays, not a million lists of integers."""
+
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    start: "array[int]" = field(default_factory=lambda: array("q"))
+    length: "array[int]" = field(default_factory=lambda: array("q"))
+    document: "array[int]" = field(default_factory=lambda: array("q"))
+    number: "array[int]" = field(default_factory=lambda: array("q"))
+    picks: "array[int]" = field(default_factory=lambda: array("q"))
+
+    def add(self, ids: Sequence[int], *, document: int, number: int, picks: int) -> None:
+        self.start.append(len(self.ids))
+        self.ids.extend(ids)
+        self.length.append(len(ids))
+        self.document.append(document)
+        self.number.append(number)
+        self.picks.append(picks)
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """A sequence of batches whose tensors are made when asked for. Made by `batches`."""
+
+    tokens: Tokens
+    positions: Positions
+    seed: int
+    sequences: _Sequences = field(repr=False)
+    groups: tuple[Ints, ...] = field(repr=False)
+    """The sequences of each batch, by index."""
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Batch:
+        chosen = self.groups[index].tolist()
+        ids, attention = self._grid(chosen)
+        draws = [self._draw(sequence) for sequence in chosen]
+        row = np.repeat(np.arange(len(chosen)), [len(draw) for draw in draws])
+        position = np.concatenate(draws)
+        document = np.array([self.sequences.document[sequence] for sequence in chosen])[row]
+        token = ids[row, position]
+        if self.tokens.mask is not None and self.positions.masks():
+            ids[row, position] = self.tokens.mask
+        return Batch(*map(torch.from_numpy, (ids, attention, row, position, document, token)))
+
+    def shard(self, rank: int, world: int) -> "Batches":
+        """This process's share of the batches: about as many tokens as any other's, none twice."""
+        if not 0 <= rank < world:
+            raise BadText(f"shard {rank} of {world} was asked for; give a rank from 0 to world - 1")
+        dealt = _deal([self._tokens_in(group) for group in self.groups], world)
+        mine = tuple(self.groups[index] for index in sorted(dealt[rank]))
+        return Batches(self.tokens, self.positions, self.seed, self.sequences, mine)
+
+    @property
+    def n_sequences(self) -> int:
+        return sum(map(len, self.groups))
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens, special ones included, padding not."""
+        return sum(map(self._tokens_in, self.groups))
+
+    @property
+    def n_picks(self) -> int:
+        picks = np.asarray(self.sequences.picks)
+        return int(sum(picks[group].sum() for group in self.groups))
+
+    @property
+    def padding(self) -> float:
+        """The share of all cells that hold padding."""
+        length = np.asarray(self.sequences.length)
+        cells = sum(len(group) * int(length[group].max()) for group in self.groups)
+        return 1 - self.n_tokens / cells if cells else 0.0
+
+    def _tokens_in(self, group: Ints) -> int:
+        return int(np.asarray(self.sequences.length)[group].sum())
+
+    def _grid(self, chosen: list[int]) -> tuple[Ints, Ints]:
+        lengths = [self.sequences.length[sequence] for sequence in chosen]
+        ids = np.full((len(chosen), max(lengths)), self.tokens.pad, dtype=np.int64)
+        attention = np.zeros_like(ids)
+        for row, (sequence, length) in enumerate(zip(chosen, lengths, strict=True)):
+            start = self.sequences.start[sequence]
+            ids[row, :length] = self.sequences.ids[start : start + length]
+            attention[row, :length] = 1
+        return ids, attention
+
+    def _draw(self, sequence: int) -> Ints:
+        return self.positions.draw(
+            self.sequences.length[sequence],
+            len(self.tokens.prefix),
+            len(self.tokens.suffix),
+            seed=self.seed,
+            document=self.sequences.document[sequence],
+            sequence=self.sequences.number[sequence],
+        )
+
+
+def batches(
+    corpus: Corpus,
+    tokens: Tokens,
+    positions: Positions,
+    *,
+    documents: Sequence[int] | None = None,
+    seed: int = 0,
+    tokens_wanted: int | None = None,
+    max_length: int = 512,
+    budget: int = 4096,
+) -> Batches:
+    """Cut documents into sequences and put those of like length together.
+
+    `documents` are taken in the order given, until there are `tokens_wanted` tokens. A batch has at
+    most `budget` cells, padding included, unless one sequence alone has more. Batches come in
+    random order, so that the first few stand for all.
+    """
+    documents = range(len(corpus.documents)) if documents is None else documents
+    _check(corpus, documents, seed=seed, tokens_wanted=tokens_wanted, budget=budget)
+    room = min(max_length, tokens.max_length) - len(tokens.wrap([]))
+    if room < 1:
+        raise BadText(
+            f"max_length given is {max_length}, but the tokenizer adds {len(tokens.wrap([]))} "
+            f"tokens to a text; give at least {len(tokens.wrap([])) + 1}"
+        )
+    sequences = _cut(corpus, tokens, positions, documents, tokens_wanted, room)
+    if not sequences.length:
+        raise TextTooShort(
+            f"no position counts in any of the {len(documents):,} documents of {corpus.name}: "
+            f"asked for {positions}, from position {positions.skip_first} on; give longer text"
+        )
+    groups = _group(np.asarray(sequences.length), budget)
+    order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
+    shuffled = tuple(groups[index] for index in order)
+    return Batches(tokens, positions, seed, sequences, shuffled)
+
+
+def _check(
+    corpus: Corpus,
+    documents: Sequence[int],
+    *,
+    seed: int,
+    tokens_wanted: int | None,
+    budget: int,
+) -> None:
+    least = {"seed": (seed, 0), "tokens_wanted": (tokens_wanted, 1), "budget": (budget, 1)}
+    for name, (value, minimum) in least.items():
+        if value is not None and value < minimum:
+            raise BadText(f"{name} given is {value}; give {minimum} or more")
+    for document in documents:
+        if not 0 <= document < len(corpus.documents):
+            raise BadText(
+                f"document {document} of {corpus.name} was asked for, but it has "
+                f"{len(corpus.documents):,}, counted from 0; split that many"
+            )
+
+
+def _cut(
+    corpus: Corpus,
+    tokens: Tokens,
+    positions: Positions,
+    documents: Sequence[int],
+    tokens_wanted: int | None,
+    room: int,
+) -> _Sequences:
+    """Documents to sequences, as many as it takes. Those with nothing to draw from are left out."""
+    sequences = _Sequences()
+    around = len(tokens.prefix), len(tokens.suffix)
+    for document, ids in _encoded(corpus, tokens, documents):
+        end = min(len(ids), room) if positions.first_sequence_only else len(ids)
+        for number, start in enumerate(range(0, end, room)):
+            row = tokens.wrap(ids[start : start + room])
+            if picks := positions.count(len(row), *around):
+                sequences.add(row, document=document, number=number, picks=picks)
+        if tokens_wanted is not None and len(sequences.ids) >= tokens_wanted:
+            return sequences
+    if tokens_wanted is not None:
+        raise TextTooShort(
+            f"asked for {tokens_wanted:,} tokens of {corpus.name}, but its {len(documents):,} "
+            f"documents have {len(sequences.ids):,}; give more text or ask for at most "
+            f"{len(sequences.ids)}"
+        )
+    return sequences
+
+
+def _encoded(
+    corpus: Corpus, tokens: Tokens, documents: Sequence[int]
+) -> Iterator[tuple[int, list[int]]]:
+    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
+        encoded = tokens.encode([corpus.documents[document] for document in chunk])
+        yield from zip(map(int, chunk), encoded, strict=True)
+
+
+def _group(length: Ints, budget: int) -> list[Ints]:
+    """Sequences by length, cut wherever one more would make rows × longest exceed the budget."""
+    order = np.argsort(length, kind="stable")
+    cuts = [0]
+    for place, sequence in enumerate(order):
+        # Lengths grow, so the newest row is the longest.
+        if place > cuts[-1] and (place - cuts[-1] + 1) * length[sequence] > budget:
+            cuts.append(place)
+    return np.split(order, cuts[1:])
+
+
+def _deal(sizes: Sequence[int], world: int) -> list[list[int]]:
+    """Indices for each rank. Largest first, one to each rank a round, the least laden choosing."""
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    hands: list[list[int]] = [[] for _ in range(world)]
+    load = [0] * world
+    for start in range(0, len(order), world):
+        ranks = sorted(range(world), key=lambda rank: load[rank])
+        for rank, index in zip(ranks, order[start : start + world], strict=False):
+            hands[rank].append(index)
+            load[rank] += sizes[index]
+    return hands

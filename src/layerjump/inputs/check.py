@@ -1,0 +1,192 @@
+"""The self-check at load: what we capture must be what the model computes, on a short input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from layerjump.errors import SelfCheckFailed
+from layerjump.inputs.batches import Batch
+from layerjump.inputs.sites import FINAL, Site
+from layerjump.inputs.states import Recorder
+
+if TYPE_CHECKING:
+    from layerjump.inputs.models import Model
+
+# Largest difference allowed, as a share of the compared tensor's largest entry.
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.bfloat16: 5e-2,
+    torch.float16: 1e-2,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One fact of the self-check, and how far it is from holding exactly."""
+
+    name: str
+    fact: str
+    difference: float | None
+    """As a share of the largest entry compared; None where the check does not apply."""
+    passed: bool
+    note: str = ""
+
+
+def self_check(model: Model) -> list[Check]:
+    """Run every check and return what was found; nothing is raised."""
+    with torch.no_grad(), hooks_as_before(model.hf):
+        return [
+            *_states_checks(model),
+            _causality(model),
+            Check(
+                "weights",
+                "every weight between level L and the logits was in the checkpoint",
+                None,
+                True,
+                note=model.no_predictions or "",
+            ),
+        ]
+
+
+def require_passed(model: Model) -> None:
+    """Raise `SelfCheckFailed` naming the first check that fails."""
+    for check in self_check(model):
+        if not check.passed:
+            raise SelfCheckFailed(
+                f"{model.name}: self-check {check.name!r} failed: {check.fact}, but the relative difference is "
+                f"{check.difference:.2g}. Its family's row (inputs/families.py) does not describe this model; "
+                f"please report it."
+            )
+
+
+def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
+    """A short seeded batch; its last row is padded, and every real position is picked."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(length, model.max_positions)
+    ids = torch.randint(0, model.hf.config.vocab_size, (rows, length), generator=generator)
+    pad = getattr(model.hf.config, "pad_token_id", None) or 0
+    # A pad id inside the text would change the positions of families that count from it (RoBERTa).
+    ids[ids == pad] = (pad + 1) % model.hf.config.vocab_size
+    mask = torch.ones_like(ids)
+    mask[-1, length - length // 4 :] = 0
+    ids[mask == 0] = pad
+    row, position = mask.nonzero(as_tuple=True)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    return Batch(ids, mask, row, position, row, ids[row, position].cpu())
+
+
+def _states_checks(model: Model) -> list[Check]:
+    batch, anatomy = sample(model), model.anatomy
+    sites = [site for site in anatomy.sites() if site != FINAL]
+    flat = batch.row * batch.input_ids.shape[1] + batch.position
+    with Recorder(anatomy, sites) as recorder:
+        recorder.start(flat)
+        output = model.hf(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+        )
+        found = recorder.take()
+    row, position = batch.row, batch.position
+    logits = output.logits[row, position]
+    levels = [
+        (found[Site(index)], output.hidden_states[index][row, position])
+        for index in range(anatomy.n_blocks)
+    ]
+    ours = anatomy.decode(anatomy.to_final(found[Site(anatomy.n_blocks)]))
+    return [
+        _compare("logits", "norm and head of level L give the model's logits", [(ours, logits)]),
+        _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
+        _compare("blocks", "the parts of each block add up to the next level", reassembly(model, found)),
+        _compare("inputs", "attention and feed-forward read what the row says", readings(model, found)),
+    ]
+
+
+def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(rebuilt, captured) for every block: the family's own order of sums and norms."""
+    pairs = []
+    for index, block in enumerate(model.anatomy.blocks, start=1):
+        at = {site.part: state for site, state in found.items() if site.index == index}
+        row, before, after = model.anatomy.family, found[Site(index - 1)], at["level"]
+        attn, ffn = at["attn.out"], at["ffn.out"]
+        if row.kind == "parallel":
+            pairs.append((before + attn + ffn, after))
+        elif row.kind == "post":
+            assert row.ln1 is not None
+            assert row.ln2 is not None
+            ln1, ln2 = block.get_submodule(row.ln1), block.get_submodule(row.ln2)
+            pairs += [(ln1(before + attn), at["mid"]), (ln2(at["mid"] + ffn), after)]
+        else:
+            pairs += [(before + attn, at["mid"]), (at["mid"] + ffn, after)]
+    return pairs
+
+
+def readings(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(expected, captured) inputs of attention and feed-forward, and what the heads' projection adds."""
+    pairs = []
+    row = model.anatomy.family
+    for index, block in enumerate(model.anatomy.blocks, start=1):
+        at = {site.part: state for site, state in found.items() if site.index == index}
+        normed_first = row.kind != "post"
+        attn_in = at["ln1.out"] if normed_first and row.ln1 else found[Site(index - 1)]
+        stream = at["ln1.out"] if row.kind == "parallel" else at["mid"]
+        ffn_in = at["ln2.out"] if normed_first and row.ln2 else stream
+        pairs += [(attn_in, at["attn.in"]), (ffn_in, at["ffn.in"])]
+        added = at.get("attn_raw", at["attn.out"])
+        pairs.append((block.get_submodule(row.heads)(at["heads"]), added))
+    return pairs
+
+
+def _causality(model: Model) -> Check:
+    fact = "changing a later token changes no earlier state"
+    if model.masked:
+        return Check("causality", fact, None, True, note="not asked of an encoder")
+    batch = sample(model, rows=1)
+    changed = batch.input_ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % model.hf.config.vocab_size
+    sites = [Site(index) for index in range(model.anatomy.n_blocks + 1)]
+    mask = torch.ones_like(batch.attention_mask)
+    earlier = torch.arange(changed.shape[1] - 1)
+    runs = []
+    with Recorder(model.anatomy, sites) as recorder:
+        for ids in (batch.input_ids, changed):
+            recorder.start(earlier)
+            model.body(ids, mask)
+            runs.append(recorder.take())
+    return _compare("causality", fact, [(runs[0][site], runs[1][site]) for site in sites])
+
+
+def _compare(name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:
+    worst, passed = 0.0, True
+    for ours, theirs in pairs:
+        scale = theirs.abs().max().item() or 1.0
+        difference = (ours - theirs).abs().max().item() / scale
+        # `not <=` rather than `>`: a NaN must fail.
+        if not difference <= TOLERANCE[theirs.dtype]:
+            passed = False
+        worst = difference if not difference <= worst else worst
+    return Check(name, fact, worst, passed)
+
+
+@contextmanager
+def hooks_as_before(hf: Any) -> Iterator[None]:
+    """Take away the forward hooks that asking for `output_hidden_states` installs for good.
+
+    Left in place they would cost time at every block and go wrong once a block is swapped.
+    """
+    flag = "_output_capturing_hooks_installed"
+    before = {module: set(module._forward_hooks) for module in hf.modules()}
+    flagged = {module for module in hf.modules() if flag in vars(module)}
+    try:
+        yield
+    finally:
+        for module, kept in before.items():
+            for key in set(module._forward_hooks) - kept:
+                del module._forward_hooks[key]
+            if flag in vars(module) and module not in flagged:
+                delattr(module, flag)

@@ -1,0 +1,225 @@
+"""A loaded model that passed its self-check, and how to load one from a hub id, folder, GGUF file or built-in name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from layerjump.errors import BadModel, ModelNotFound, NoPredictions
+from layerjump.inputs import builtin
+from layerjump.inputs.anatomy import Anatomy
+from layerjump.inputs.check import require_passed
+from layerjump.inputs.families import family_of
+from layerjump.inputs.tokens import Tokens
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face model, its anatomy and its tokenizer. The model itself is never changed."""
+
+    hf: PreTrainedModel
+    anatomy: Anatomy
+    name: str
+    tokenizer: PreTrainedTokenizerBase | None = None
+    no_predictions: str | None = None
+    """Why this model must not be asked for predictions, if it must not."""
+
+    @classmethod
+    def wrap(
+        cls,
+        hf: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        name: str | None = None,
+        no_predictions: str | None = None,
+    ) -> Model:
+        """Take a Hugging Face model already in memory, after the self-check."""
+        hf.eval()
+        model = cls(hf, Anatomy(hf), name or hf.config.name_or_path, tokenizer, no_predictions)
+        require_passed(model)
+        return model
+
+    @property
+    def n_blocks(self) -> int:
+        return self.anatomy.n_blocks
+
+    @property
+    def width(self) -> int:
+        return self.anatomy.width
+
+    @property
+    def masked(self) -> bool:
+        return self.anatomy.family.task == "masked"
+
+    @property
+    def device(self) -> torch.device:
+        return self.hf.device
+
+    @property
+    def max_positions(self) -> int:
+        config = self.hf.config
+        # ALiBi families have no position table; they were trained on `seq_length`, 2048 where that is not said.
+        table = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", 2048)
+        return int(table) - self.anatomy.family.reserved_positions
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokenizer, with the care this model needs."""
+        if self.tokenizer is None:
+            raise BadModel(f"{self.name} has no tokenizer; give one with Model.wrap(hf, tokenizer)")
+        return Tokens.of(
+            self.tokenizer,
+            max_positions=self.max_positions,
+            needs_bos=self.anatomy.family.needs_bos,
+            masked=self.masked,
+        )
+
+    def body(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Run everything but the vocabulary product (hooks do the reading)."""
+        # Without padding the attention kernels need no mask at all.
+        mask = None if bool(attention_mask.all()) else attention_mask.to(self.device)
+        extra = {} if self.masked else {"use_cache": False}
+        self.hf.base_model(input_ids=input_ids.to(self.device), attention_mask=mask, **extra)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of states at level L, by the model's own norm and head."""
+        self.require_predictions()
+        return self.anatomy.decode(self.anatomy.to_final(states))
+
+    def require_predictions(self) -> None:
+        """Raise `NoPredictions` if the head was not in the checkpoint."""
+        if self.no_predictions:
+            raise NoPredictions(self.no_predictions)
+
+    def __repr__(self) -> str:
+        kind = "masked" if self.masked else "causal"
+        return f"Model({self.name}: {kind}, {self.n_blocks} blocks, d {self.width})"
+
+
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
+
+    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = str(source)
+    where: dict[str, Any] = {"revision": revision} if revision else {}
+    where |= {"trust_remote_code": True} if trust_remote_code else {}
+    place = _place(name, where)
+    with quiet_transformers():
+        config = _attempt(name, lambda: AutoConfig.from_pretrained(place, **where))
+        family = family_of(config)
+        head = "AutoModelForMaskedLM" if family.task == "masked" else "AutoModelForCausalLM"
+        hf, report = _attempt(
+            name,
+            lambda: getattr(transformers, head).from_pretrained(
+                place, dtype=_dtype(dtype, device), output_loading_info=True, **where
+            ),
+        )
+        tokenizer = _tokenizer(place, where)
+    no_predictions = _missing_weights(name, hf, report["missing_keys"])
+    hf = _attempt(name, lambda: hf.to(device))
+    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions)
+
+
+def _place(name: str, where: dict[str, Any]) -> str:
+    """Where transformers should look; a GGUF file also adds its name to the arguments."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise BadModel(f"{name} is a file, but not a .gguf; give a model folder, a GGUF file or a hub id")
+        where["gguf_file"] = path.name
+        return str(path.parent)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{name} has no config.json, so it is no model folder")
+        return str(path)
+    if name in builtin.NAMES:
+        return str(builtin.folder(name))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelNotFound(f"there is no folder or file {name}; give a model folder, a GGUF file or a hub id")
+    return name
+
+
+def _attempt(name: str, action: Any) -> Any:
+    """Loading can fail in any of four libraries' ways; each becomes one line that names the model."""
+    try:
+        return action()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, OSError) and not Path(name).expanduser().exists():
+            raise ModelNotFound(
+                f"{name} is neither a local folder nor a model the hub gives us ({reason[:200]}); check the name, "
+                f"the network, or give a local folder"
+            ) from error
+        raise BadModel(f"{name} cannot be loaded: {type(error).__name__}: {reason[:300]}") from error
+
+
+def _dtype(dtype: str | None, device: str) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise BadModel(f"dtype {dtype!r} is not known; give one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _tokenizer(place: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(place, **where)
+    except Exception:
+        # Many checkpoints have none; `Model.tokens` says so when text is first given.
+        return None
+
+
+def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:
+    """Refuse a checkpoint whose body is incomplete; say why one without its head predicts nothing."""
+    inside = [key for key in missing if key.startswith(f"{hf.base_model_prefix}.")]
+    if inside:
+        raise BadModel(
+            f"{name} lacks {len(inside)} weights of its body, {sorted(inside)[0]} among them; the checkpoint is "
+            f"incomplete"
+        )
+    if not missing:
+        return None
+    return (
+        f"{name} was saved without its prediction head ({sorted(missing)[0]} is missing), so its predictions would "
+        f"be random; load a checkpoint with the head, or use only what needs none (linearity, jumps)"
+    )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and loading tables: what matters of them is checked, and raised."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,137 @@
+"""Run batches and yield states at sites, by forward hooks on the Hugging Face model itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from layerjump.errors import BadModel
+from layerjump.inputs.anatomy import Anatomy
+from layerjump.inputs.batches import Batch
+from layerjump.inputs.sites import FINAL, Site
+
+if TYPE_CHECKING:
+    from layerjump.inputs.models import Model
+
+
+@dataclass(frozen=True)
+class States:
+    """States at sites for one batch: row r of every tensor belongs to pick r of the batch."""
+
+    batch: Batch
+    at: dict[Site, Tensor]
+    logits: Tensor | None = None
+
+    def __getitem__(self, site: Site | str | int) -> Tensor:
+        return self.at[Site.parse(site)]
+
+
+def states(
+    model: Model,
+    batches: Iterable[Batch],
+    sites: Sequence[Site | str | int],
+    *,
+    logits: bool = False,
+) -> Iterator[States]:
+    """Yield the states of each batch at the sites, for the batch's picked positions only.
+
+    The body runs without its vocabulary product; `logits` adds the model's own logits of the picks.
+    """
+    wanted = [Site.parse(site) for site in sites]
+    anatomy = model.anatomy
+    last = Site(anatomy.n_blocks)
+    tapped = [site for site in wanted if site != FINAL]
+    if (logits or FINAL in wanted) and last not in tapped:
+        tapped.append(last)
+    if logits:
+        model.require_predictions()
+    with Recorder(anatomy, tapped) as recorder:
+        for batch in batches:
+            found = recorder.run(model, batch)
+            final = anatomy.to_final(found[last]) if logits or FINAL in wanted else None
+            if final is not None and FINAL in wanted:
+                found[FINAL] = final
+            yield States(
+                batch,
+                {site: found[site] for site in wanted},
+                anatomy.decode(final) if logits and final is not None else None,
+            )
+
+
+class Recorder:
+    """Hooks that copy the picked rows at sites while a model runs; they are gone when the `with` ends."""
+
+    def __init__(self, anatomy: Anatomy, sites: Sequence[Site]) -> None:
+        self._wanted: dict[tuple[nn.Module, str], dict[int, list[Site]]] = defaultdict(dict)
+        for site in sites:
+            tap = anatomy.tap(site)
+            self._wanted[tap.module, tap.side].setdefault(tap.call, []).append(site)
+        self._sites = list(sites)
+        self._calls: dict[tuple[nn.Module, str], int] = {}
+        self._found: dict[Site, Tensor] = {}
+        self._rows: Tensor | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Recorder:
+        for module, side in self._wanted:
+            if side == "in":
+                handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
+            else:
+                handle = module.register_forward_hook(self._after)
+            self._handles.append(handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch.no_grad()
+    def run(self, model: Model, batch: Batch) -> dict[Site, Tensor]:
+        """The states of the batch's picks at the sites."""
+        # Row and position become one index: some modules see (batch · positions, d), most (batch, positions, d).
+        self.start(batch.row * batch.input_ids.shape[1] + batch.position)
+        model.body(batch.input_ids, batch.attention_mask)
+        return self.take()
+
+    def start(self, rows: Tensor) -> None:
+        """Say which rows of the flattened (batch · positions) states the next forward pass is asked for."""
+        self._rows, self._found, self._calls = rows, {}, defaultdict(int)
+
+    def take(self) -> dict[Site, Tensor]:
+        """What the last forward pass left."""
+        missing = [str(site) for site in self._sites if site not in self._found]
+        if missing:
+            raise BadModel(
+                f"the forward pass never reached {', '.join(missing)}: this model does not run the modules "
+                f"its family's row names (an unusual configuration?)"
+            )
+        found, self._found = self._found, {}
+        return found
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep(module, "in", args[0] if args else kwargs["hidden_states"])
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._keep(module, "out", output[0] if isinstance(output, tuple) else output)
+
+    def _keep(self, module: nn.Module, side: str, states: Tensor) -> None:
+        call = self._calls[module, side]
+        self._calls[module, side] = call + 1
+        for site in self._wanted[module, side].get(call, ()):
+            assert self._rows is not None
+            # index_select copies: Falcon adds to its feed-forward output in place afterwards.
+            rows = self._rows.to(states.device)
+            self._found[site] = states.reshape(-1, states.shape[-1]).index_select(0, rows)

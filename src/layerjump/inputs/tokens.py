@@ -1,0 +1,144 @@
+"""A tokenizer, and what goes around a text so that the model sees what it was trained on."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from layerjump.errors import BadText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_AT_ONCE = 1_000  # texts a call: enough to keep the tokenizer's threads busy
+_UNLIMITED = 10**9  # tokenizers write "no limit" as a number of about 1e30
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenizer, left as it is, with the ids that go around every text and the ids that fill."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    pad: int
+    mask: int | None
+    max_length: int
+    special: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        max_positions: int,
+        needs_bos: bool = False,
+        masked: bool | None = None,
+    ) -> "Tokens":
+        """Find out what this tokenizer puts around a text.
+
+        `needs_bos` adds a BOS that the tokenizer has but does not add. `masked` says whether the
+        model is a masked one; unless told, it is if the tokenizer has a mask token.
+        """
+        mask = tokenizer.mask_token_id if masked is not False else None
+        if masked and mask is None:
+            raise BadText("the model fills in masks, but its tokenizer has no mask token; add one")
+        prefix, suffix = _around(tokenizer)
+        bos = tokenizer.bos_token_id
+        if needs_bos and bos is not None and bos not in prefix:
+            prefix = (bos, *prefix)
+        if mask is None:
+            suffix = ()  # after an end of text, a causal model does not go on with the text
+        limit = tokenizer.model_max_length
+        max_length = min(max_positions, int(limit)) if limit < _UNLIMITED else max_positions
+        if max_length <= len(prefix) + len(suffix):
+            raise BadText(
+                f"sequences of {max_length} tokens leave no room for text beside the "
+                f"{len(prefix) + len(suffix)} the tokenizer adds; allow more positions"
+            )
+        special = frozenset((*tokenizer.all_special_ids, *prefix, *suffix))
+        return cls(tokenizer, prefix, suffix, _padding(tokenizer), mask, max_length, special)
+
+    @property
+    def room(self) -> int:
+        """How many tokens of text fit in one sequence."""
+        return self.max_length - len(self.prefix) - len(self.suffix)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the texts in full, with nothing around them."""
+        starts = range(0, len(texts), _AT_ONCE)
+        chunks = (_encode(self.tokenizer, texts[i : i + _AT_ONCE]) for i in starts)
+        return [ids for chunk in chunks for ids in chunk]
+
+    def wrap(self, ids: Sequence[int]) -> list[int]:
+        """The ids with prefix and suffix around them."""
+        return [*self.prefix, *ids, *self.suffix]
+
+    def generation_inputs(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, padded on the left: the next token follows the last."""
+        rows = [self.wrap(ids) for ids in self.encode(texts)]
+        for text, row in zip(texts, rows, strict=True):
+            self._check_prompt(text, len(row))
+        longest = max(map(len, rows), default=0)
+        ids = torch.full((len(rows), longest), self.pad)
+        attention = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, longest - len(row) :] = torch.tensor(row)
+            attention[i, longest - len(row) :] = 1
+        return {"input_ids": ids, "attention_mask": attention}
+
+    def _check_prompt(self, text: str, length: int) -> None:
+        if length > self.max_length:
+            raise BadText(
+                f"the prompt {text[:20]!r}... has {length:,} tokens, but the model takes "
+                f"{self.max_length:,}; shorten it"
+            )
+        if length == 0:
+            raise BadText(f"the prompt {text!r} has no tokens; give at least one word")
+
+
+def _encode(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, special: bool = False
+) -> list[list[int]]:
+    # verbose=False: texts longer than the model takes are cut later, a warning would be wrong.
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=special,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return encoded["input_ids"]
+
+
+def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prefix and suffix, by encoding a text with special tokens and without."""
+    for probe in _probes(tokenizer):
+        bare = _encode(tokenizer, [probe])[0]
+        full = _encode(tokenizer, [probe], special=True)[0]
+        starts = range(len(full) - len(bare) + 1) if bare else ()
+        for start in starts:
+            end = start + len(bare)
+            if full[start:end] == bare:
+                return tuple(full[:start]), tuple(full[end:])
+    raise BadText(
+        f"the tokenizer {type(tokenizer).__name__} gives no tokens for any word tried, not even "
+        "its own; check its vocabulary"
+    )
+
+
+def _probes(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """Texts of which one should have tokens. A tokenizer for molecules, say, drops all words."""
+    yield from ("a", "C", "1")
+    vocabulary = tokenizer.get_vocab()
+    for token in sorted(vocabulary, key=lambda token: vocabulary[token])[:1_000]:
+        if token not in tokenizer.all_special_tokens:
+            yield tokenizer.convert_tokens_to_string([token])
+
+
+def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Padding is always masked out, so any id will do where the tokenizer names none."""
+    fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
+    return next(filler for filler in fillers if filler is not None)

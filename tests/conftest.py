@@ -1,0 +1,33 @@
+"""Shared by all tests: no network, no user cache, real checkpoints where they are to be had."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def real_folder():
+    """A function: name → folder of a real checkpoint beside the repository; skips where it is absent."""
+
+    def find(name: str) -> Path:
+        folder = SHARED / "models" / name
+        if not folder.is_dir():
+            pytest.skip(f"the real checkpoint {name} is not beside this repository (../shared/models)")
+        return folder
+
+    return find

@@ -1,0 +1,188 @@
+"""Every check on every family and variant. Adding a family is adding a row; it is picked up here by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import CASES, tiny_model
+
+from layerjump.inputs.anatomy import Anatomy
+from layerjump.inputs.batches import Batch
+from layerjump.inputs.check import readings, reassembly, sample, self_check
+from layerjump.inputs.models import Model
+from layerjump.inputs.sites import FINAL, Site
+from layerjump.inputs.states import Recorder, states
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
+def model(request: pytest.FixtureRequest) -> Model:
+    hf = tiny_model(*request.param)
+    return Model(hf, Anatomy(hf), "-".join(request.param))
+
+
+@pytest.fixture
+def batch(model: Model) -> Batch:
+    return sample(model, rows=3, length=14)
+
+
+def at(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return tensor[batch.row, batch.position]
+
+
+def hf_output(model: Model, batch: Batch):
+    with torch.no_grad():
+        return model.hf(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+        )
+
+
+def test_the_self_check_passes(model):
+    checks = self_check(model)
+    assert [check.name for check in checks if not check.passed] == []
+    assert max(check.difference or 0 for check in checks) < EXACT
+
+
+def test_norm_and_head_of_level_L_are_the_models_logits(model, batch):
+    (ours,) = states(model, [batch], [model.n_blocks], logits=True)
+    theirs = at(hf_output(model, batch).logits, batch)
+    assert torch.allclose(ours.logits, theirs, rtol=0, atol=EXACT)
+    assert torch.allclose(model.logits(ours[model.n_blocks]), theirs, rtol=0, atol=EXACT)
+
+
+def test_levels_below_L_are_hugging_faces_hidden_states(model, batch):
+    (ours,) = states(model, [batch], range(model.n_blocks))
+    theirs = hf_output(model, batch).hidden_states
+    assert len(theirs) == model.n_blocks + 1
+    for level in range(model.n_blocks):
+        assert torch.allclose(ours[level], at(theirs[level], batch), rtol=0, atol=EXACT)
+
+
+def test_level_L_is_before_the_final_norm(model, batch):
+    last = model.n_blocks
+    (ours,) = states(model, [batch], [last, "final"])
+    theirs = at(hf_output(model, batch).hidden_states[-1], batch)
+    if model.masked:
+        assert torch.allclose(ours[last], theirs, rtol=0, atol=EXACT)
+    elif model.anatomy.family.to_final:
+        # Hugging Face's last entry is after the norm: what we call `final`.
+        assert torch.allclose(ours["final"], theirs, rtol=0, atol=EXACT)
+        assert ours[last].shape != theirs.shape or not torch.allclose(ours[last], theirs, atol=1e-3)
+
+
+def test_final_is_what_enters_the_vocabulary_product(model, batch):
+    seen = []
+    handle = model.anatomy.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    hf_output(model, batch)
+    handle.remove()
+    (ours,) = states(model, [batch], [FINAL])
+    assert torch.allclose(ours[FINAL], at(seen[0], batch), rtol=0, atol=EXACT)
+
+
+def test_the_parts_of_each_block_add_up_to_the_next_level(model, batch):
+    sites = [site for site in model.anatomy.sites() if site != FINAL]
+    (ours,) = states(model, [batch], sites)
+    assert len(reassembly(model, ours.at)) >= model.n_blocks
+    for rebuilt, captured in reassembly(model, ours.at) + readings(model, ours.at):
+        assert torch.allclose(rebuilt, captured, rtol=0, atol=EXACT)
+
+
+def test_attention_mixes_tokens_and_feed_forward_does_not(model):
+    """Guards the table against attention and feed-forward swapped: only one of them sees another token."""
+    one = sample(model, rows=1, length=10)
+    other_ids = one.input_ids.clone()
+    other_ids[0, 0] = (other_ids[0, 0] + 7) % 60 + 1
+    sites = [Site(1, "attn.in"), Site(1, "attn.out"), Site(1, "ffn.in"), Site(1, "ffn.out")]
+    pick = torch.tensor([1])
+    found = []
+    with torch.no_grad(), Recorder(model.anatomy, sites) as recorder:
+        for ids in (one.input_ids, other_ids):
+            recorder.start(pick)
+            model.body(ids, torch.ones_like(ids))
+            found.append(recorder.take())
+    before, after = found
+    assert torch.equal(before[sites[0]], after[sites[0]])
+    assert not torch.allclose(before[sites[1]], after[sites[1]], atol=1e-6)
+
+
+def test_a_later_token_changes_no_earlier_state(model):
+    if model.masked:
+        pytest.skip("an encoder reads both ways")
+    batch = sample(model, rows=1, length=14)
+    levels = [Site(level) for level in range(model.n_blocks + 1)]
+    found = []
+    with torch.no_grad(), Recorder(model.anatomy, levels) as recorder:
+        for token in (5, 50):
+            ids = batch.input_ids.clone()
+            ids[0, 9:] = token
+            recorder.start(torch.arange(14))
+            model.body(ids, torch.ones_like(ids))
+            found.append(recorder.take())
+    for level in levels:
+        assert torch.allclose(found[0][level][:9], found[1][level][:9], rtol=0, atol=EXACT)
+        assert not torch.allclose(found[0][level][9:], found[1][level][9:], atol=1e-6)
+
+
+def test_padding_changes_no_state(model):
+    """A row's states are the same alone and beside a longer row."""
+    batch = sample(model, rows=2, length=14)
+    short = batch.row == 1
+    length = int(short.sum())
+    sites = [site for site in model.anatomy.sites() if site != FINAL]
+    (together,) = states(model, [batch], sites)
+    ids = batch.input_ids[1:, :length]
+    position = torch.arange(length)
+    row = torch.zeros_like(position)
+    alone_batch = Batch(ids, torch.ones_like(ids), row, position, row, ids[0])
+    (alone,) = states(model, [alone_batch], sites)
+    # GPT-Neo and GPT-J compute attention weights in float32 whatever the model's dtype.
+    tolerance = 1e-5 if model.hf.config.model_type in ("gpt_neo", "gptj") else 1e-10
+    for site in sites:
+        assert torch.allclose(together[site][short], alone[site], rtol=0, atol=tolerance), site
+
+
+def test_a_window_shorter_than_the_text_is_honoured(model):
+    window = getattr(model.hf.config, "sliding_window", None)
+    kinds = getattr(model.hf.config, "layer_types", None) or ["sliding_attention"] * model.n_blocks
+    if not window or "full_attention" in kinds:
+        pytest.skip("every layer, or some, see the whole text")
+    # What a state can depend on reaches back (window − 1) tokens a block, and not one further.
+    reach = (window - 1) * model.n_blocks
+    batch = sample(model, rows=1, length=14)
+    last, found = 13, []
+    with torch.no_grad(), Recorder(model.anatomy, [Site(model.n_blocks)]) as recorder:
+        for first in (5, 50):
+            ids = batch.input_ids.clone()
+            ids[0, : last - reach] = first
+            recorder.start(torch.tensor([last, last - 1]))
+            model.body(ids, torch.ones_like(ids))
+            found.append(recorder.take()[Site(model.n_blocks)])
+    assert torch.allclose(found[0][0], found[1][0], rtol=0, atol=EXACT)
+    assert not torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-9)
+
+
+def test_a_wrong_tail_is_caught(model):
+    broken = Model(model.hf, Anatomy(model.hf), "broken")
+    broken.anatomy._to_final.append(lambda states: 1.01 * states)
+    assert [check.name for check in self_check(broken) if not check.passed] == ["logits"]
+
+
+def test_a_wrong_part_is_caught(model):
+    """Taking feed-forward's output for attention's own must not go unnoticed."""
+    broken = Model(model.hf, Anatomy(model.hf), "broken")
+    row = broken.anatomy.family
+    broken.anatomy.family = replace(row, attn_adds=row.ffn_adds)
+    failed = [check.name for check in self_check(broken) if not check.passed]
+    assert "blocks" in failed or "inputs" in failed
+
+
+def test_the_self_check_leaves_no_hook_behind(model):
+    def hooks():
+        return {module: list(module._forward_hooks) for module in model.hf.modules()}
+
+    before = hooks()
+    self_check(model)
+    assert hooks() == before
