@@ -27,7 +27,15 @@ def real_folder():
     def find(name: str) -> Path:
         folder = SHARED / "models" / name
         if not folder.is_dir():
-            pytest.skip(f"the real checkpoint {name} is not beside this repository (../shared/models)")
+            pytest.skip(
+                f"the real checkpoint {name} is not beside this repository (../shared/models)"
+            )
         return folder
 
     return find
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Small trained checkpoints that are part of the repository."""
+    return ROOT / "tests" / "data"

@@ -21,13 +21,27 @@ SIZES: dict[str, Any] = {
 }
 # Where a family's own names or defaults stand in the way of a tiny model.
 QUIRKS: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4},
+    "gpt_neo": {
+        "num_layers": 3,
+        "attention_types": [[["global", "local", "global"], 1]],
+        "window_size": 4,
+    },
     "gptj": {"rotary_dim": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4},
     "gemma": {"head_dim": 8, "num_key_value_heads": 2},
-    "gemma2": {"head_dim": 8, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 4},
-    "gemma3_text": {"head_dim": 8, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 4},
+    "gemma2": {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+    },
+    "gemma3_text": {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+    },
     "qwen3": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
     "llama": {"num_key_value_heads": 2},
@@ -99,10 +113,10 @@ def tiny_model(
     config = tiny_config(family, variant, **changes)
     auto = AutoModelForMaskedLM if FAMILIES[family].task == "masked" else AutoModelForCausalLM
     torch.manual_seed(0)
-    model = auto.from_config(config).to(dtype).eval()
+    model = auto.from_config(config).to(torch.float64).eval()
     for parameter in model.parameters():
         scale = 0.3 if parameter.dim() > 1 else 0.5
         offset = 1.0 if parameter.dim() == 1 and parameter.abs().min() == 1 else 0.0
         with torch.no_grad():
             parameter.normal_(offset, scale)
-    return model
+    return model.to(dtype)

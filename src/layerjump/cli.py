@@ -26,12 +26,18 @@ app = typer.Typer(
 )
 
 Revision = Annotated[str | None, typer.Option(help="Hub revision: a branch, tag or commit.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, … (default: a GPU where there is one).")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, … (default: a GPU where there is one).")
+]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, float64, bfloat16, float16 (default: float32 on a CPU).")
+    str | None,
+    typer.Option(help="float32, float64, bfloat16, float16 (default: float32 on a CPU)."),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Off unless you say so.")
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model. Off unless you say so."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -55,7 +61,8 @@ def _options(
 @app.command()
 def families(
     model: Annotated[
-        str | None, typer.Argument(help="A hub id, folder, GGUF file or `smollm2`: check this model.")
+        str | None,
+        typer.Argument(help="A hub id, folder, GGUF file or `smollm2`: check this model."),
     ] = None,
     revision: Revision = None,
     device: Device = None,

@@ -36,7 +36,9 @@ def at(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
 def hf_output(model: Model, batch: Batch):
     with torch.no_grad():
         return model.hf(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            output_hidden_states=True,
         )
 
 

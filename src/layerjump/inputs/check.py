@@ -89,7 +89,9 @@ def _states_checks(model: Model) -> list[Check]:
     with Recorder(anatomy, sites) as recorder:
         recorder.start(flat)
         output = model.hf(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            output_hidden_states=True,
         )
         found = recorder.take()
     row, position = batch.row, batch.position
@@ -102,8 +104,12 @@ def _states_checks(model: Model) -> list[Check]:
     return [
         _compare("logits", "norm and head of level L give the model's logits", [(ours, logits)]),
         _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
-        _compare("blocks", "the parts of each block add up to the next level", reassembly(model, found)),
-        _compare("inputs", "attention and feed-forward read what the row says", readings(model, found)),
+        _compare(
+            "blocks", "the parts of each block add up to the next level", reassembly(model, found)
+        ),
+        _compare(
+            "inputs", "attention and feed-forward read what the row says", readings(model, found)
+        ),
     ]
 
 

@@ -50,7 +50,7 @@ class Model:
     ) -> Model:
         """Take a Hugging Face model already in memory, after the self-check."""
         hf.eval()
-        model = cls(hf, Anatomy(hf), name or hf.config.name_or_path, tokenizer, no_predictions)
+        model = cls(hf, Anatomy(hf), name or str(hf.config.name_or_path), tokenizer, no_predictions)
         require_passed(model)
         return model
 
@@ -74,7 +74,8 @@ class Model:
     def max_positions(self) -> int:
         config = self.hf.config
         # ALiBi families have no position table; they were trained on `seq_length`, 2048 where that is not said.
-        table = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", 2048)
+        table: Any = getattr(config, "max_position_embeddings", None)
+        table = table or getattr(config, "seq_length", 2048)
         return int(table) - self.anatomy.family.reserved_positions
 
     @property
@@ -149,7 +150,9 @@ def _place(name: str, where: dict[str, Any]) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise BadModel(f"{name} is a file, but not a .gguf; give a model folder, a GGUF file or a hub id")
+            raise BadModel(
+                f"{name} is a file, but not a .gguf; give a model folder, a GGUF file or a hub id"
+            )
         where["gguf_file"] = path.name
         return str(path.parent)
     if path.is_dir():
@@ -159,7 +162,9 @@ def _place(name: str, where: dict[str, Any]) -> str:
     if name in builtin.NAMES:
         return str(builtin.folder(name))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(f"there is no folder or file {name}; give a model folder, a GGUF file or a hub id")
+        raise ModelNotFound(
+            f"there is no folder or file {name}; give a model folder, a GGUF file or a hub id"
+        )
     return name
 
 
@@ -174,7 +179,9 @@ def _attempt(name: str, action: Any) -> Any:
                 f"{name} is neither a local folder nor a model the hub gives us ({reason[:200]}); check the name, "
                 f"the network, or give a local folder"
             ) from error
-        raise BadModel(f"{name} cannot be loaded: {type(error).__name__}: {reason[:300]}") from error
+        raise BadModel(
+            f"{name} cannot be loaded: {type(error).__name__}: {reason[:300]}"
+        ) from error
 
 
 def _dtype(dtype: str | None, device: str) -> torch.dtype | str:
@@ -187,10 +194,11 @@ def _dtype(dtype: str | None, device: str) -> torch.dtype | str:
 
 def _tokenizer(place: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(place, **where)
+        tokenizer = AutoTokenizer.from_pretrained(place, **where)
     except Exception:
-        # Many checkpoints have none; `Model.tokens` says so when text is first given.
-        return None
+        return None  # many checkpoints have none; `Model.tokens` says so when text is first given
+    # Where there are no tokenizer files, transformers may make one up that knows no words.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
 def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:

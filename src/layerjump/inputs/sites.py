@@ -1,10 +1,10 @@
 """Names of places in a network.
 
-    5             level 5: what leaves block 5 (0: what enters block 1; L: what leaves the last block)
-    5.attn.in     the input of attention in block 5       5.attn.out   what attention adds to the stream
-    5.ln1.in …    likewise ln1, ln2 and ffn               5.mid        the stream after attention is added
-    5.heads       the output projection's input           5.attn_raw   attention's own output, before a post-norm
-    final         just before the vocabulary product
+5             level 5: what leaves block 5 (0: what enters block 1; L: what leaves the last block)
+5.attn.in     the input of attention in block 5       5.attn.out   what attention adds to the stream
+5.ln1.in …    likewise ln1, ln2 and ffn               5.mid        the stream after attention is added
+5.heads       the output projection's input           5.attn_raw   attention's own output, before a post-norm
+final         just before the vocabulary product
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def read_csv(
     from pyarrow import csv
 
     data = text.encode()
-    # One block: types are told from the first block, and a row must not straddle two.
+    # One block for the file: a document longer than a block would be an error.
     block = csv.ReadOptions(block_size=min(len(data) + 1, 2**31 - 1))
     # Tab-separated files have no quotes by definition; a sentence in one may well start with one.
     parse = csv.ParseOptions(

@@ -1,0 +1,1 @@
+"""Numbers about states, predictions and time: tensors in, numbers out."""
