@@ -7,7 +7,8 @@ READY := $(VENV)/ready
 .PHONY: demo test check format clean
 
 demo: $(READY)
-	$(BIN)/layerjump families smollm2
+	$(BIN)/layerjump fit smollm2 --text pydoc --tokens 16000 -o demo/jumps
+	$(BIN)/python examples/first_look.py demo/jumps
 
 test: $(READY)
 	$(BIN)/python -m pytest

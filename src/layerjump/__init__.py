@@ -3,11 +3,15 @@
     import layerjump as lj
     model = lj.load("smollm2")                    # or a hub id, a folder, a GGUF file
     text = lj.read("pydoc")                       # or a file, a hub dataset, a list of strings
+    jumps = lj.fit(model, text)                   # every level → last, in one pass, in closed form
+    jumps[12, 30](states)                         # level 12 as level 30
 
 The rooms, in the order in which data flows (a module imports only from earlier rooms):
 
     inputs/    text → tokens → states: models, families, self-check, corpora, batches, forward hooks
-    cli.py     the command line
+    measure/   metrics, timing
+    fit/       states → moments → jumps: sums, estimators, scores, files
+    cli/       the command line
 
 Names are loaded on first use, so that `import layerjump` costs nothing.
 """
@@ -18,9 +22,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerjump.fit.collect import collect as collect
+    from layerjump.fit.collected import Collected as Collected
+    from layerjump.fit.fit import fit as fit
+    from layerjump.fit.jumps import Jumps as Jumps
+    from layerjump.fit.moments import Moments as Moments
     from layerjump.inputs.batches import Batch as Batch
     from layerjump.inputs.batches import Batches as Batches
     from layerjump.inputs.batches import batches as batches
+    from layerjump.inputs.batches import one_batch as one_batch
     from layerjump.inputs.check import self_check as self_check
     from layerjump.inputs.corpus import Corpus as Corpus
     from layerjump.inputs.corpus import read as read
@@ -36,22 +46,29 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "Batch": "inputs.batches",
     "Batches": "inputs.batches",
+    "Collected": "fit.collected",
     "Corpus": "inputs.corpus",
+    "Jumps": "fit.jumps",
     "Model": "inputs.models",
+    "Moments": "fit.moments",
     "Positions": "inputs.positions",
     "Site": "inputs.sites",
     "batches": "inputs.batches",
+    "collect": "fit.collect",
     "load": "inputs.models",
+    "one_batch": "inputs.batches",
     "read": "inputs.corpus",
     "self_check": "inputs.check",
     "split": "inputs.corpus",
     "states": "inputs.states",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "fit"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fit":
+        return importlib.import_module("layerjump.fit")  # a room that can be called
     if name not in _HOME:
         raise AttributeError(f"module 'layerjump' has no attribute {name!r}")
     return getattr(importlib.import_module(f"layerjump.{_HOME[name]}"), name)

@@ -6,8 +6,17 @@
     │   ├── UnsupportedModel   its family is not in the table
     │   ├── SelfCheckFailed    its states do not reassemble to its own output
     │   └── NoPredictions      its head was not in the checkpoint, so it predicts nothing
-    └── BadText                the text given cannot be used
-        └── TextTooShort       fewer documents or tokens than asked for
+    ├── BadText                the text given cannot be used
+    │   └── TextTooShort       fewer documents or tokens than asked for
+    ├── BadMoments             the sums given cannot be solved
+    ├── BadEstimator           no such estimator, or a setting it cannot use
+    ├── BadJumps               maps and what is said about them do not fit together
+    │   └── NoSuchJump         the set holds no jump between these sites (a KeyError too)
+    ├── BadArtifact            a file of ours cannot be read or written
+    │   ├── NewerFormat        its format is newer than this library
+    │   └── WrongModel         it was fitted on other weights than the model given
+    ├── TooLarge               a run would not fit in memory
+    └── RunStopped             somebody stopped the run, or one of its processes died
 
 Every message says what was given, what was wanted and what to do. The command line prints it as one line.
 """
@@ -43,3 +52,41 @@ class BadText(LayerjumpError):
 
 class TextTooShort(BadText):
     """There are fewer documents or tokens than asked for."""
+
+
+class BadMoments(LayerjumpError):
+    """The sums given cannot be solved: empty, not finite, or of shapes that do not fit together."""
+
+
+class BadEstimator(LayerjumpError):
+    """There is no such estimator, or a setting of it is missing, senseless or not its own."""
+
+
+class BadJumps(LayerjumpError):
+    """Maps, and what is said about them, do not fit together."""
+
+
+class NoSuchJump(BadJumps, KeyError):
+    """The set holds no jump between the two sites asked for."""
+
+    __str__ = Exception.__str__  # KeyError would print the message in quotes
+
+
+class BadArtifact(LayerjumpError):
+    """A file or folder of ours cannot be read or written."""
+
+
+class NewerFormat(BadArtifact):
+    """The file's format version is newer than this library knows."""
+
+
+class WrongModel(BadArtifact):
+    """What the file holds was fitted on other weights than those of the model given."""
+
+
+class TooLarge(LayerjumpError):
+    """A run would need more memory than is free."""
+
+
+class RunStopped(LayerjumpError):
+    """Somebody stopped the run, or one of its processes died; the message says how to go on."""

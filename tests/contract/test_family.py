@@ -168,7 +168,7 @@ def test_a_window_shorter_than_the_text_is_honoured(model):
 
 def test_a_wrong_tail_is_caught(model):
     broken = Model(model.hf, Anatomy(model.hf), "broken")
-    broken.anatomy._to_final.append(lambda states: 1.01 * states)
+    broken.anatomy.final_steps.append(lambda states: 1.01 * states)
     assert [check.name for check in self_check(broken) if not check.passed] == ["logits"]
 
 

@@ -1,58 +1,57 @@
 """Train the two tiny models that the tests load: real weights, small enough to commit.
 
-`tiny-gpt2` is a causal GPT-2 and `tiny-bert` a masked-LM BERT, both of 4 blocks and trained
-from scratch on TinyStories text, which is read from a folder and never copied here. From the
-repository's root, one command for each model, a few minutes on two CPU cores:
+`tiny-gpt2` is a causal GPT-2 and `tiny-bert` a masked-LM BERT, both trained from scratch on
+TinyStories text, which is read from a folder and never copied here. From the repository's
+root, one command for each model, a few minutes on two idle CPU cores:
 
     OMP_NUM_THREADS=2 python tests/data/train_tiny.py gpt2 --text ../shared/text/tinystories
     OMP_NUM_THREADS=2 python tests/data/train_tiny.py bert --text ../shared/text/tinystories
 
 Each writes its folder next to this file: weights, configuration, tokenizer, `README.md` and
-`metrics.json`, the last two with perplexities on a file of text the training never saw.
+`metrics.json`, the last two with perplexities on a file of text that training never saw.
 """
 
 import argparse
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers as tk
 import torch
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from torch.utils.data import DataLoader
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    DataCollatorForLanguageModeling,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+import transformers as hf
 
 TRAIN_FILES = ("tinystories_train_sample.txt", "tinystories_sampled.txt")
 HELD_OUT_FILE = "tinystories_valid_sample.txt"
 SEED = 0
-VOCABULARY = 1024
-LENGTH = 128
+VOCABULARY, LENGTH = 1024, 128
 WIDTH, BLOCKS, HEADS = 80, 4, 4
-STEPS = {"gpt2": 1000, "bert": 3000}
-LEARNING_RATE = {"gpt2": 4e-3, "bert": 2e-3}
+RECIPE: dict[str, dict[str, Any]] = {
+    "gpt2": {"max_steps": 800, "per_device_train_batch_size": 32, "learning_rate": 3e-3},
+    "bert": {"max_steps": 1800, "per_device_train_batch_size": 64, "learning_rate": 1e-3},
+}
 END_OF_TEXT = "<|endoftext|>"
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt2": dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
+    "bert": {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk")}
+    | {"mask_token": hf.AddedToken("[MASK]", lstrip=True, special=True)},
+}
+TASK = {"gpt2": "held-out tokens", "bert": "masked held-out tokens (15 %, all as `[MASK]`)"}
+README = f"""# tiny-{{family}}
+
+{BLOCKS} blocks, width {WIDTH}, vocabulary {VOCABULARY}; trained from scratch for layerjump's tests,
+with seed {{seed}} and {{steps}} steps. From the repository's root:
+
+    OMP_NUM_THREADS=2 python tests/data/train_tiny.py {{family}} --text ../shared/text/tinystories
+
+Trained on `{TRAIN_FILES[0]}` and `{TRAIN_FILES[1]}` (stories
+sampled from a model of them); held out: `{HELD_OUT_FILE}`. TinyStories is
+licensed CDLA-Sharing-1.0; none of its text is in this folder.
+
+On {{held_out_tokens}} {{task}}: perplexity {{perplexity}}; unigram model (add-one): {{unigram_perplexity}}.
+"""
 
 Example = dict[str, list[int]]
 Collator = Callable[[list[Any]], dict[str, Any]]
@@ -63,181 +62,139 @@ def paragraphs(path: Path) -> list[str]:
     return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
 
 
-def byte_pairs(text: list[str], alphabet: list[str], specials: list[str], lower: bool) -> Tokenizer:
-    """Byte-level BPE trained on the text; unlike WordPiece's, its training is deterministic."""
-    tokenizer = Tokenizer(models.BPE(unk_token=specials[-1]))
-    if lower:
-        tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=lower)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+def train_tokenizer(family: str, text: list[str]) -> hf.PreTrainedTokenizerFast:
+    """Byte-level BPE; BERT's is lower-cased, within `[CLS] ... [SEP]`, and GPT-2's adds nothing."""
+    special = SPECIAL[family]
+    tokenizer = tk.Tokenizer(tk.models.BPE())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=family == "bert")
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    if family == "bert":
+        tokenizer.normalizer = tk.normalizers.Lowercase()
+        tokenizer.post_processor = tk.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    trainer = tk.trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=specials,
-        initial_alphabet=alphabet,
+        special_tokens=list({str(token): token for token in special.values()}.values()),
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(text, trainer)
-    return tokenizer
-
-
-def gpt2_tokenizer(text: list[str]) -> PreTrainedTokenizerFast:
-    """Every byte has a token and none is added to a text, as with GPT-2's."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=byte_pairs(text, alphabet, [END_OF_TEXT], lower=False),
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
-        model_max_length=LENGTH,
-        model_input_names=["input_ids", "attention_mask"],
+    inputs = ["input_ids", "attention_mask"] + ["token_type_ids"] * (family == "bert")
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=LENGTH, model_input_names=inputs, **special
     )
 
 
-def bert_tokenizer(text: list[str]) -> PreTrainedTokenizerFast:
-    """Lower-cased, within `[CLS] ... [SEP]`; bytes that the text lacks are `[UNK]`."""
-    names = ("pad", "cls", "sep", "mask", "unk")
-    specials = {f"{name}_token": f"[{name.upper()}]" for name in names}
-    tokenizer = byte_pairs(text, [], list(specials.values()), lower=True)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(t, tokenizer.token_to_id(t)) for t in ("[CLS]", "[SEP]")],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **specials,
-        model_max_length=LENGTH,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
+def gpt2_model(end: int) -> hf.GPT2LMHeadModel:
+    """An untrained GPT-2 without dropout."""
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
+    config = hf.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, **ids)
+    config.n_embd, config.n_layer, config.n_head = WIDTH, BLOCKS, HEADS
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return hf.GPT2LMHeadModel(config)
 
 
-def build_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """An untrained model of the family, without dropout: it sees its text a few times only."""
-    if family == "gpt2":
-        end = tokenizer.eos_token_id
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=len(tokenizer),
-                n_positions=LENGTH,
-                n_embd=WIDTH,
-                n_layer=BLOCKS,
-                n_head=HEADS,
-                bos_token_id=end,
-                eos_token_id=end,
-                pad_token_id=end,
-                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            )
-        )
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=LENGTH,
-            hidden_size=WIDTH,
-            num_hidden_layers=BLOCKS,
-            num_attention_heads=HEADS,
-            intermediate_size=4 * WIDTH,
-            initializer_range=0.05,
-            pad_token_id=tokenizer.pad_token_id,
-            **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-        )
-    )
-    with torch.no_grad():
-        model.bert.embeddings.position_embeddings.weight.copy_(0.07 * waves())
+@torch.no_grad()
+def bert_model(pad: int) -> hf.BertForMaskedLM:
+    """An untrained BERT without dropout whose heads start by looking at near positions.
+
+    For that, positions start as waves and queries equal to keys. With random ones, a BERT of
+    this size was still at the unigram model's loss after 600 steps.
+    """
+    config = hf.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, pad_token_id=pad)
+    config.hidden_size, config.num_hidden_layers, config.num_attention_heads = WIDTH, BLOCKS, HEADS
+    config.intermediate_size, config.initializer_range = 4 * WIDTH, 0.05
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = hf.BertForMaskedLM(config)
+    angles = torch.arange(LENGTH)[:, None] * LENGTH ** -torch.linspace(0, 1, WIDTH // 2)
+    waves = 0.07 * torch.cat([angles.sin(), angles.cos()], dim=1)
+    model.bert.embeddings.position_embeddings.weight.copy_(waves)
+    for layer in model.bert.encoder.layer:
+        attention = layer.attention.self
+        attention.key.weight.copy_(attention.query.weight.normal_(std=0.2))
     return model
 
 
-def waves() -> torch.Tensor:
-    """Sines and cosines of each position, from which heads soon learn to look at neighbours."""
-    frequencies = LENGTH ** -torch.linspace(0, 1, WIDTH // 2)
-    angles = torch.arange(LENGTH)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
-def encode(family: str, tokenizer: PreTrainedTokenizerFast, text: list[str]) -> list[Example]:
-    """GPT-2: paragraphs and their end marks packed to `LENGTH`; BERT: each paragraph's pieces."""
-    ids = [e.ids for e in tokenizer.backend_tokenizer.encode_batch(text, add_special_tokens=False)]
-    if family == "gpt2":
-        stream = [i for paragraph in ids for i in [*paragraph, tokenizer.eos_token_id]]
-        starts = range(0, len(stream) - LENGTH + 1, LENGTH)
-        chunks = [stream[s : s + LENGTH] for s in starts]
+def encode(tokenizer: hf.PreTrainedTokenizerFast, text: list[str]) -> list[Example]:
+    """GPT-2: paragraphs and end marks packed to `LENGTH`; BERT: each paragraph's pieces."""
+    if tokenizer.mask_token is None:
+        ids = tokenizer.backend_tokenizer.encode(END_OF_TEXT.join(text)).ids
+        chunks = [ids[i : i + LENGTH] for i in range(0, len(ids) - LENGTH + 1, LENGTH)]
         return [{"input_ids": chunk, "labels": chunk} for chunk in chunks]
-    room = LENGTH - 2
-    pieces = [p[s : s + room] for p in ids for s in range(0, len(p), room)]
-    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-    return [{"input_ids": [first, *piece, last]} for piece in pieces]
+    pieces = tokenizer(text, truncation=True, max_length=LENGTH, return_overflowing_tokens=True)
+    return [{"input_ids": piece} for piece in pieces["input_ids"]]
 
 
-def collator(family: str, tokenizer: PreTrainedTokenizerFast, **masking: float) -> Collator:
-    """What makes a batch of examples; BERT's masks 15 % of the tokens."""
-    if family == "gpt2":
-        return default_data_collator
-    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=SEED, **masking)
+def collator(tokenizer: hf.PreTrainedTokenizerFast, **masking: float) -> Collator:
+    """What makes a batch of examples: BERT's chooses 15 % of the tokens to be predicted."""
+    if tokenizer.mask_token is None:
+        return hf.default_data_collator
+    return hf.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=SEED, **masking)
 
 
-def train(family: str, model: PreTrainedModel, examples: list[Example], collate: Collator) -> None:
-    """Train the model in place; nothing of the run but the weights is kept."""
+def fit(family: str, model: hf.PreTrainedModel, train: list[Example], collate: Collator) -> None:
+    """Train the model in place; the run leaves no files."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=STEPS[family],
-            per_device_train_batch_size=32,
-            learning_rate=LEARNING_RATE[family],
+        arguments = hf.TrainingArguments(
+            folder,
             lr_scheduler_type="cosine",
-            warmup_steps=0.1,
-            weight_decay=0.01,
+            warmup_steps=50,
+            adam_beta2=0.98,
             train_sampling_strategy="group_by_length",
-            logging_steps=100,
             save_strategy="no",
-            report_to="none",
             use_cpu=True,
             disable_tqdm=True,
             seed=SEED,
+            **RECIPE[family],
         )
-        Trainer(model, arguments, data_collator=collate, train_dataset=examples).train()
-
-
-def predictions(
-    model: PreTrainedModel, examples: list[Example], collate: Collator
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of the model's log-probabilities of the tokens it has to predict, and those."""
-    for batch in DataLoader(examples, batch_size=64, collate_fn=collate):
-        labels = batch.pop("labels")
-        logits = model(**batch).logits
-        if isinstance(model, GPT2LMHeadModel):
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        wanted = labels != -100
-        targets = labels[wanted]
-        yield logits[wanted].log_softmax(-1).gather(-1, targets[:, None]), targets
+        hf.Trainer(model, arguments, data_collator=collate, train_dataset=train).train()
 
 
 @torch.no_grad()
 def measure(
-    model: PreTrainedModel, train: list[Example], held_out: list[Example], collate: Collator
+    model: hf.PreTrainedModel, train: list[Example], held_out: list[Example], collate: Collator
 ) -> dict[str, float]:
-    """Perplexity of the model and of the add-one unigram model on the same held-out tokens."""
-    model.eval()
-    scores, targets = (torch.cat(x) for x in zip(*predictions(model, held_out, collate)))
-    seen = torch.tensor([i for example in train for i in example["input_ids"]])
-    counts = torch.bincount(seen, minlength=model.config.vocab_size) + 1.0
-    unigram = (counts / counts.sum()).log()[targets]
-    return {
-        "held_out_tokens": len(targets),
-        "perplexity": round(math.exp(-scores.double().mean()), 3),
-        "unigram_perplexity": round(math.exp(-unigram.double().mean()), 3),
-    }
+    """Held-out perplexity, and that of add-one unigram counts, on the same predicted tokens."""
+    shift = isinstance(model, hf.GPT2LMHeadModel)  # a chunk's first token is not predicted
+    inner = slice(None) if shift else slice(1, -1)  # [CLS] and [SEP] are never masked
+    seen = torch.tensor([i for example in train for i in example["input_ids"][inner]])
+    unigram = (torch.bincount(seen, minlength=VOCABULARY) + 1.0).div(len(seen) + VOCABULARY).log()
+    losses = []
+    for start in range(0, len(held_out), 64):
+        batch = collate(held_out[start : start + 64])
+        labels, logits = batch.pop("labels"), model.eval()(**batch).logits
+        if shift:
+            labels, logits = labels[:, 1:], logits[:, :-1]
+        logits, targets = logits[labels != -100], labels[labels != -100]
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        losses.append(torch.stack([loss, -unigram[targets]]).double())
+    both = torch.cat(losses, dim=1)
+    ours, theirs = (round(math.exp(mean), 2) for mean in both.mean(dim=1))
+    return {"held_out_tokens": both.shape[1], "perplexity": ours, "unigram_perplexity": theirs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train one of the tests' tiny models.")
-    parser.add_argument("family", choices=("gpt2", "bert"))
+    parser.add_argument("family", choices=RECIPE)
     parser.add_argument("--text", type=Path, required=True, help="folder of TinyStories text")
-    family, folder = (arguments := parser.parse_args()).family, arguments.text
-    set_seed(SEED)
-    text = [p for name in TRAIN_FILES for p in paragraphs(folder / name)]
-    tokenizer = {"gpt2": gpt2_tokenizer, "bert": bert_tokenizer}[family](text)
-    model = build_model(family, tokenizer)
-    examples = encode(family, tokenizer, text)
-    held_out = encode(family, tokenizer, paragraphs(folder / HELD_OUT_FILE))
-    train(family, model, examples, collator(family, tokenizer))
-    always_mask = collator(family, tokenizer, mask_replace_prob=1.0, random_replace_prob=0.0)
-    metrics = {"seed": SEED, "steps": STEPS[family]}
-    metrics |= measure(model, examples, held_out, always_mask)
+    arguments = parser.parse_args()
+    family, source = arguments.family, arguments.text
+    hf.set_seed(SEED)
+    text = [p for name in TRAIN_FILES for p in paragraphs(source / name)]
+    tokenizer = train_tokenizer(family, text)
+    model = (gpt2_model if family == "gpt2" else bert_model)(tokenizer.pad_token_id)
+    train = encode(tokenizer, text)
+    held_out = encode(tokenizer, paragraphs(source / HELD_OUT_FILE))
+    fit(family, model, train, collator(tokenizer))
+    masking = collator(tokenizer, mask_replace_prob=1.0, random_replace_prob=0.0)
+    metrics = {"seed": SEED, "steps": RECIPE[family]["max_steps"]}
+    metrics |= measure(model, train, held_out, masking)
+    folder = Path(__file__).parent / f"tiny-{family}"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (folder / "README.md").write_text(README.format(family=family, task=TASK[family], **metrics))
     print(metrics)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,14 +37,14 @@ class Anatomy:
         self.n_blocks = len(self.blocks)
         self.width: int = hf.config.hidden_size
         self.head: nn.Module = hf.get_submodule(self.family.head)
-        self._to_final = [_step(hf, path) for path in self.family.to_final]
+        self.final_steps = [_step(hf, path) for path in self.family.to_final]
         self._softcap: float | None = (
             getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
         )
 
     def to_final(self, states: Tensor) -> Tensor:
         """From level L to just before the vocabulary product."""
-        for step in self._to_final:
+        for step in self.final_steps:
             states = step(states)
         return states
 

@@ -44,6 +44,14 @@ class Batch:
         return len(self.row)
 
 
+def one_batch(ids: Sequence[int]) -> Batch:
+    """A batch of one sequence, special tokens and all, with every position picked."""
+    row = torch.tensor(ids)
+    position = torch.arange(len(ids))
+    where = torch.zeros_like(position)
+    return Batch(row[None], torch.ones(1, len(ids), dtype=torch.int64), where, position, where, row)
+
+
 @dataclass
 class _Sequences:
     """Sequences end to end: a million of them are six arrays, not a million lists of integers."""
@@ -114,6 +122,12 @@ class Batches:
     def n_picks(self) -> int:
         picks = np.asarray(self.sequences.picks)
         return int(sum(picks[group].sum() for group in self.groups))
+
+    @property
+    def most_picks(self) -> int:
+        """Picks in the batch that has most of them."""
+        picks = np.asarray(self.sequences.picks)
+        return max((int(picks[group].sum()) for group in self.groups), default=0)
 
     @property
     def padding(self) -> float:

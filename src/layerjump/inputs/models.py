@@ -38,6 +38,7 @@ class Model:
     tokenizer: PreTrainedTokenizerBase | None = None
     no_predictions: str | None = None
     """Why this model must not be asked for predictions, if it must not."""
+    revision: str | None = None
 
     @classmethod
     def wrap(
@@ -47,10 +48,12 @@ class Model:
         *,
         name: str | None = None,
         no_predictions: str | None = None,
+        revision: str | None = None,
     ) -> Model:
         """Take a Hugging Face model already in memory, after the self-check."""
         hf.eval()
-        model = cls(hf, Anatomy(hf), name or str(hf.config.name_or_path), tokenizer, no_predictions)
+        name = name or str(hf.config.name_or_path)
+        model = cls(hf, Anatomy(hf), name, tokenizer, no_predictions, revision)
         require_passed(model)
         return model
 
@@ -118,11 +121,13 @@ def load(
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Model:
     """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
 
-    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own.
+    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own. A
+    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name = str(source)
@@ -136,13 +141,18 @@ def load(
         hf, report = _attempt(
             name,
             lambda: getattr(transformers, head).from_pretrained(
-                place, dtype=_dtype(dtype, device), output_loading_info=True, **where
+                place,
+                dtype=_dtype(dtype, device),
+                device_map=device_map,
+                output_loading_info=True,
+                **where,
             ),
         )
         tokenizer = _tokenizer(place, where)
     no_predictions = _missing_weights(name, hf, report["missing_keys"])
-    hf = _attempt(name, lambda: hf.to(device))
-    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions)
+    if device_map is None:
+        hf = _attempt(name, lambda: hf.to(device))
+    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions, revision=revision)
 
 
 def _place(name: str, where: dict[str, Any]) -> str:

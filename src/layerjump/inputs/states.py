@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ def states(
     sites: Sequence[Site | str | int],
     *,
     logits: bool = False,
-) -> Iterator[States]:
+) -> Generator[States, None, None]:
     """Yield the states of each batch at the sites, for the batch's picked positions only.
 
     The body runs without its vocabulary product; `logits` adds the model's own logits of the picks.

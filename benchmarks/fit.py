@@ -1,0 +1,169 @@
+"""What fitting costs, beside the bare forward pass and beside scikit-learn on stored states.
+
+    python benchmarks/fit.py [--models smollm2,stories15m] [--quick]
+
+One run, rivals in turn:
+  forward      `model(**batch)` over the tokens of the fit and test splits, nothing else
+  to-last      plan, pass, `mat` for every level → last, test scores; all positions
+  all pairs    the same for all pairs, on a sample of positions (a tenth, never fewer than 10 d)
+  scikit-learn LinearRegression(fit_intercept=False) once a pair on 9,000 stored float32 states: a few pairs are
+               timed and scaled to all. Beside it: our sums and solutions of all pairs from the same stored states.
+Memory: the peak of a whole process at 20,000 and at 200,000 tokens (`--quick`: 5,000 and 20,000).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from sklearn.linear_model import LinearRegression
+
+import layerjump as lj
+from layerjump.fit.collect import plan
+from layerjump.fit.fit import solve_jumps
+from layerjump.fit.moments import Moments
+from layerjump.fit.pairs import parse_pairs
+from layerjump.fit.solve import solve
+from layerjump.measure.timing import alternate, machine, ratio
+
+SHARED = Path(__file__).parents[2] / "shared"
+MODELS = {
+    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 36_000),
+    "stories15m": (
+        str(SHARED / "models/stories15M"),
+        SHARED / "text/tinystories/tinystories_train_sample.txt",
+        100_000,
+    ),
+}
+STORED = 9_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="smollm2,stories15m")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens: within two minutes")
+    parser.add_argument(
+        "--peak", nargs=3, metavar=("MODEL", "TEXT", "TOKENS"), help=argparse.SUPPRESS
+    )
+    options = parser.parse_args()
+    if options.peak:
+        print(peak_of_one_run(options.peak[0], options.peak[1], int(options.peak[2])))
+        return
+    print(machine())
+    figures = {}
+    for name in options.models.split(","):
+        source, text, tokens = MODELS[name]
+        tokens = tokens // 18 if options.quick else tokens
+        figures[name] = measure(source, text, tokens, 1 if options.quick else options.repeats)
+        sizes = (5_000, 20_000) if options.quick else (20_000, 200_000)
+        if options.quick and name == "smollm2":
+            sizes = (1_000, 2_000)
+        few, many = (peak(source, text, size) for size in sizes)
+        print(f"  peak memory at {sizes[0]:,} tokens {few:,.0f} MB, at {sizes[1]:,} {many:,.0f} MB")
+        figures[name]["rss_growth"] = many / few - 1
+    print(json.dumps(figures))
+
+
+def measure(source: str, text: Path, tokens: int, repeats: int) -> dict[str, float]:
+    model, corpus = lj.load(source), lj.read(text)
+    settings = {"tokens": tokens, "select": False, "sizes": "90/0/10"}
+    fitted: dict[str, lj.Jumps] = {}
+
+    def fit(pairs: str, **more: object) -> lj.Jumps:
+        chosen = plan(model, corpus, pairs=pairs, **settings, **more)  # type: ignore[arg-type]
+        fitted[f"{pairs} {more}"] = solve_jumps(chosen.run(), "mat")
+        return fitted[f"{pairs} {more}"]
+
+    batches = [b for part in plan(model, corpus, **settings).batches.values() for b in part]  # type: ignore[arg-type]
+    print(
+        f"\n{model}, {corpus.name}, {sum(b.n_tokens for b in batches):,} tokens, seed 0, {repeats} repeats"
+    )
+    seconds = alternate(
+        {
+            "forward": lambda: forward(model, batches),
+            "to-last": lambda: fit("to-last"),
+            "all pairs": lambda: fit("all"),
+        },
+        repeats=repeats,
+    )
+    for rival, times in seconds.items():
+        print(
+            f"  {rival:12} {sorted(times)[len(times) // 2]:8.1f} s  {ratio(times, seconds['forward']):6.2f} × forward"
+        )
+    sampled, every = fitted["all {}"], fit("all", positions=lj.Positions("all"))
+    gap = mean_r2(every) - mean_r2(sampled)
+    print(f"  all pairs: {sampled}")
+    print(
+        f"  mean test R² of all pairs: sampled {mean_r2(sampled):.4f}, all positions {mean_r2(every):.4f}"
+    )
+    return {
+        "to_last_over_forward": ratio(seconds["to-last"], seconds["forward"]),
+        "all_pairs_over_forward": ratio(seconds["all pairs"], seconds["forward"]),
+        "all_pairs_r2_lost_by_sampling": gap,
+        "solve_speedup_over_sklearn": against_sklearn(model, corpus),
+    }
+
+
+@torch.no_grad()
+def forward(model: lj.Model, batches: list[lj.Batch]) -> None:
+    for batch in batches:
+        model.hf(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+
+
+def mean_r2(jumps: lj.Jumps) -> float:
+    scores = [info.r2[0] for info in jumps.info.values() if info.r2]
+    return sum(scores) / len(scores)
+
+
+def against_sklearn(model: lj.Model, corpus: lj.Corpus) -> float:
+    """How many times faster all pairs are solved from sums than by scikit-learn a pair, from stored states."""
+    pairs = parse_pairs("all", model.anatomy)
+    stored = stored_states(model, corpus, Moments(pairs).sites)
+    n = len(next(iter(stored.values())))
+    timed = [pairs[0], pairs[len(pairs) // 2], pairs[-1]]
+    start = time.perf_counter()
+    for a, b in timed:
+        LinearRegression(fit_intercept=False).fit(stored[a].numpy(), stored[b].numpy())
+    theirs = (time.perf_counter() - start) / len(timed) * len(pairs)
+    start = time.perf_counter()
+    moments = Moments(pairs, reservoir=0)
+    moments.add(stored)
+    for site in moments.sources:
+        solve("mat", moments.source(site), [moments.target(a, b) for a, b in pairs if a == site])
+    ours = time.perf_counter() - start
+    print(
+        f"  {len(pairs)} pairs from {n:,} stored states: ours {ours:.1f} s, scikit-learn {theirs:.1f} s "
+        f"(scaled from {len(timed)} pairs): {theirs / ours:.1f} ×"
+    )
+    return theirs / ours
+
+
+def stored_states(
+    model: lj.Model, corpus: lj.Corpus, sites: list[lj.Site]
+) -> dict[lj.Site, torch.Tensor]:
+    share = lj.Positions("share", 0.5)
+    batches = lj.batches(corpus, model.tokens, share, tokens_wanted=int(2.1 * STORED))
+    found = list(lj.states(model, batches, sites))
+    return {site: torch.cat([states[site] for states in found])[:STORED] for site in sites}
+
+
+def peak(source: str, text: Path, tokens: int) -> float:
+    command = [sys.executable, __file__, "--peak", source, str(text), str(tokens)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def peak_of_one_run(source: str, text: str, tokens: int) -> float:
+    """Peak memory in MB of a process that fits every level → last once."""
+    lj.fit(lj.load(source), text, tokens=tokens)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""`layerjump fit` and `layerjump show`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerjump.cli.options import (
+    AsJson,
+    Device,
+    DeviceMap,
+    Dtype,
+    Revision,
+    Trust,
+    print_table,
+    progress_bar,
+)
+from layerjump.errors import LayerjumpError
+
+if TYPE_CHECKING:
+    from layerjump.fit.collect import Plan
+    from layerjump.fit.collected import Collected
+    from layerjump.fit.jumps import Jumps
+
+
+def fit(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A hub id, a folder, a GGUF file, or the built-in `smollm2`."),
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
+        "jumps"
+    ),
+    text: Annotated[
+        str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
+    ] = "pydoc",
+    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    pairs: Annotated[
+        str, typer.Option(help="to-last, adjacent, all, submodules, or a list: 0:6,3:6.")
+    ] = "to-last",
+    estimator: Annotated[
+        str,
+        typer.Option(
+            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa."
+        ),
+    ] = "mat",
+    strength: Annotated[
+        float | None, typer.Option(help="ridge: its strength (default: chosen on select).")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="low-rank, ojfa: the rank.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="low-rank: `unembedding` weighs errors as logits see them.")
+    ] = None,
+    how: Annotated[str | None, typer.Option(help="ojfa: pooled or best-level.")] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(help="one, all, sample=8, 15% (default: all; all pairs: a sample)."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to run (default: the whole text).")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="fit/select/test: percentages or documents.")
+    ] = "80/10/10",
+    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
+    save_every: Annotated[float, typer.Option(help="Seconds between saves of the sums.")] = 60.0,
+    save_moments: Annotated[
+        bool, typer.Option("--save-moments", help="Keep the sums too.")
+    ] = False,
+    from_moments: Annotated[
+        list[Path] | None,
+        typer.Option(help="Solve saved sums instead of running a model; several are merged."),
+    ] = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fit jumps in one pass over some text.
+
+    [bold]layerjump fit smollm2 -o jumps[/]                                   every level to the last
+    [bold]layerjump fit gpt2 --text wiki.txt --positions one --estimator mat[/]   the paper's protocol
+    [bold]layerjump fit MODEL --pairs all --estimator ridge --save-moments[/]
+    [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   no model needed
+    [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
+    """
+    from layerjump.fit.collect import Checkpoint, plan
+    from layerjump.fit.collected import Collected, merge
+    from layerjump.fit.fit import selects, solve_jumps
+    from layerjump.fit.group import Group
+
+    chooses = selects(estimator, strength)
+    loaded = None
+    group = Group.from_environment()
+    if from_moments:
+        collected = merge([Collected.load(path) for path in from_moments])
+    elif model is None:
+        raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
+    else:
+        from layerjump.inputs.corpus import read
+        from layerjump.inputs.models import load
+
+        loaded = load(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+        )
+        chosen = plan(
+            loaded,
+            read(text, column=column),
+            pairs=pairs,
+            positions=positions,
+            tokens=tokens,
+            sizes=split,
+            seed=seed,
+            select=chooses or save_moments,
+        )
+        checkpoint = Checkpoint(output, save_every, resume, group)
+        collected = _run(chosen, checkpoint)
+    if group.rank != 0:
+        return
+    jumps = solve_jumps(
+        collected, estimator, strength=strength, rank=rank, metric=metric, how=how, model=loaded
+    )
+    jumps.save_pretrained(output)
+    if save_moments:
+        collected.save(output / "moments.safetensors")
+    if not from_moments:
+        checkpoint.clear()
+    _print_jumps(jumps, as_json=as_json)
+    print(f"wrote {output}", file=sys.stderr)
+
+
+def _run(chosen: Plan, checkpoint: Any) -> Collected:
+    group = checkpoint.group
+    if group.rank == 0:
+        print(chosen.bill, file=sys.stderr)
+    with progress_bar("collecting") as update:
+        report = update if group.rank == 0 else None
+        return chosen.run(progress=report, checkpoint=checkpoint, group=group)
+
+
+def show(
+    path: Annotated[Path, typer.Argument(help="A folder of jumps, or a file of moments.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what a folder of jumps or a file of moments holds.
+
+    [bold]layerjump show jumps[/]
+    [bold]layerjump show jumps/moments.safetensors --json[/]
+    """
+    from layerjump.fit.collected import Collected
+    from layerjump.fit.jumps import Jumps
+
+    if path.is_file():
+        collected = Collected.load(path)
+        rows = [
+            {"what": name, "value": value}
+            for name, value in {
+                **collected.about,
+                **{f"positions ({split})": m.n for split, m in collected.splits.items()},
+            }.items()
+        ]
+        print_table(f"moments: {path}", rows, as_json=as_json)
+        return
+    _print_jumps(Jumps.from_pretrained(path), as_json=as_json, anatomy=True)
+
+
+def _print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
+    rows = []
+    for source, target in jumps:
+        info = jumps.info[source, target]
+        mapped, kept = info.r2 or (None, None), info.r2_identity or (None, None)
+        row: dict[str, Any] = {
+            "jump": f"{source} → {target}",
+            "R²": mapped[0],
+            "weighted": mapped[1],
+            "identity R²": kept[0],
+            "identity weighted": kept[1],
+        }
+        if info.strength is not None:
+            row["strength"] = info.strength
+        if anatomy:
+            found = jumps.anatomy(source, target)
+            row |= {
+                "largest σ": float(found.singular_values[0]),
+                "effective rank": found.effective_rank,
+                "‖W − I‖/‖I‖": found.from_identity,
+            }
+        rows.append(row)
+    print_table(repr(jumps), rows, as_json=as_json)

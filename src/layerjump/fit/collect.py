@@ -1,0 +1,323 @@
+"""The pass over the text: states in, sums out. It can be cut short at any moment and taken up again."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerjump.errors import BadArtifact, BadMoments, RunStopped
+from layerjump.fit.bill import Bill, bill
+from layerjump.fit.collected import SPLITS, Collected
+from layerjump.fit.fingerprint import fingerprint, tokenizer_hash
+from layerjump.fit.group import Group
+from layerjump.fit.moments import Moments
+from layerjump.fit.pairs import Pair, parse_pairs
+from layerjump.fit.reservoir import keys_of
+from layerjump.inputs.batches import Batches, batches
+from layerjump.inputs.corpus import Corpus, read, split
+from layerjump.inputs.models import Model
+from layerjump.inputs.positions import Positions
+from layerjump.inputs.states import States, states
+
+log = logging.getLogger("layerjump")
+
+Progress = Callable[[int, int], None]
+"""Called after each batch with the tokens done and the tokens to do."""
+
+SAVING_SHARE = 0.05
+"""Saving sums takes at most this share of a run's time, however large they are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run decided on but not started: its batches by split, and all that its result depends on."""
+
+    model: Model
+    moments: dict[str, Moments]
+    batches: dict[str, Batches]
+    about: dict[str, Any]
+
+    @property
+    def bill(self) -> Bill:
+        return bill(self.model, self.moments["fit"], self.batches)
+
+    def run(
+        self,
+        *,
+        progress: Progress | None = None,
+        checkpoint: Checkpoint | None = None,
+        group: Group | None = None,
+    ) -> Collected:
+        """Run the text through the model and return the sums (with several processes: the first one's)."""
+        self.bill.require_memory()
+        group = group or Group()
+        done = Collected(self.moments, self.about)
+        steps = dict.fromkeys(self.batches, 0)
+        if checkpoint is not None:
+            done, steps = checkpoint.restore(done, steps)
+        for name, split_batches in self.batches.items():
+            one_pass = _Pass(self, name, done, steps, progress, checkpoint)
+            one_pass.run(split_batches.shard(group.rank, group.world), group)
+        for moments in done.splits.values():
+            group.reduce(moments)
+        return done
+
+
+def plan(
+    model: Model,
+    text: Corpus | str | Path,
+    *,
+    pairs: str = "to-last",
+    positions: Positions | str | None = None,
+    tokens: int | None = None,
+    sizes: str = "80/10/10",
+    seed: int = 0,
+    select: bool = True,
+    max_length: int = 512,
+) -> Plan:
+    """Decide on a run: which documents, positions and sums.
+
+    Without `positions`, all are taken; for `all` pairs a sample of a tenth, but never fewer than 10 d. Jumps between
+    levels skip position 0; maps meant for every position (sub-modules) take it in.
+    """
+    corpus = text if isinstance(text, Corpus) else read(text)
+    chosen = parse_pairs(pairs, model.anatomy)
+    first = 0 if any(site.part != "level" for pair in chosen for site in pair) else 1
+    parts = split(len(corpus.documents), sizes, seed=seed)
+    wanted = {name: getattr(parts, name) for name in SPLITS if name != "select" or select}
+    wanted = {name: documents for name, documents in wanted.items() if documents}
+
+    def cut(chosen_positions: Positions) -> dict[str, Batches]:
+        total = sum(map(len, wanted.values()))
+        return {
+            name: batches(
+                corpus,
+                model.tokens,
+                chosen_positions,
+                documents=documents,
+                seed=seed,
+                tokens_wanted=None if tokens is None else max(1, tokens * len(documents) // total),
+                max_length=max_length,
+            )
+            for name, documents in wanted.items()
+        }
+
+    if positions is None:
+        positions = Positions("all", skip_first=first, special=first == 0)
+        if pairs == "all":
+            positions = _sample(cut(positions)["fit"].n_picks, model.width)
+    elif isinstance(positions, str):
+        positions = Positions.parse(positions, skip_first=first, special=first == 0)
+    made = cut(positions)
+    if made["fit"].n_picks < 5 * model.width:
+        _warn_few(made["fit"].n_picks, model.width)
+    return Plan(
+        model,
+        {name: Moments(chosen, products=products_on(model)) for name in SPLITS},
+        made,
+        _about(model, corpus, positions, made, sizes, seed, max_length, chosen),
+    )
+
+
+def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collected:
+    """Sum a text's states in one pass; the settings are `plan`'s."""
+    return plan(model, text, **settings).run()
+
+
+def products_on(model: Model) -> torch.dtype:
+    """float64 products, but float32 where a device does those many times faster."""
+    return torch.float64 if model.device.type == "cpu" else torch.float32
+
+
+def _sample(available: int, width: int) -> Positions:
+    share = min(1.0, max(0.1, 10 * width / available))
+    return Positions("all") if share == 1.0 else Positions("share", round(share + 5e-4, 3))
+
+
+def _warn_few(n: int, width: int) -> None:
+    inflation = f"{1 + width / (n - width - 1):.2f}" if n > width + 1 else "unbounded"
+    log.warning(
+        "only %s positions to fit maps of width %s: expect held-out errors inflated by 1 + d/(n−d−1) = %s; "
+        "give more text, or use ridge or low-rank",
+        f"{n:,}",
+        width,
+        inflation,
+    )
+
+
+def _about(
+    model: Model,
+    corpus: Corpus,
+    positions: Positions,
+    made: dict[str, Batches],
+    sizes: str,
+    seed: int,
+    max_length: int,
+    pairs: list[Pair],
+) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "fingerprint": fingerprint(model.hf),
+        "tokenizer": tokenizer_hash(model.tokenizer),
+        "family": model.hf.config.model_type,
+        "n_blocks": model.n_blocks,
+        "width": model.width,
+        "text": corpus.name,
+        "text_sha256": corpus.sha256,
+        "tokens": sum(split.n_tokens for split in made.values()),
+        "positions": str(positions),
+        "skip_first": positions.skip_first,
+        "special": positions.special,
+        "split": sizes,
+        "seed": seed,
+        "max_length": max_length,
+        "n_pairs": len(pairs),
+    }
+
+
+@dataclass
+class _Pass:
+    """One split's pass, from wherever it stood."""
+
+    plan: Plan
+    split: str
+    done: Collected
+    steps: dict[str, int]
+    progress: Progress | None
+    checkpoint: Checkpoint | None
+
+    def run(self, mine: Batches, group: Group) -> None:
+        moments, start = self.done.splits[self.split], self.steps[self.split]
+        rest = (mine[index] for index in range(start, len(mine)))
+        tokens = self._tokens_before() + sum(mine[index].n_tokens for index in range(start))
+        with (
+            deferred_interrupt() as interrupt,
+            closing(states(self.plan.model, rest, moments.sites)) as stream,
+        ):
+            found = next(stream, None)
+            group.share_shift(moments, found.at if found else None)
+            while found is not None:
+                self._add(moments, found)
+                tokens += found.batch.n_tokens * group.world
+                if self.progress:
+                    self.progress(tokens, self.plan.about["tokens"])
+                if interrupt.asked:
+                    raise self._stopped(tokens)
+                found = next(stream, None)
+
+    def _add(self, moments: Moments, found: States) -> None:
+        keys = keys_of(found.batch.document, found.batch.position, seed=self.plan.about["seed"])
+        try:
+            moments.add(found.at, keys=keys)
+        except BadMoments as error:
+            documents = sorted(set(found.batch.document.tolist()))
+            raise BadMoments(
+                f"{error} in batch {self.steps[self.split]} of the {self.split} split (documents {documents[0]} to "
+                f"{documents[-1]}); load the model in float32, or leave that text out"
+            ) from error
+        self.steps[self.split] += 1
+        if self.checkpoint:
+            self.checkpoint.save_now_and_then(self.done, self.steps)
+
+    def _tokens_before(self) -> int:
+        earlier = list(self.plan.batches)[: list(self.plan.batches).index(self.split)]
+        return sum(self.plan.batches[name].n_tokens for name in earlier)
+
+    def _stopped(self, tokens: int) -> RunStopped:
+        if not self.checkpoint:
+            return RunStopped(f"stopped after {tokens:,} tokens; nothing was to be saved")
+        self.checkpoint.save(self.done, self.steps)
+        return RunStopped(
+            f"stopped after {tokens:,} of {self.plan.about['tokens']:,} tokens; the sums are saved: run the same "
+            f"command with --resume to go on"
+        )
+
+
+@dataclass
+class Interrupt:
+    """Whether somebody asked the run to stop."""
+
+    asked: bool = False
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Interrupt]:
+    """Let a batch finish before Ctrl-C or a termination request stops the run: half-added sums are worthless.
+
+    A second Ctrl-C stops at once, and loses what came after the last save.
+    """
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt  # only the main thread may handle signals
+        return
+
+    def ask(number: int, frame: object) -> None:
+        if interrupt.asked:
+            raise KeyboardInterrupt
+        interrupt.asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Checkpoint:
+    """Saved sums of an unfinished run, one file for each process."""
+
+    folder: Path
+    every: float = 60.0
+    resume: bool = False
+    group: Group = field(default_factory=Group)
+
+    def __post_init__(self) -> None:
+        self._saved = time.monotonic()
+        self._cost = 0.0
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"unfinished-{self.group.rank}-of-{self.group.world}.safetensors"
+
+    def restore(self, fresh: Collected, steps: dict[str, int]) -> tuple[Collected, dict[str, int]]:
+        """What was saved, if the run is to be taken up and was started with the same settings."""
+        if not self.resume or not self.path.is_file():
+            return fresh, steps
+        saved, progress = Collected.load_unfinished(self.path)
+        mine, theirs = fresh.about, saved.about
+        changed = [key for key in mine if theirs.get(key) != mine[key]]
+        if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):
+            what = ", ".join(f"{key} {theirs.get(key)} → {mine[key]}" for key in changed) or "pairs"
+            raise BadArtifact(
+                f"the unfinished run in {self.folder} had other settings ({what}); give the same, or leave out "
+                f"--resume to start anew"
+            )
+        return saved, progress or steps
+
+    def save_now_and_then(self, done: Collected, steps: dict[str, int]) -> None:
+        """Save if it is time: every so many seconds, less often if saving is slow."""
+        if time.monotonic() - self._saved >= max(self.every, self._cost / SAVING_SHARE):
+            self.save(done, steps)
+
+    def save(self, done: Collected, steps: dict[str, int]) -> None:
+        start = time.monotonic()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        done.save(self.path, progress=dict(steps))
+        self._saved = time.monotonic()
+        self._cost = self._saved - start
+
+    def clear(self) -> None:
+        """Remove what a finished run no longer needs."""
+        self.path.unlink(missing_ok=True)

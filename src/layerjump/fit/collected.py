@@ -1,0 +1,163 @@
+"""The sums of a run's three splits, with where they come from: saved, loaded, merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from layerjump.errors import BadArtifact, BadMoments, NewerFormat, WrongModel
+from layerjump.fit.files import read_tensors, write_tensors
+from layerjump.fit.moments import Moments
+from layerjump.fit.pairs import Pair
+from layerjump.inputs.sites import Site
+
+FORMAT = 1
+KIND = "layerjump moments"
+SPLITS = ("fit", "select", "test")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Moments of the fit, select and test documents, and what was run to get them."""
+
+    splits: dict[str, Moments]
+    about: dict[str, Any]
+
+    @property
+    def fit(self) -> Moments:
+        return self.splits["fit"]
+
+    @property
+    def select(self) -> Moments:
+        return self.splits["select"]
+
+    @property
+    def test(self) -> Moments:
+        return self.splits["test"]
+
+    def save(self, path: Path, *, progress: dict[str, int] | None = None) -> None:
+        """Write everything to one file; `progress` marks an unfinished run."""
+        tensors = {
+            f"{split}|{name}": tensor
+            for split, moments in self.splits.items()
+            for name, tensor in pack(moments).items()
+        }
+        head = {
+            "format": FORMAT,
+            "about": self.about,
+            "pairs": [[str(a), str(b)] for a, b in self.fit.pairs],
+            "full_targets": self.fit.full_targets,
+            "reservoir": self.fit.reservoir.size,
+            "n": {split: moments.n for split, moments in self.splits.items()},
+            "progress": progress,
+        }
+        write_tensors(path, tensors, {"kind": KIND, "head": json.dumps(head)})
+
+    @classmethod
+    def load(cls, path: Path) -> Collected:
+        """Read a finished run's sums."""
+        collected, progress = cls.load_unfinished(path)
+        if progress is not None:
+            raise BadArtifact(
+                f"{path} holds the sums of an unfinished run; finish it with --resume"
+            )
+        return collected
+
+    @classmethod
+    def load_unfinished(cls, path: Path) -> tuple[Collected, dict[str, int] | None]:
+        """Read sums, and how far the run had come (None: to its end)."""
+        tensors, metadata = read_tensors(path)
+        if metadata.get("kind") != KIND:
+            raise BadArtifact(
+                f"{path} is no file of moments; `layerjump fit --save-moments` writes them"
+            )
+        try:
+            head = json.loads(metadata["head"])
+            if head["format"] > FORMAT:
+                raise NewerFormat(
+                    f"{path} has moments format {head['format']}, but this layerjump knows {FORMAT}; upgrade it"
+                )
+            pairs = [(Site.parse(a), Site.parse(b)) for a, b in head["pairs"]]
+            splits = {split: _unpack(split, head, pairs, tensors) for split in SPLITS}
+            return cls(splits, head["about"]), head["progress"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadArtifact(
+                f"{path} is damaged: {type(error).__name__} {error}; collect the sums again"
+            ) from error
+
+
+def merge(runs: Sequence[Collected]) -> Collected:
+    """Add several runs' sums: other text, other machines, other days, but the same model."""
+    first = runs[0]
+    kept = first.fit
+    made = {
+        split: Moments(kept.pairs, reservoir=kept.reservoir.size, full_targets=kept.full_targets)
+        for split in SPLITS
+    }
+    texts: list[str] = []
+    for run in runs:
+        _check_same_model(first, run)
+        if run.about["text_sha256"] in texts:
+            raise BadMoments(
+                f"the text {run.about['text']!r} is in more than one of these runs; merging would count it twice"
+            )
+        texts.append(run.about["text_sha256"])
+        for split, part in run.splits.items():
+            made[split].merge(part)
+    about = first.about | {
+        "text": " + ".join(run.about["text"] for run in runs),
+        "text_sha256": "+".join(texts),
+        "tokens": sum(run.about["tokens"] for run in runs),
+    }
+    return Collected(made, about)
+
+
+def _check_same_model(first: Collected, run: Collected) -> None:
+    if first.about["fingerprint"] != run.about["fingerprint"]:
+        raise WrongModel(
+            f"these sums come from different weights: {first.about['model']} ({first.about['fingerprint'][:12]}) and "
+            f"{run.about['model']} ({run.about['fingerprint'][:12]}); merge runs of one model only"
+        )
+
+
+def pack(moments: Moments) -> dict[str, Tensor]:
+    """Everything a `Moments` holds, by name."""
+    tensors = dict(moments.sums)
+    tensors |= {f"shift/{site}": shift for site, shift in moments.shift.items()}
+    if len(moments.reservoir.keys):
+        tensors["reservoir-keys"] = moments.reservoir.keys
+    tensors |= {f"reservoir/{site}": rows for site, rows in moments.reservoir.states.items()}
+    return tensors
+
+
+def _unpack(
+    split: str, head: dict[str, Any], pairs: list[Pair], tensors: dict[str, Tensor]
+) -> Moments:
+    moments = Moments(pairs, reservoir=head["reservoir"], full_targets=head["full_targets"])
+    moments.n = int(head["n"][split])
+    mine = {
+        name.partition("|")[2]: t for name, t in tensors.items() if name.startswith(f"{split}|")
+    }
+    if not mine:
+        return moments
+    reservoir = {
+        Site.parse(name.removeprefix("reservoir/")): mine.pop(name)
+        for name in list(mine)
+        if name.startswith("reservoir/")
+    }
+    if reservoir:
+        moments.reservoir.keys, moments.reservoir.states = mine.pop("reservoir-keys"), reservoir
+    shift = {site: mine.pop(f"shift/{site}") for site in moments.sites}
+    moments.set_shift(shift)
+    shapes = {name: tuple(total.shape) for name, total in moments.sums.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
+        raise ValueError(f"the {split} split's sums are not those of its pairs")
+    # Copied into tensors of our own: matrix products round differently on memory aligned as in a file.
+    for name, total in moments.sums.items():
+        total.copy_(mine[name])
+    return moments

@@ -1,0 +1,173 @@
+"""From sums to jumps: solve every pair, score it on the test split, remember where it comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from layerjump import __version__
+from layerjump.errors import BadEstimator
+from layerjump.fit.affine import Affine
+from layerjump.fit.collect import plan
+from layerjump.fit.collected import Collected
+from layerjump.fit.jumps import Jumps
+from layerjump.fit.metric import unembedding_metric
+from layerjump.fit.narrow import narrow_rank, ojfa
+from layerjump.fit.pairs import Pair
+from layerjump.fit.records import JumpInfo, Provenance
+from layerjump.fit.score import r2, r2_identity
+from layerjump.fit.solve import ESTIMATORS, solve
+from layerjump.inputs.corpus import Corpus
+from layerjump.inputs.models import Model
+from layerjump.inputs.sites import Site
+
+NAMES = (*ESTIMATORS, "ojfa")
+
+
+def fit(
+    model: Model,
+    text: Corpus | str | Path,
+    *,
+    estimator: str = "mat",
+    strength: float | None = None,
+    rank: int | None = None,
+    metric: str | None = None,
+    **settings: Any,
+) -> Jumps:
+    """Fit jumps in one pass over a text; further settings (pairs, positions, tokens, …) are `plan`'s."""
+    settings.setdefault("select", selects(estimator, strength))
+    collected = plan(model, text, **settings).run()
+    return solve_jumps(
+        collected, estimator, strength=strength, rank=rank, metric=metric, model=model
+    )
+
+
+def selects(estimator: str, strength: float | None = None) -> bool:
+    """Whether an estimator chooses a setting on the select split."""
+    if estimator not in NAMES:
+        raise BadEstimator(f"there is no estimator {estimator!r}; known are {', '.join(NAMES)}")
+    return estimator == "ojfa" or (ESTIMATORS[estimator].selects and strength is None)
+
+
+def solve_jumps(
+    collected: Collected,
+    estimator: str = "mat",
+    *,
+    strength: float | None = None,
+    rank: int | None = None,
+    metric: str | None = None,
+    how: str | None = None,
+    model: Model | None = None,
+) -> Jumps:
+    """Solve all pairs of collected sums; only the `unembedding` metric needs the model."""
+    if selects(estimator, strength) and collected.select.n == 0:
+        raise BadEstimator(
+            f"{estimator} chooses a setting on the select split, but these sums have none; collect them with a "
+            f"select split, or give the setting"
+        )
+    settings = {"strength": strength, "rank": rank, "metric": metric, "how": how}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if estimator == "ojfa":
+        maps = _one_for_all(collected, rank, how or "pooled")
+    else:
+        maps = _solve_sources(collected, estimator, settings, model)
+    infos = {pair: _info(collected, pair, jump, estimator) for pair, jump in maps.items()}
+    return Jumps.of(maps, infos, _provenance(collected, estimator, settings))
+
+
+def _solve_sources(
+    collected: Collected, estimator: str, settings: dict[str, Any], model: Model | None
+) -> dict[Pair, Affine]:
+    """All jumps that leave a site come from one factorisation."""
+    if "how" in settings:
+        raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa has")
+    maps: dict[Pair, Affine] = {}
+    for source in collected.fit.sources:
+        targets = [b for a, b in collected.fit.pairs if a == source]
+        given = {name: value for name, value in settings.items() if name != "metric"}
+        if selects(estimator, settings.get("strength")):
+            given["select"] = (
+                collected.select.source(source),
+                [collected.select.target(source, target) for target in targets],
+            )
+        if "metric" in settings:
+            for target in targets:
+                given["metric"] = _metric(settings["metric"], model, target)
+                maps |= _solve(collected, estimator, source, [target], given)
+        else:
+            maps |= _solve(collected, estimator, source, targets, given)
+    return {pair: maps[pair] for pair in collected.fit.pairs}
+
+
+def _solve(
+    collected: Collected, estimator: str, source: Site, targets: list[Site], given: dict[str, Any]
+) -> dict[Pair, Affine]:
+    sums = collected.fit
+    solved = solve(
+        estimator, sums.source(source), [sums.target(source, target) for target in targets], **given
+    )
+    return {(source, target): jump for target, jump in zip(targets, solved, strict=True)}
+
+
+def _metric(name: str, model: Model | None, target: Site) -> Tensor:
+    if name != "unembedding" or model is None:
+        raise BadEstimator(
+            f"metric {name!r} was given; give unembedding, and the model whose unembedding is meant"
+        )
+    return unembedding_metric(model, target)
+
+
+def _one_for_all(collected: Collected, rank: int | None, how: str) -> dict[Pair, Affine]:
+    targets = {target for _, target in collected.fit.pairs}
+    if len(targets) > 1:
+        raise BadEstimator("ojfa is one jump from every level to one target; give --pairs to-last")
+    if how != "pooled" and how != "best-level":
+        raise BadEstimator(f"ojfa has no way {how!r}; give pooled or best-level")
+    (target,) = targets
+    sources = collected.fit.sources
+
+    def sides(split: Any) -> tuple[list[Any], list[Any]]:
+        return [split.source(s) for s in sources], [split.target(s, target) for s in sources]
+
+    jump, _ = ojfa(
+        *sides(collected.fit),
+        rank=rank or narrow_rank(collected.about["width"]),
+        select=list(zip(*sides(collected.select), strict=True)),
+        how=cast(Literal["pooled", "best-level"], how),
+    )
+    return dict.fromkeys(collected.fit.pairs, jump)
+
+
+def _info(collected: Collected, pair: Pair, jump: Affine, estimator: str) -> JumpInfo:
+    source, target = pair
+    score = baseline = None
+    if collected.test.n:
+        x, y = collected.test.source(source), collected.test.target(source, target)
+        score = (*r2(jump, x, y),)
+        baseline = (*r2_identity(x, [y])[0],) if jump.shape[0] == jump.shape[1] else None
+    rank = jump.factors[0].shape[1] if len(jump.factors) == 2 else None
+    return JumpInfo(
+        source=source,
+        target=target,
+        estimator=estimator,
+        rank=rank,
+        strength=jump.strength,
+        r2=score,
+        r2_identity=baseline,
+        n_test=collected.test.n,
+    )
+
+
+def _provenance(collected: Collected, estimator: str, settings: dict[str, Any]) -> Provenance:
+    about = {k: v for k, v in collected.about.items() if k not in ("max_length", "n_pairs")}
+    return Provenance(
+        **about,
+        n_fit=collected.fit.n,
+        n_select=collected.select.n,
+        n_test=collected.test.n,
+        estimator=estimator,
+        settings=settings | {"max_length": collected.about["max_length"]},
+        layerjump=__version__,
+    )

@@ -1,0 +1,272 @@
+"""Sums over states that add, merge, save and resume: all that closed-form fitting ever needs.
+
+States are shifted by a fixed vector per site (the first batch's typical state, kept with the sums), so that a large
+mean does not drown small differences. Sums and products are float64: on a CPU that is less than twice the cost of
+float32, and jumps then equal a float64 solution to ten digits. Accelerators that are slow in float64 may form products
+in float32 (`products`); there rows of outlying norm (attention sinks) still go through a float64 product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from layerjump.errors import BadMoments
+from layerjump.fit.pairs import Pair, sites_of
+from layerjump.fit.reservoir import Reservoir
+from layerjump.fit.sums import Source, Target
+from layerjump.inputs.sites import Site
+
+OUTLYING = 8.0
+"""Rows whose shifted norm is this many times the batch's median are multiplied in float64."""
+ROWS_AT_ONCE = 1024
+"""Rows in one float32 product: rounding grows with their number, the cost of adding to float64 falls."""
+
+
+class Moments:
+    """Running sums of states at the sites of some pairs."""
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        reservoir: int = 2000,
+        full_targets: bool = False,
+        products: torch.dtype = torch.float64,
+    ) -> None:
+        self.products = products
+        self.pairs = list(pairs)
+        self.sites = sites_of(self.pairs)
+        self.sources = list(dict.fromkeys(source for source, _ in self.pairs))
+        self.full_targets = full_targets
+        # Σ x xᵀ is kept for sources; for mere targets its diagonal will do, unless a study needs more.
+        self.squared = list(self.sites) if full_targets else self.sources
+        self.n = 0
+        self.sums: dict[str, Tensor] = {}
+        self.shift: dict[Site, Tensor] = {}
+        self.reservoir = Reservoir([site for site in self.sites if site.part == "level"], reservoir)
+
+    # -- growing
+
+    @torch.no_grad()
+    def add(self, states: Mapping[Site, Tensor], *, keys: Tensor | None = None) -> None:
+        """Fold a batch in: one row of every site's tensor for each picked position.
+
+        `keys` orders the rows for the reservoir (see there); without them the reservoir is not fed.
+        """
+        widened = {site: at_least_float32(states[site]) for site in self.sites}
+        rows = {len(state) for state in widened.values()}
+        if len(rows) != 1:
+            raise BadMoments(
+                f"the sites' states have {sorted(rows)} rows; the same rows were wanted at all"
+            )
+        if not self.sums:
+            self._start(widened)
+        self._check_widths(widened)
+        self._add_products(widened)
+        self._add_angles(widened)
+        self.n += rows.pop()
+        if keys is not None:
+            self.reservoir.add(widened, keys)
+
+    def merge(self, other: Moments) -> None:
+        """Fold another run's sums in; they may have been taken about another shift."""
+        if self.pairs != other.pairs or self.squared != other.squared:
+            raise BadMoments(
+                f"sums over {describe(other.pairs)} cannot be merged into sums over {describe(self.pairs)}; "
+                f"collect both with the same pairs"
+            )
+        if other.n == 0:
+            return
+        if self.n == 0:
+            self.shift, self.sums = dict(other.shift), {k: v.clone() for k, v in other.sums.items()}
+        else:
+            self._check_widths(other.shift)
+            moved = other._about(self.shift)
+            for name, total in self.sums.items():
+                total += moved[name]
+        self.n += other.n
+        self.reservoir.merge(other.reservoir)
+
+    def set_shift(self, shift: Mapping[Site, Tensor]) -> None:
+        """Start from zero about a given shift (processes that will add their sums must share it)."""
+        self._start({site: shift[site][None] for site in self.sites})
+
+    # -- reading
+
+    def source(self, site: Site) -> Source:
+        """The centred sums of a source site."""
+        total, n = self.sums[f"sum/{site}"], max(self.n, 1)
+        scatter = self.sums[f"square/{site}"] - torch.outer(total, total) / n
+        return Source(self.n, self.mean(site), scatter)
+
+    def target(self, source: Site, target: Site) -> Target:
+        """The centred sums that pair a source with a target."""
+        n, x, y = max(self.n, 1), self.sums[f"sum/{source}"], self.sums[f"sum/{target}"]
+        square = self.sums.get(f"square/{target}")
+        diagonal = self.sums[f"diagonal/{target}"] if square is None else square.diagonal()
+        return Target(
+            self.mean(target),
+            self.sums[f"cross/{source}>{target}"] - torch.outer(x, y) / n,
+            # Rounding may leave a constant coordinate a hair below zero.
+            (diagonal - y.square() / n).clamp(min=0),
+            None if square is None else square - torch.outer(y, y) / n,
+        )
+
+    def mean(self, site: Site) -> Tensor:
+        """The mean state at a site."""
+        return self.shift[site] + self.sums[f"sum/{site}"] / max(self.n, 1)
+
+    def mean_cosine(self, pair: Pair) -> float:
+        """Mean cosine of the angle between the states at the two sites (NaN where widths differ)."""
+        return self.sums["cosine"][self.pairs.index(pair)].item() / max(self.n, 1)
+
+    def mean_angle(self, pair: Pair) -> float:
+        """Mean angular distance arccos(cos)/π between the states at the two sites."""
+        return self.sums["angle"][self.pairs.index(pair)].item() / max(self.n, 1)
+
+    def mean_norm(self, site: Site) -> float:
+        """Mean length of the states at a site."""
+        return self.sums["norm"][self.sites.index(site)].item() / max(self.n, 1)
+
+    # -- the sums themselves
+
+    def _start(self, like: Mapping[Site, Tensor]) -> None:
+        self.shift = {site: typical(like[site]) for site in self.sites}
+        width = {site: like[site].shape[-1] for site in self.sites}
+        shapes: dict[str, tuple[int, ...]] = {
+            "norm": (len(self.sites),),
+            "cosine": (len(self.pairs),),
+            "angle": (len(self.pairs),),
+        }
+        shapes |= {f"sum/{site}": (width[site],) for site in self.sites}
+        shapes |= {f"square/{site}": (width[site], width[site]) for site in self.squared}
+        shapes |= {f"diagonal/{s}": (width[s],) for s in self.sites if s not in self.squared}
+        shapes |= {f"cross/{a}>{b}": (width[a], width[b]) for a, b in self.pairs}
+        device = next(iter(self.shift.values())).device
+        self.sums = {
+            k: torch.zeros(v, dtype=torch.float64, device=device) for k, v in shapes.items()
+        }
+
+    def _add_angles(self, states: Mapping[Site, Tensor]) -> None:
+        norms = {site: torch.linalg.vector_norm(states[site], dim=-1) for site in self.sites}
+        self.sums["norm"] += torch.stack([norms[site].double().sum() for site in self.sites])
+        cosines, angles = [], []
+        for a, b in self.pairs:
+            if states[a].shape != states[b].shape:
+                cosines.append(torch.full((), torch.nan, dtype=torch.float64))
+                angles.append(cosines[-1])
+                continue
+            length = (norms[a] * norms[b]).clamp(min=torch.finfo(norms[a].dtype).tiny)
+            cosine = (torch.linalg.vecdot(states[a], states[b]) / length).double().clamp(-1, 1)
+            cosines.append(cosine.sum())
+            angles.append(cosine.arccos().sum() / torch.pi)
+        self.sums["cosine"] += torch.stack(cosines)
+        self.sums["angle"] += torch.stack(angles)
+
+    def _add_products(self, states: Mapping[Site, Tensor]) -> None:
+        if self.products == torch.float64:
+            rows = {site: states[site].double() - self.shift[site] for site in self.sites}
+            _require_finite(rows)
+            self._multiply(rows)
+        else:
+            self._add_rough_products(states)
+
+    def _add_rough_products(self, states: Mapping[Site, Tensor]) -> None:
+        """In float32, except for rows so long that their rounding would cover the others."""
+        shifted = {site: states[site] - self.shift[site].to(states[site]) for site in self.sites}
+        _require_finite(shifted)
+        outlying = self._outlying(shifted)
+        exact = {s: states[s][outlying].double() - self.shift[s] for s in self.sites}
+        self._multiply(exact)
+        for state in shifted.values():
+            state[outlying] = 0
+        for start in range(0, len(outlying), ROWS_AT_ONCE):
+            self._multiply({s: x[start : start + ROWS_AT_ONCE] for s, x in shifted.items()})
+
+    def _multiply(self, rows: Mapping[Site, Tensor]) -> None:
+        for site in self.sites:
+            self.sums[f"sum/{site}"] += rows[site].sum(0, dtype=torch.float64)
+            if site not in self.squared:
+                squares = rows[site].square().sum(0, dtype=torch.float64)
+                self.sums[f"diagonal/{site}"] += squares
+        for site in self.squared:
+            _add_product(self.sums[f"square/{site}"], rows[site], rows[site])
+        for a, b in self.pairs:
+            _add_product(self.sums[f"cross/{a}>{b}"], rows[a], rows[b])
+
+    def _outlying(self, shifted: Mapping[Site, Tensor]) -> Tensor:
+        """Rows of outlying norm at any site."""
+        outlying = torch.zeros(len(next(iter(shifted.values()))), dtype=torch.bool)
+        for state in shifted.values():
+            norm = torch.linalg.vector_norm(state, dim=-1)
+            outlying |= (norm > OUTLYING * norm.median()).to(outlying.device)
+        return outlying
+
+    def _about(self, shift: Mapping[Site, Tensor]) -> dict[str, Tensor]:
+        """The same sums about another shift: (x − t) = (x − s) + δ, multiplied out."""
+        moved = {
+            "norm": self.sums["norm"],
+            "cosine": self.sums["cosine"],
+            "angle": self.sums["angle"],
+        }
+        delta = {site: self.shift[site] - shift[site] for site in self.sites}
+        for name, value in self.sums.items():
+            kind, _, place = name.partition("/")
+            if kind in ("square", "cross"):
+                a, b = (place.split(">") * 2)[:2] if kind == "square" else place.split(">")
+                x, y = self.sums[f"sum/{a}"], self.sums[f"sum/{b}"]
+                dx, dy = delta[Site.parse(a)], delta[Site.parse(b)]
+                moved[name] = value + torch.outer(dx, y) + torch.outer(x + self.n * dx, dy)
+            elif kind == "diagonal":
+                d, x = delta[Site.parse(place)], self.sums[f"sum/{place}"]
+                moved[name] = value + d * (2 * x + self.n * d)
+            elif kind == "sum":
+                moved[name] = value + self.n * delta[Site.parse(place)]
+        return moved
+
+    def _check_widths(self, given: Mapping[Site, Tensor]) -> None:
+        for site in self.sites:
+            wanted, found = self.shift[site].shape[-1], given[site].shape[-1]
+            if wanted != found:
+                raise BadMoments(
+                    f"the sums hold states of width {wanted} at site {site}, but {found} was given; they belong "
+                    f"to different models"
+                )
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    if x.dtype == total.dtype:
+        total.addmm_(x.mT, y)  # without a temporary as large as the sum
+    else:
+        total += x.mT @ y
+
+
+def _require_finite(rows: Mapping[Site, Tensor]) -> None:
+    """Before anything is added: a NaN or infinity makes the sum of its rows one."""
+    for site, state in rows.items():
+        if not torch.isfinite(state.sum()):
+            raise BadMoments(f"the states at site {site} hold NaN or infinite values")
+
+
+def typical(states: Tensor) -> Tensor:
+    """The mean of the rows that are not outlying: a few attention sinks would drag it far from all others.
+
+    It is rounded to float32, so that taking it from float32 states is as exact as they are.
+    """
+    norm = torch.linalg.vector_norm(states, dim=-1)
+    return states[norm <= OUTLYING * norm.median()].double().mean(0).float().double()
+
+
+def at_least_float32(states: Tensor) -> Tensor:
+    """Half-precision products would lose what the sums are for."""
+    return states if states.dtype in (torch.float32, torch.float64) else states.float()
+
+
+def describe(pairs: Iterable[Pair]) -> str:
+    """A short name for a list of pairs."""
+    listed = list(pairs)
+    ends = f"{listed[0][0]}:{listed[0][1]} … {listed[-1][0]}:{listed[-1][1]}" if listed else "none"
+    return f"{len(listed)} pairs ({ends})"

@@ -1,0 +1,27 @@
+"""Real child processes, forked: they share what is imported, and may be limited or killed."""
+
+import os
+import traceback
+from collections.abc import Callable
+
+
+def start(action: Callable[[], object]) -> int:
+    """Run an action in a child; returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        action()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def end_of(child: int) -> int:
+    """Wait for a child: 0 if all went well, 1 after an exception, −signal if it was killed."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_child(action: Callable[[], object]) -> int:
+    return end_of(start(action))
