@@ -116,8 +116,18 @@ def test_max_length_cannot_exceed_the_models():
 def test_one_reads_only_the_beginning():
     found = batches(corpus_of([range(100)] * 40), TOKENS["llama"], PAPER)
     assert found.n_sequences == found.n_picks == 40
-    assert found.n_tokens == 40 * 16
     assert {position for _, position, _ in picks(found)} > {0, 15}
+
+
+def test_nothing_is_run_after_a_causal_models_last_pick():
+    """The same positions as for a masked model, which reads both ways and gets the whole text."""
+    corpus = corpus_of([range(14)] * 40)
+    for kind in ("one", "sample=3"):
+        found = batches(corpus, TOKENS["llama"], Positions.parse(kind))
+        last = {document: position for document, position, _ in sorted(picks(found))}
+        assert found.n_tokens == sum(position + 1 for position in last.values())
+    masked = Tokens.of(words.bert(), max_positions=16, masked=True)
+    assert batches(corpus, masked, Positions("one")).n_tokens == 40 * 16
 
 
 def test_a_masked_model_sees_masks_exactly_where_we_look():
@@ -146,7 +156,8 @@ def batch_document_token(corpus: Corpus, document: int, position: int) -> int:
 
 def test_a_causal_model_sees_no_masks():
     for batch in batches(corpus_of([range(10)]), TOKENS["llama"], Positions("sample", 4)):
-        assert batch.input_ids.tolist() == [[words.BOS, *range(7, 17)]]
+        (row,) = batch.input_ids.tolist()
+        assert row == [words.BOS, *range(7, 17)][: len(row)]
 
 
 def test_sequences_with_nothing_to_draw_are_left_out():
@@ -212,8 +223,9 @@ def test_the_seed_orders_the_batches_and_draws_the_picks():
     corpus = corpus_of([range(n % 14 + 1) for n in range(200)])
 
     def run(seed):
-        found = batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, budget=64)
-        return [batch.input_ids.tolist() for batch in found], picks(found)
+        every = batches(corpus, TOKENS["llama"], EVERY, seed=seed, budget=64)
+        one = batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, budget=64)
+        return [batch.input_ids.tolist() for batch in every], picks(one)
 
     assert run(0) == run(0)
     (order, drawn), (other_order, other_drawn) = run(0), run(1)

@@ -30,11 +30,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["families", "--help"], ["families"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["families", "--help"],
+        ["families"],
+        ["fit", "--help"],
+        ["show", "-h"],
+    ],
 )
 def test_help_imports_neither_torch_nor_transformers(arguments):
     code = (
-        "import sys; from layerjump.cli import app\n"
+        "import sys; from layerjump.cli.app import app\n"
         f"sys.argv = ['layerjump', *{arguments!r}]\n"
         "try: app()\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)\n"
@@ -65,7 +73,7 @@ def test_families_checks_one_model(folder):
         "causality",
         "weights",
     }
-    assert all(row["passed"] == "yes" for row in rows)
+    assert all(row["passed"] is True for row in rows)
 
 
 @pytest.mark.parametrize("model", ["nobody/nothing", "./no-such-folder"])
@@ -76,6 +84,67 @@ def test_a_bad_model_is_one_line_and_exit_code_1(model):
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert model in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--estimator", "magic"], "no estimator 'magic'"),
+        (["--pairs", "0-3"], "give to-last, adjacent"),
+        (["--positions", "some"], "positions given are 'some'"),
+        (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--split", "50/50"], "50/50"),
+        (["--tokens", "999999999"], "asked for"),
+        (["--estimator", "low-rank"], "rank"),
+        (["--estimator", "mat", "--strength", "1"], "strength"),
+    ],
+)
+def test_bad_settings_of_a_fit_are_one_line_and_exit_code_1(
+    arguments, message, data_folder, tmp_path
+):
+    output = tmp_path / "jumps"
+    done = run(
+        "fit", str(data_folder / "tiny-gpt2"), "-o", str(output), "--tokens", "3000", *arguments
+    )
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (output / "jumps.json").exists()
+
+
+def test_a_binary_file_as_text_is_one_line(data_folder, tmp_path):
+    binary = tmp_path / "text.txt"
+    binary.write_bytes(bytes(range(256)))
+    done = run(
+        "fit", str(data_folder / "tiny-gpt2"), "--text", str(binary), "-o", str(tmp_path / "out")
+    )
+    assert done.returncode == 1
+    assert "UTF-8" in done.stderr.splitlines()[-1]
+
+
+def test_fit_then_show_then_solve_again_without_the_model(data_folder, tmp_path):
+    folder = str(tmp_path / "a")
+    fitted = run(
+        "fit",
+        str(data_folder / "tiny-gpt2"),
+        "-o",
+        folder,
+        "--tokens",
+        "9000",
+        "--save-moments",
+        "--json",
+    )
+    rows = json.loads(fitted.stdout)
+    assert [row["jump"] for row in rows] == [f"{level} → 4" for level in range(4)]
+    shown = json.loads(run("show", folder, "--json").stdout)
+    assert shown[0]["R²"] == rows[0]["R²"]
+    assert shown[0]["effective rank"] > 1
+    moments = f"{folder}/moments.safetensors"
+    assert {"what": "family", "value": "gpt2"} in json.loads(run("show", moments, "--json").stdout)
+    again = run("fit", "--from-moments", moments, "-o", str(tmp_path / "b"), "--estimator", "mat")
+    assert again.returncode == 0, again.stderr
+    one, other = ((tmp_path / name / "jumps.safetensors").read_bytes() for name in "ab")
+    assert one == other
 
 
 def test_debug_shows_the_traceback():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression
@@ -413,3 +414,46 @@ def test_several_processes_give_the_same_jumps(n, model, data_folder, tmp_path):
     assert_same_predictions(many, one, model, lj.read("pydoc"))
     for pair in one:
         assert one.info[pair].r2 == pytest.approx(many.info[pair].r2, abs=1e-5)
+
+
+def test_a_process_that_dies_ends_the_run_and_resume_completes_it(data_folder, tmp_path):
+    settings = (
+        str(data_folder / "tiny-gpt2"),
+        "--pairs",
+        "all",
+        "--positions",
+        "all",
+        "--save-every",
+        "0",
+    )
+    assert torchrun(2, *settings, "-o", str(tmp_path / "whole")).returncode == 0
+    folder = tmp_path / "broken"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    run = subprocess.Popen(
+        [*command, "-m", "layerjump", "fit", *settings, "-o", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    while len(list(folder.glob("unfinished-*-of-2.safetensors"))) < 2:
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.02)
+    for child in psutil.Process(run.pid).children(recursive=True):
+        if child.environ().get("RANK") == "1":
+            child.kill()
+    _, error = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert "--resume" in error
+    assert not (folder / "jumps.json").exists()
+    resumed = torchrun(2, *settings, "-o", str(folder), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert same_bytes(tmp_path / "whole", folder)
+    assert list(folder.glob("unfinished-*")) == []

@@ -56,7 +56,8 @@ def test_files_and_functions_fit(path):
     assert len(text.splitlines()) <= 350
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 55, node.name
+            # A command's options are its signature; what it does with them must fit on a screen.
+            assert node.end_lineno - node.body[0].lineno < 55, node.name
 
 
 def test_every_room_is_known():

@@ -192,6 +192,26 @@ def test_our_own_trained_checkpoints_pass_the_self_check(name, data_folder):
     assert [check.name for check in checks if not check.passed] == []
 
 
+@pytest.mark.parametrize(("name", "share"), [("tiny-gpt2", 0.2), ("tiny-bert", 0.5)])
+def test_our_own_checkpoints_learnt_english(name, share, data_folder):
+    """What their recorded held-out perplexities say: well below a unigram model's."""
+    measured = json.loads((data_folder / name / "metrics.json").read_text())
+    assert measured["perplexity"] < share * measured["unigram_perplexity"]
+    model = lj.load(data_folder / name)
+    text = "Once upon a time, there was a little girl named Lily. She liked to play with her toys."
+    (ids,) = model.tokens.encode([text])
+    positions = lj.Positions("all") if name == "tiny-gpt2" else lj.Positions("one")
+    seeds = range(1) if name == "tiny-gpt2" else range(20)
+    surprise = []
+    for seed in seeds:
+        batches = lj.batches(lj.read([text]), model.tokens, positions, seed=seed)
+        (found,) = states(model, batches, [0], logits=True)
+        target = found.batch.token if model.masked else torch.tensor(ids[2:])
+        logits = found.logits if model.masked else found.logits[:-1]
+        surprise.append(torch.nn.functional.cross_entropy(logits, target))
+    assert torch.stack(surprise).mean().exp() < measured["unigram_perplexity"] / 2
+
+
 def test_a_copy_of_the_folder_is_the_same_model(saved, tmp_path):
     copy = shutil.copytree(saved, tmp_path / "copy")
     a, b = lj.load(saved), lj.load(copy)

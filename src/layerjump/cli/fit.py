@@ -90,19 +90,17 @@ def fit(
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   no model needed
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
-    from layerjump.fit.collect import Checkpoint, plan
     from layerjump.fit.collected import Collected, merge
     from layerjump.fit.fit import selects, solve_jumps
     from layerjump.fit.group import Group
 
-    chooses = selects(estimator, strength)
-    loaded = None
-    group = Group.from_environment()
+    chooses, loaded, group = selects(estimator, strength), None, Group.from_environment()
     if from_moments:
         collected = merge([Collected.load(path) for path in from_moments])
     elif model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
     else:
+        from layerjump.fit.collect import Checkpoint, plan
         from layerjump.inputs.corpus import read
         from layerjump.inputs.models import load
 
@@ -128,9 +126,8 @@ def fit(
         collected = _run(chosen, checkpoint)
     if group.rank != 0:
         return
-    jumps = solve_jumps(
-        collected, estimator, strength=strength, rank=rank, metric=metric, how=how, model=loaded
-    )
+    settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
+    jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     jumps.save_pretrained(output)
     if save_moments:
         collected.save(output / "moments.safetensors")

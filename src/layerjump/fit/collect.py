@@ -319,5 +319,6 @@ class Checkpoint:
         self._cost = self._saved - start
 
     def clear(self) -> None:
-        """Remove what a finished run no longer needs."""
-        self.path.unlink(missing_ok=True)
+        """Remove what a finished run no longer needs, all processes' files."""
+        for path in self.folder.glob("unfinished-*-of-*.safetensors"):
+            path.unlink(missing_ok=True)

@@ -54,17 +54,21 @@ def one_batch(ids: Sequence[int]) -> Batch:
 
 @dataclass
 class _Sequences:
-    """Sequences end to end: a million of them are six arrays, not a million lists of integers."""
+    """Sequences end to end: a million of them are seven arrays, not a million lists of integers."""
 
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     start: "array[int]" = field(default_factory=lambda: array("q"))
     length: "array[int]" = field(default_factory=lambda: array("q"))
+    uncut: "array[int]" = field(default_factory=lambda: array("q"))
     document: "array[int]" = field(default_factory=lambda: array("q"))
     number: "array[int]" = field(default_factory=lambda: array("q"))
     picks: "array[int]" = field(default_factory=lambda: array("q"))
 
-    def add(self, ids: Sequence[int], *, document: int, number: int, picks: int) -> None:
+    def add(
+        self, ids: Sequence[int], *, uncut: int, document: int, number: int, picks: int
+    ) -> None:
         self.start.append(len(self.ids))
+        self.uncut.append(uncut)
         self.ids.extend(ids)
         self.length.append(len(ids))
         self.document.append(document)
@@ -151,7 +155,7 @@ class Batches:
 
     def _draw(self, sequence: int) -> Ints:
         return self.positions.draw(
-            self.sequences.length[sequence],
+            self.sequences.uncut[sequence],
             len(self.tokens.prefix),
             len(self.tokens.suffix),
             seed=self.seed,
@@ -185,7 +189,7 @@ def batches(
             f"max_length given is {max_length}, but the tokenizer adds {len(tokens.wrap([]))} "
             f"tokens to a text; give at least {len(tokens.wrap([])) + 1}"
         )
-    sequences = _cut(corpus, tokens, positions, documents, tokens_wanted, room)
+    sequences = _cut(corpus, tokens, positions, documents, tokens_wanted, room, seed)
     if not sequences.length:
         raise TextTooShort(
             f"no position counts in any of the {len(documents):,} documents of {corpus.name}: "
@@ -224,16 +228,26 @@ def _cut(
     documents: Sequence[int],
     tokens_wanted: int | None,
     room: int,
+    seed: int,
 ) -> _Sequences:
-    """Documents to sequences, as many as it takes. Those with nothing to draw from are left out."""
+    """Documents to sequences, as many as it takes. Those with nothing to draw from are left out.
+
+    What follows the last pick cannot change a causal model's states there, and is not run.
+    """
     sequences = _Sequences()
     around = len(tokens.prefix), len(tokens.suffix)
+    ends_early = tokens.mask is None and positions.kind != "all"
     for document, ids in _encoded(corpus, tokens, documents):
         end = min(len(ids), room) if positions.first_sequence_only else len(ids)
         for number, start in enumerate(range(0, end, room)):
             row = tokens.wrap(ids[start : start + room])
-            if picks := positions.count(len(row), *around):
-                sequences.add(row, document=document, number=number, picks=picks)
+            if not (picks := positions.count(len(row), *around)):
+                continue
+            end = len(row)
+            if ends_early:
+                which = {"seed": seed, "document": document, "sequence": number}
+                end = int(positions.draw(end, *around, **which)[-1]) + 1
+            sequences.add(row[:end], uncut=len(row), document=document, number=number, picks=picks)
         if tokens_wanted is not None and len(sequences.ids) >= tokens_wanted:
             return sequences
     if tokens_wanted is not None:
