@@ -34,11 +34,12 @@ from layerjump.measure.timing import alternate, machine, ratio
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS = {
-    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 36_000),
+    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 36_000, 1),
     "stories15m": (
         str(SHARED / "models/stories15M"),
         SHARED / "text/tinystories/tinystories_train_sample.txt",
         100_000,
+        3,
     ),
 }
 STORED = 9_000
@@ -47,7 +48,7 @@ STORED = 9_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="smollm2,stories15m")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["time", "memory"], help="one half of the benchmark")
     parser.add_argument("--quick", action="store_true", help="fewer tokens: within two minutes")
     parser.add_argument(
         "--peak", nargs=3, metavar=("MODEL", "TEXT", "TOKENS"), help=argparse.SUPPRESS
@@ -57,11 +58,14 @@ def main() -> None:
         print(peak_of_one_run(options.peak[0], options.peak[1], int(options.peak[2])))
         return
     print(machine())
-    figures = {}
+    figures: dict[str, dict[str, float]] = {}
     for name in options.models.split(","):
-        source, text, tokens = MODELS[name]
-        tokens = tokens // 18 if options.quick else tokens
-        figures[name] = measure(source, text, tokens, 1 if options.quick else options.repeats)
+        source, text, tokens, repeats = MODELS[name]
+        figures[name] = {}
+        if options.only != "memory":
+            figures[name] |= measure(source, text, tokens // (18 if options.quick else 1), repeats)
+        if options.only == "time":
+            continue
         sizes = (5_000, 20_000) if options.quick else (20_000, 200_000)
         if options.quick and name == "smollm2":
             sizes = (1_000, 2_000)
@@ -92,6 +96,7 @@ def measure(source: str, text: Path, tokens: int, repeats: int) -> dict[str, flo
             "all pairs": lambda: fit("all"),
         },
         repeats=repeats,
+        warm_up=False,
     )
     for rival, times in seconds.items():
         print(

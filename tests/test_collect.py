@@ -28,7 +28,8 @@ from layerjump.errors import (
     WrongModel,
 )
 from layerjump.fit.bill import Bill, site_width
-from layerjump.fit.collect import Checkpoint, plan
+from layerjump.fit.checkpoint import Checkpoint
+from layerjump.fit.collect import plan
 from layerjump.fit.collected import Collected, merge
 from layerjump.fit.fit import solve_jumps
 from layerjump.fit.pairs import parse_pairs
@@ -294,7 +295,8 @@ def test_damaged_and_foreign_files_are_named(collected, tmp_path):
 RUN = """
 import sys, layerjump as lj
 from pathlib import Path
-from layerjump.fit.collect import Checkpoint, plan
+from layerjump.fit.checkpoint import Checkpoint
+from layerjump.fit.collect import plan
 from layerjump.fit.fit import solve_jumps
 model, out, every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 checkpoint = Checkpoint(out, every, resume=True)

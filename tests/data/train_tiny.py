@@ -50,7 +50,7 @@ Trained on `{TRAIN_FILES[0]}` and `{TRAIN_FILES[1]}` (stories
 sampled from a model of them); held out: `{HELD_OUT_FILE}`. TinyStories is
 licensed CDLA-Sharing-1.0; none of its text is in this folder.
 
-On {{held_out_tokens}} {{task}}: perplexity {{perplexity}}; unigram model (add-one): {{unigram_perplexity}}.
+On {{held_out_tokens}} {{task}}: perplexity {{perplexity}} (unigram model: {{unigram_perplexity}}).
 """
 
 Example = dict[str, list[int]]

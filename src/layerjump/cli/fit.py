@@ -100,7 +100,8 @@ def fit(
     elif model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
     else:
-        from layerjump.fit.collect import Checkpoint, plan
+        from layerjump.fit.checkpoint import Checkpoint
+        from layerjump.fit.collect import plan
         from layerjump.inputs.corpus import read
         from layerjump.inputs.models import load
 

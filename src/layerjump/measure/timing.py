@@ -12,14 +12,17 @@ import torch
 
 
 def alternate(
-    rivals: Mapping[str, Callable[[], object]], *, repeats: int = 5
+    rivals: Mapping[str, Callable[[], object]], *, repeats: int = 5, warm_up: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of each rival, `repeats` times in turn after one untimed round.
 
+    Leave the warm-up out only where a run is so long that its start does not matter.
+
     Taking turns, forwards then backwards, spreads whatever else the machine does over all of them alike.
     """
-    for rival in rivals.values():
-        rival()
+    if warm_up:
+        for rival in rivals.values():
+            rival()
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     for turn in range(repeats):
         order = list(rivals) if turn % 2 == 0 else list(rivals)[::-1]
