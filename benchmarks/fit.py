@@ -5,7 +5,7 @@
 One run, rivals in turn:
   forward      `model(**batch)` over the tokens of the fit and test splits, nothing else
   to-last      plan, pass, `mat` for every level → last, test scores; all positions
-  all pairs    the same for all pairs, on a sample of positions (a tenth, never fewer than 10 d)
+  all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 32 d)
   scikit-learn LinearRegression(fit_intercept=False) once a pair on 9,000 stored float32 states: a few pairs are
                timed and scaled to all. Beside it: our sums and solutions of all pairs from the same stored states.
 Memory: the peak of a whole process at 20,000 and at 200,000 tokens (`--quick`: 5,000 and 20,000).
