@@ -179,7 +179,7 @@ def test_all_pairs_sample_positions_by_themselves(model):
     share = lj.Positions.parse(run.about["positions"]).amount
     assert share == 0.15
     assert run.batches["fit"].n_picks >= 32 * model.width
-    few = plan(model, lj.read("pydoc", limit=200), pairs="all")
+    few = plan(model, lj.read("pydoc", limit=60), pairs="all")
     assert lj.Positions.parse(few.about["positions"]).amount > 0.15
     assert few.batches["fit"].n_picks == pytest.approx(32 * model.width, rel=0.05)
 
