@@ -212,6 +212,7 @@ class _Pass:
                     self.progress(tokens, self.plan.about["tokens"])
                 if interrupt.asked:
                     raise self._stopped(tokens)
+                found = None  # let go of this batch's states before the next are made
                 found = next(stream, None)
 
     def _add(self, moments: Moments, found: States) -> None:

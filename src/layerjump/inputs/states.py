@@ -58,11 +58,14 @@ def states(
             final = anatomy.to_final(found[last]) if logits or FINAL in wanted else None
             if final is not None and FINAL in wanted:
                 found[FINAL] = final
-            yield States(
+            made = States(
                 batch,
                 {site: found[site] for site in wanted},
                 anatomy.decode(final) if logits and final is not None else None,
             )
+            del found, final
+            yield made
+            del made  # so that two batches' states are not held while the next is run
 
 
 class Recorder:
