@@ -125,6 +125,7 @@ def fit(
         )
         checkpoint = Checkpoint(output, save_every, resume, group)
         collected = _run(chosen, checkpoint)
+    group.leave()
     if group.rank != 0:
         return
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}

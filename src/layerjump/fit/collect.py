@@ -86,7 +86,7 @@ def plan(
     """
     corpus = text if isinstance(text, Corpus) else read(text)
     chosen = parse_pairs(pairs, model.anatomy)
-    first = 0 if any(site.part != "level" for pair in chosen for site in pair) else 1
+    first = 1 if all(site.between_blocks for pair in chosen for site in pair) else 0
     parts = split(len(corpus.documents), sizes, seed=seed)
     wanted = {name: getattr(parts, name) for name in SPLITS if name != "select" or select}
     wanted = {name: documents for name, documents in wanted.items() if documents}

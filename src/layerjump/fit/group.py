@@ -32,6 +32,11 @@ class Group:
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         return cls(dist.get_rank(), world)
 
+    def leave(self) -> None:
+        """Leave the group: a process that ends with its connections open may be aborted on the way out."""
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
     def share_shift(self, moments: Moments, first: dict[Site, Tensor] | None) -> None:
         """Give every process the first process's shift: sums about one shift simply add."""
         if self.world == 1:

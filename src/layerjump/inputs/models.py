@@ -95,8 +95,12 @@ class Model:
 
     def body(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Run everything but the vocabulary product (hooks do the reading)."""
-        # Without padding the attention kernels need no mask at all.
-        mask = None if bool(attention_mask.all()) else attention_mask.to(self.device)
+        # Without padding the attention kernels need no mask at all; but where the text itself holds the
+        # padding's id, Hugging Face warns of a forgotten one.
+        pad = getattr(self.hf.config, "pad_token_id", None)
+        looks_padded = pad is not None and bool((input_ids == pad).any())
+        unmasked = bool(attention_mask.all()) and not looks_padded
+        mask = None if unmasked else attention_mask.to(self.device)
         extra = {} if self.masked else {"use_cache": False}
         self.hf.base_model(input_ids=input_ids.to(self.device), attention_mask=mask, **extra)
 

@@ -41,6 +41,11 @@ class Site:
             return "final"
         return str(self.index) if self.part == "level" else f"{self.index}.{self.part}"
 
+    @property
+    def between_blocks(self) -> bool:
+        """Whether it is a level or `final`, not a part of a block."""
+        return self.part in ("level", "final")
+
     @classmethod
     def parse(cls, text: str | int | Site) -> Site:
         """Read a site's name, such as `5`, `5.attn.in` or `final`."""

@@ -26,7 +26,6 @@ class Tokens:
     pad: int
     mask: int | None
     max_length: int
-    special: frozenset[int]
 
     @classmethod
     def of(
@@ -58,8 +57,7 @@ class Tokens:
                 f"sequences of {max_length} tokens leave no room for text beside the "
                 f"{len(prefix) + len(suffix)} the tokenizer adds; allow more positions"
             )
-        special = frozenset((*tokenizer.all_special_ids, *prefix, *suffix))
-        return cls(tokenizer, prefix, suffix, _padding(tokenizer), mask, max_length, special)
+        return cls(tokenizer, prefix, suffix, _padding(tokenizer), mask, max_length)
 
     @property
     def room(self) -> int:
