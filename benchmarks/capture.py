@@ -28,12 +28,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[2] / "shared" / "text")
-    parser.add_argument("--tokens", type=int, default=4_000)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2_000)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="fewer tokens: within two minutes")
     options = parser.parse_args()
     if options.quick:
-        options.tokens, options.repeats = 1_500, 1
+        options.tokens, options.repeats = 1_000, 2
 
     model = lj.load(options.model)
     print(f"{machine()}\n{model}, all levels at all positions, {options.repeats} repeats, seed 0\n")

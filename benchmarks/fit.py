@@ -5,7 +5,7 @@
 One run, rivals in turn:
   forward      `model(**batch)` over the tokens of the fit and test splits, nothing else
   to-last      plan, pass, `mat` for every level → last, test scores; all positions
-  all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 32 d)
+  all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 40 d)
   scikit-learn LinearRegression(fit_intercept=False) once a pair on 9,000 stored float32 states: a few pairs are
                timed and scaled to all. Beside it: our sums and solutions of all pairs from the same stored states.
 Memory: the peak of a whole process at 20,000 and at 200,000 tokens (`--quick`: 5,000 and 20,000).
@@ -34,7 +34,7 @@ from layerjump.measure.timing import alternate, machine, ratio
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS = {
-    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 36_000, 1),
+    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 72_000, 1),
     "stories15m": (
         str(SHARED / "models/stories15M"),
         SHARED / "text/tinystories/tinystories_train_sample.txt",
@@ -58,12 +58,16 @@ def main() -> None:
         print(peak_of_one_run(options.peak[0], options.peak[1], int(options.peak[2])))
         return
     print(machine())
+    print(
+        f"products of 4,096 rows by 576: {gflops(torch.float64):.0f} GFLOP/s in float64, "
+        f"{gflops(torch.float32):.0f} in float32"
+    )
     figures: dict[str, dict[str, float]] = {}
     for name in options.models.split(","):
         source, text, tokens, repeats = MODELS[name]
         figures[name] = {}
         if options.only != "memory":
-            figures[name] |= measure(source, text, tokens // (18 if options.quick else 1), repeats)
+            figures[name] |= measure(source, text, tokens // (36 if options.quick else 1), repeats)
         if options.only == "time":
             continue
         sizes = (5_000, 20_000) if options.quick else (20_000, 200_000)
@@ -73,6 +77,13 @@ def main() -> None:
         print(f"  peak memory at {sizes[0]:,} tokens {few:,.0f} MB, at {sizes[1]:,} {many:,.0f} MB")
         figures[name]["rss_growth"] = many / few - 1
     print(json.dumps(figures))
+
+
+def gflops(dtype: torch.dtype) -> float:
+    """What one core product reaches here: the floor under any method that forms one product a pair."""
+    rows = torch.randn(4_096, 576, dtype=dtype)
+    seconds = alternate({"product": lambda: [rows.T @ rows for _ in range(20)]})["product"]
+    return 20 * 2 * rows.numel() * 576 / min(seconds) / 1e9
 
 
 def measure(source: str, text: Path, tokens: int, repeats: int) -> dict[str, float]:

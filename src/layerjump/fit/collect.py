@@ -81,7 +81,7 @@ def plan(
 ) -> Plan:
     """Decide on a run: which documents, positions and sums.
 
-    Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 32 d). Jumps between
+    Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 40 d). Jumps between
     levels skip position 0; maps meant for every position (sub-modules) take it in.
     """
     corpus = text if isinstance(text, Corpus) else read(text)
@@ -134,11 +134,11 @@ def products_on(model: Model) -> torch.dtype:
 
 
 def _sample(available: int, width: int) -> Positions:
-    """All pairs cost more than the model itself, so they sample positions: 15 %, never fewer than 32 d.
+    """All pairs cost more than the model itself, so they sample positions: 15 %, never fewer than 40 d.
 
-    Least squares loses about (1 − R²) · d/n of its R²: at 32 d a hundredth or two, and more text lowers it further.
+    Least squares loses about (1 − R²) · d/n of its R²: at 40 d about a hundredth, and more text lowers it further.
     """
-    share = min(1.0, max(0.15, 32 * width / available))
+    share = min(1.0, max(0.15, 40 * width / available))
     return Positions("all") if share == 1.0 else Positions("share", round(share + 5e-4, 3))
 
 
