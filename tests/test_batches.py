@@ -270,3 +270,15 @@ def test_little_is_padding_where_sentences_stand_next_to_long_documents():
     found = batches(mixed, tokens, Positions("all"))
     assert max(batch.input_ids.shape[1] for batch in found) == 512
     assert found.padding < 0.05
+
+
+def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
+    from layerjump.inputs.batches import _group
+
+    lengths = np.random.default_rng(0).integers(5, 90, 80)
+    groups = _group(lengths, 4096)
+    assert sorted(np.concatenate(groups)) == list(range(80))
+    for group in groups:
+        cells = len(group) * lengths[group].max()
+        assert cells <= 4096
+        assert lengths[group].sum() >= 0.85 * cells

@@ -42,6 +42,11 @@ class Anatomy:
             getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the vocabulary product scores."""
+        return int(self.head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+
     def to_final(self, states: Tensor) -> Tensor:
         """From level L to just before the vocabulary product."""
         for step in self.final_steps:

@@ -17,6 +17,7 @@ from layerjump.inputs.tokens import Tokens
 Ints = NDArray[np.int64]
 
 _DOCUMENTS_AT_ONCE = 256
+_MOST_PADDING = 0.15  # of a batch's cells: a short text has few rows of like length
 
 
 @dataclass(frozen=True)
@@ -269,13 +270,16 @@ def _encoded(
 
 
 def _group(length: Ints, budget: int) -> list[Ints]:
-    """Sequences by length, cut wherever one more would make rows × longest exceed the budget."""
+    """Sequences by length, cut wherever one more would make rows × longest exceed the budget, or too much padding."""
     order = np.argsort(length, kind="stable")
-    cuts = [0]
+    cuts, tokens = [0], 0
     for place, sequence in enumerate(order):
         # Lengths grow, so the newest row is the longest.
-        if place > cuts[-1] and (place - cuts[-1] + 1) * length[sequence] > budget:
+        cells = (place - cuts[-1] + 1) * length[sequence]
+        tokens += length[sequence]
+        if place > cuts[-1] and (cells > budget or cells - tokens > _MOST_PADDING * cells):
             cuts.append(place)
+            tokens = length[sequence]
     return np.split(order, cuts[1:])
 
 
