@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import words
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerjump.errors import BadText, TextTooShort
-from layerjump.inputs.batches import batches
+from layerjump.inputs.batches import _group, batches
 from layerjump.inputs.corpus import Corpus, read
 from layerjump.inputs.positions import PAPER, Positions
 from layerjump.inputs.tokens import Tokens
@@ -273,8 +274,6 @@ def test_little_is_padding_where_sentences_stand_next_to_long_documents():
 
 
 def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
-    from layerjump.inputs.batches import _group
-
     lengths = np.random.default_rng(0).integers(5, 90, 80)
     groups = _group(lengths, 4096)
     assert sorted(np.concatenate(groups)) == list(range(80))

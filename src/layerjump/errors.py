@@ -15,6 +15,7 @@
     ├── BadArtifact            a file of ours cannot be read or written
     │   ├── NewerFormat        its format is newer than this library
     │   └── WrongModel         it was fitted on other weights than the model given
+    ├── BadStudy               no such study, or one that cannot be done as asked
     ├── TooLarge               a run would not fit in memory
     └── RunStopped             somebody stopped the run, or one of its processes died
 
@@ -82,6 +83,10 @@ class NewerFormat(BadArtifact):
 
 class WrongModel(BadArtifact):
     """What the file holds was fitted on other weights than those of the model given."""
+
+
+class BadStudy(LayerjumpError):
+    """There is no such study, or it cannot be done as asked."""
 
 
 class TooLarge(LayerjumpError):

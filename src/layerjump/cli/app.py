@@ -11,6 +11,7 @@ import typer
 from layerjump import __version__
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
+from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped
 
 app = typer.Typer(
@@ -40,7 +41,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (fit, show, families):
+for command in (study, report, fit, show, families):
     app.command()(command)
 
 

@@ -172,8 +172,7 @@ def _save(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> Non
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write an object as readable JSON, keys in the order given."""
-    text = dump_json(data, path, indent=2) + "\n"
-    replace_file(path, lambda temporary: _write_text(temporary, text))
+    write_text(path, dump_json(data, path, indent=2) + "\n")
 
 
 def dump_json(
@@ -189,8 +188,9 @@ def dump_json(
         ) from error
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="ascii", newline="\n")
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""`layerjump study` and `layerjump report`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layerjump.cli.options import (
+    Device,
+    DeviceMap,
+    Dtype,
+    ModelName,
+    Revision,
+    Trust,
+    progress_bar,
+)
+
+Folder = Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")]
+
+
+def study(
+    model: ModelName,
+    output: Folder = Path("study"),
+    names: Annotated[
+        str | None,
+        typer.Option("--study", help="Which, e.g. r2,exits, or all (default: the five main ones)."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="A file, a hub dataset, `-`, or `pydoc`; more than one: see transfer."),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="ours, or paper: 9,000 fit sentences, one position each.")
+    ] = "ours",
+    estimators: Annotated[str, typer.Option(help="Maps to compare, e.g. mat,affine.")] = "mat",
+    positions: Annotated[
+        str | None, typer.Option(help="Positions to fit on: one, all, sample=8, 15%.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to run (default: the whole text).")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="fit/select/test: percentages or documents.")
+    ] = None,
+    score: Annotated[
+        int | None, typer.Option(help="Test positions read through the vocabulary.")
+    ] = None,
+    budget: Annotated[int, typer.Option(help="Test tokens for the costly studies.")] = 2_000,
+    target: Annotated[
+        list[float] | None, typer.Option(help="exits: agreement to keep (default 0.95).")
+    ] = None,
+    exit_position: Annotated[
+        int | None, typer.Option(help="exits: t of every example (the paper's BERT: 3).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
+    ] = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """The main job: fit, run the studies, write report.html, results.json and summary.md.
+
+    [bold]layerjump study smollm2[/]                                       the five main studies
+    [bold]layerjump study gpt2 --text wiki.txt --protocol paper[/]         the authors' protocol
+    [bold]layerjump study MODEL --study r2,exits --estimators mat,affine[/]
+    [bold]layerjump study MODEL --study transfer --text wiki.txt --text news.txt[/]
+    """
+    from layerjump.inputs.corpus import read
+    from layerjump.inputs.models import load
+    from layerjump.show.report import write_report
+    from layerjump.studies.run import run_studies
+    from layerjump.studies.setup import Setup, settings_of
+    from layerjump.studies.table import chosen
+
+    studies = chosen(names)
+    settings = settings_of(
+        protocol,
+        tokens=tokens,
+        positions=positions,
+        split=split,
+        seed=seed,
+        estimators=tuple(name.strip() for name in estimators.split(",")),
+        score=score,
+        budget=budget,
+        targets=tuple(target or (0.95,)),
+        exit_position=exit_position,
+    )
+    loaded = load(
+        model,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+    )
+    first, *others = [read(source, column=column) for source in text or ["pydoc"]]
+    with progress_bar("running") as update:
+        setup = Setup(loaded, first, settings, others, progress=update)
+        results = run_studies(setup, studies, output, command=_command(), resume=resume, say=_say)
+    paths = write_report(results, output)
+    print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
+    print(paths[-1].read_text(encoding="utf-8"))
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Folders that `layerjump study` wrote.")],
+    output: Folder = Path("report"),
+) -> None:
+    """Make a report again from its results, or put several side by side.
+
+    [bold]layerjump report study -o study[/]             the page of one run, made anew
+    [bold]layerjump report smollm2 stories -o both[/]    two runs side by side
+    """
+    from layerjump.show.report import write_comparison, write_report
+    from layerjump.studies.run import load_results
+
+    loaded = [load_results(path) for path in results]
+    if len(loaded) == 1:
+        paths = write_report(loaded[0], output)
+    else:
+        paths = write_comparison(loaded, output)
+    print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _command() -> str:
+    return shlex.join(["layerjump", *sys.argv[1:]])

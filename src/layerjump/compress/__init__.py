@@ -1,0 +1,1 @@
+"""Put matrices in the place of parts of a model."""

@@ -1,0 +1,1 @@
+"""What hidden levels already predict."""

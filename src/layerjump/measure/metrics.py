@@ -1,0 +1,64 @@
+"""How far one prediction is from another, row by row: tensors in, tensors out; knows no model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KS = (1, 5, 10)
+"""The k of Precision@k."""
+
+
+class Truth(NamedTuple):
+    """A distribution over tokens that others are held against: the model's own."""
+
+    logits: Tensor  # (rows, vocabulary)
+    probabilities: Tensor
+    log_total: Tensor  # (rows,) log Σ exp of the logits
+    negative_entropy: Tensor  # (rows,) Σ p ln p
+    best: Tensor  # (rows, 10) the largest logits, falling
+
+
+class Agreement(NamedTuple):
+    """How an approximation agrees with the truth; every field is (rows,)."""
+
+    top: Tensor  # its best token
+    place: (
+        Tensor  # how many of the truth's ten best are better than that token: below k is a hit at k
+    )
+    surprisal: Tensor  # −ln p_true of its best token
+    kl: Tensor  # KL(true ‖ approximation), nats
+    confidence: Tensor  # its best probability minus its second best
+
+
+def truth(logits: Tensor) -> Truth:
+    """Prepare the model's own logits for comparison."""
+    log_total = logits.logsumexp(-1)
+    probabilities = (logits - log_total[:, None]).exp_()
+    best = logits.topk(min(max(KS), logits.shape[-1])).values
+    expected = torch.linalg.vecdot(probabilities, logits)
+    return Truth(logits, probabilities, log_total, expected - log_total, best)
+
+
+def agreement(logits: Tensor, true: Truth) -> Agreement:
+    """Hold an approximation's logits against the truth.
+
+    One sweep each for the two best tokens, the normaliser and the expected logit: beside these the vocabulary
+    product dominates. Ties count as hits, so that the truth agrees with itself whatever order ties come in.
+    """
+    two = logits.topk(2)
+    top, largest = two.indices[:, 0], two.values[:, 0]
+    log_total = (logits - largest[:, None]).exp_().sum(-1).log_() + largest
+    own = (two.values - log_total[:, None]).exp()
+    true_logit = true.logits.gather(1, top[:, None])
+    expected = torch.linalg.vecdot(true.probabilities, logits)
+    return Agreement(
+        top=top,
+        place=(true.best > true_logit).sum(-1),
+        surprisal=true.log_total - true_logit[:, 0],
+        # Rounding may leave a perfect agreement a hair below zero.
+        kl=(true.negative_entropy - expected + log_total).clamp_min(0),
+        confidence=own[:, 0] - own[:, 1],
+    )

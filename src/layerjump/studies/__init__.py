@@ -1,0 +1,1 @@
+"""One file per study: a protocol, its numbers, what they say."""

@@ -1,0 +1,117 @@
+"""Run studies one after another; each is saved when it is done, so that a run that is cut short goes on from there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from layerjump import __version__
+from layerjump.errors import BadArtifact, NewerFormat
+from layerjump.fit.files import read_json, write_json
+from layerjump.fit.fingerprint import fingerprint
+from layerjump.measure.timing import machine
+from layerjump.studies.result import Result, plain
+from layerjump.studies.setup import Setup
+from layerjump.studies.table import Study
+
+FORMAT = 1
+KIND = "layerjump results"
+FILE = "results.json"
+
+Say = Callable[[str], None]
+
+
+def run_studies(
+    setup: Setup,
+    studies: Sequence[Study],
+    folder: Path,
+    *,
+    command: str = "",
+    resume: bool = False,
+    say: Say = lambda _: None,
+) -> dict[str, Any]:
+    """Run the studies and write `results.json` after each; returns what that file holds."""
+    pairs = {study.level_pairs for study in studies if not study.unable(setup.model)}
+    setup.level_pairs = "all" if "all" in pairs else "to-last"
+    results = _fresh(setup, command)
+    if resume:
+        results["studies"] = _done_before(folder / FILE, results)
+    for study in studies:
+        if study.name in results["studies"]:
+            say(f"{study.name}: done before")
+            continue
+        result = _run_one(setup, study, say)
+        results["studies"][study.name] = result.as_json()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / FILE, results)
+    return results
+
+
+def _run_one(setup: Setup, study: Study, say: Say) -> Result:
+    reason = study.unable(setup.model)
+    if reason:
+        say(f"{study.name}: skipped, {reason}")
+        return Result(study.name, skipped=reason)
+    say(f"{study.name}: {study.asks}")
+    start = time.perf_counter()
+    result = study.run(setup)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _fresh(setup: Setup, command: str) -> dict[str, Any]:
+    model, corpus = setup.model, setup.corpus
+    return plain(
+        {
+            "kind": KIND,
+            "format": FORMAT,
+            "layerjump": __version__,
+            "machine": machine(),
+            "command": command,
+            "model": {
+                "name": model.name,
+                "revision": model.revision,
+                "fingerprint": fingerprint(model.hf),
+                "family": model.hf.config.model_type,
+                "task": model.anatomy.family.task,
+                "blocks": model.n_blocks,
+                "width": model.width,
+                "vocabulary": model.anatomy.vocabulary,
+            },
+            "text": {"name": corpus.name, "sha256": corpus.sha256, "note": corpus.note},
+            "other_texts": [{"name": other.name, "sha256": other.sha256} for other in setup.others],
+            "settings": asdict(setup.settings),
+            "studies": {},
+        }
+    )
+
+
+def _done_before(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """The studies an unfinished run of the same model, text and settings left behind."""
+    if not path.exists():
+        return {}
+    before = load_results(path)
+    for name in ("model", "text", "other_texts", "settings"):
+        if before[name] != now[name]:
+            raise BadArtifact(
+                f"{path} holds results with another {name} than this run's; leave --resume out, or give another folder"
+            )
+    return dict(before["studies"])
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """Read a `results.json`, or the one in a folder."""
+    path = path / FILE if path.is_dir() else path
+    saved = read_json(path)
+    if saved.get("kind") != KIND or not isinstance(saved.get("studies"), dict):
+        raise BadArtifact(
+            f"{path} does not hold results of `layerjump study`; give a folder that it wrote"
+        )
+    if saved["format"] > FORMAT:
+        raise NewerFormat(
+            f"{path} has format {saved['format']}, but this version reads up to {FORMAT}; update layerjump"
+        )
+    return saved

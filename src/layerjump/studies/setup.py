@@ -1,0 +1,216 @@
+"""What the studies of one run share: the model, the text, and fits that are made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from layerjump.errors import BadEstimator, BadStudy, BadText
+from layerjump.fit.collect import plan
+from layerjump.fit.collected import Collected
+from layerjump.fit.fit import NAMES, selects, solve_jumps
+from layerjump.fit.jumps import Jumps
+from layerjump.inputs.batches import Batches, batches
+from layerjump.inputs.corpus import Corpus, Splits, split
+from layerjump.inputs.models import Model
+from layerjump.inputs.positions import PAPER, Positions
+from layerjump.lens.lens import Lens, Readings, read_levels
+
+Progress = Callable[[int, int], None]
+"""Called with the tokens done and the tokens to do."""
+MASKED_SHARE = "15%"
+"""What a masked model's studies mask and look at, unless told: what such models are trained on."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of a run; the same choices give the same numbers."""
+
+    tokens: int | None = None
+    """Tokens of the text to run (None: all)."""
+    positions: str | None = None
+    """Positions to fit on (None: all for a causal model, 15 % for a masked one, a sample for all pairs)."""
+    split: str = "80/10/10"
+    seed: int = 0
+    estimators: tuple[str, ...] = ("mat",)
+    score: int = 500
+    """Test positions that are read through the vocabulary at every level."""
+    budget: int = 2_000
+    """Test tokens for the costly studies (submodules, alternation)."""
+    targets: tuple[float, ...] = (0.95,)
+    """Agreements at which `exits` states the layers saved."""
+    exit_position: int | None = None
+    """`exits`: the t of every example (the authors' BERT code has 3); None: its own position."""
+    paper: bool = False
+    """The authors' protocol: one position a sentence, position 0 allowed, no bias, no penalty."""
+
+
+PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, score=10**9)
+"""9,000 sentences to fit on and 1,000 to test on, one position each."""
+
+
+def settings_of(protocol: str, **given: Any) -> Settings:
+    """The settings of a protocol (`ours` or `paper`) with those given put in their place; None means not given."""
+    if protocol not in ("ours", "paper"):
+        raise BadStudy(f"the protocol given is {protocol!r}; give ours or paper")
+    base = PAPER_SETTINGS if protocol == "paper" else Settings()
+    settings = replace(base, **{name: value for name, value in given.items() if value is not None})
+    unknown = [name for name in settings.estimators if name not in NAMES]
+    if unknown:
+        raise BadEstimator(f"there is no estimator {unknown[0]!r}; known are {', '.join(NAMES)}")
+    for name in ("tokens", "score", "budget"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise BadStudy(f"{name} given is {value}; give 1 or more")
+    if not all(0 < target <= 1 for target in settings.targets):
+        raise BadStudy(
+            f"targets given are {settings.targets}; give agreements above 0 and at most 1"
+        )
+    return settings
+
+
+@dataclass
+class Setup:
+    """A run of studies: what is asked, and what has been made so far."""
+
+    model: Model
+    corpus: Corpus
+    settings: Settings = field(default_factory=Settings)
+    others: Sequence[Corpus] = ()
+    """Further texts, for `transfer`."""
+    level_pairs: str = "to-last"
+    """The widest set of level pairs that any study of the run needs: one pass serves them all."""
+    progress: Progress | None = None
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made under this name before, or is made now."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    @property
+    def parts(self) -> Splits:
+        """The documents to fit, select and test on."""
+        return split(len(self.corpus.documents), self.settings.split, seed=self.settings.seed)
+
+    def positions(self) -> Positions | str | None:
+        """The positions to fit on, as `plan` takes them."""
+        if self.settings.paper:
+            return PAPER
+        return self.settings.positions or (MASKED_SHARE if self.model.masked else None)
+
+    def collected(self, pairs: str | None = None) -> Collected:
+        """Sums for these pairs (the run's level pairs unless told), from one pass kept for all studies."""
+        pairs = pairs or self.level_pairs
+        return self.keep(f"collected {pairs}", lambda: self.collect(self.corpus, pairs))
+
+    def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> Collected:
+        """A pass over a text with this run's settings."""
+        chosen = plan(
+            self.model,
+            corpus,
+            **{
+                "pairs": pairs,
+                "positions": self.positions(),
+                "tokens": self.settings.tokens,
+                "sizes": self.settings.split,
+                "seed": self.settings.seed,
+                "select": any(selects(name) for name in self.settings.estimators),
+            }
+            | changes,
+        )
+        return chosen.run(progress=self.progress)
+
+    def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
+        """Every jump of the pairs, solved once."""
+        pairs = pairs or self.level_pairs
+        return self.keep(
+            f"jumps {estimator} {pairs}",
+            lambda: solve_jumps(self.collected(pairs), estimator, model=self.model),
+        )
+
+    def lenses(self) -> dict[str, Lens]:
+        """Identity and every estimator of the run, by name."""
+        fitted = {name: Lens(self.model, self.jumps(name)) for name in self.settings.estimators}
+        return {"identity": Lens(self.model), **fitted}
+
+    def batches(
+        self,
+        *,
+        picks: int | None = None,
+        tokens: int | None = None,
+        positions: Positions | None = None,
+        part: str = "test",
+        corpus: Corpus | None = None,
+    ) -> Batches:
+        """Batches of a split's documents: about `picks` positions, of about `tokens` tokens (None: all there are).
+
+        A text that has fewer gives all it has: the number that was scored is always stated.
+        """
+        corpus = corpus or self.corpus
+        documents = getattr(
+            split(len(corpus.documents), self.settings.split, seed=self.settings.seed), part
+        )
+        if not documents:
+            raise BadText(
+                f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
+            )
+
+        def cut(chosen: Positions, wanted: int | None) -> Batches:
+            return batches(
+                corpus,
+                self.model.tokens,
+                chosen,
+                documents=documents,
+                seed=self.settings.seed,
+                tokens_wanted=wanted,
+            )
+
+        positions = positions or self.test_positions()
+        whole = cut(positions, None)
+        if tokens is not None and tokens < whole.n_tokens:
+            whole = cut(positions, tokens)
+        if picks is None or whole.n_picks <= picks or positions.kind != "all":
+            return whole
+        share = Positions("share", picks / whole.n_picks, positions.skip_first, positions.special)
+        return cut(share, min(tokens or whole.n_tokens, whole.n_tokens) if tokens else None)
+
+    def test_positions(self) -> Positions:
+        """Where predictions are scored: one a sentence in the paper's protocol, else anywhere but position 0."""
+        if self.settings.paper:
+            return PAPER
+        if self.model.masked:
+            return Positions.parse(MASKED_SHARE)
+        chosen = self.settings.positions
+        return Positions.parse(chosen) if chosen == "one" else Positions("all")
+
+    def readings(self) -> Readings:
+        """What every lens of the run reads at the test positions, kept for all studies."""
+
+        def make() -> Readings:
+            scored = self.batches(picks=self.settings.score, tokens=self._test_tokens())
+            done = 0
+
+            def tick(batch: Any) -> None:
+                nonlocal done
+                done += batch.n_tokens
+                if self.progress:
+                    self.progress(done, scored.n_tokens)
+
+            return read_levels(self.model, self.lenses(), scored, progress=tick)
+
+        return self.keep("readings", make)
+
+    def _test_tokens(self) -> int | None:
+        """As large a share of `tokens` as the test split is of the documents: what a fit's test scores use too."""
+        if self.settings.tokens is None:
+            return None
+        parts = self.parts
+        documents = len(parts.fit) + len(parts.select) + len(parts.test)
+        return max(1, self.settings.tokens * len(parts.test) // documents)
+
+    def without_kept(self, **changes: Any) -> Setup:
+        """The same run with other choices, and nothing made yet."""
+        return replace(self, _kept={}, **changes)
