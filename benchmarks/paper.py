@@ -1,0 +1,90 @@
+"""The papers' experiments on the models at hand, by `layerjump study`'s own code; its reports are written too.
+
+    python benchmarks/paper.py [--only smollm2-wikipedia,transfer …] [-o reports] [--quick]
+
+Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias,
+no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
+rxn-bert (masked) on reactions. Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
+rxn-bert. What differs from the papers is the model and, but for the news, the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import layerjump as lj
+from layerjump.measure.timing import machine
+from layerjump.show.report import write_report
+from layerjump.studies.run import run_studies
+from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.table import chosen
+
+SHARED = Path(__file__).parents[2] / "shared"
+MODELS, TEXTS = SHARED / "models", SHARED / "text"
+WIKIPEDIA = TEXTS / "leipzig/eng_wikipedia_2016_10K-sentences.txt"
+NEWS = TEXTS / "leipzig/eng_news_2020_10K-sentences.txt"
+STORIES = TEXTS / "tinystories/tinystories_valid_sample.txt"
+REACTIONS = TEXTS / "reactions.txt"
+
+PAPER = "r2,predictions,exits,submodules"
+RUNS: dict[str, tuple[str, list[Path], str, dict[str, Any]]] = {
+    "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], f"{PAPER},alternation", {"protocol": "paper"}),
+    "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
+    "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
+    "rxn-bert": (
+        str(MODELS / "rxn-bert"),
+        [REACTIONS],
+        PAPER,
+        {"protocol": "paper", "exit_position": 3},
+    ),
+    "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours"}),
+    "linearity-stories15M": (
+        str(MODELS / "stories15M"),
+        [STORIES],
+        "linearity",
+        {"protocol": "ours"},
+    ),
+    "linearity-rxn-bert": (
+        str(MODELS / "rxn-bert"),
+        [REACTIONS],
+        "linearity",
+        {"protocol": "ours"},
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help=f"some of {', '.join(RUNS)}")
+    parser.add_argument("-o", "--output", type=Path, default=Path("reports"))
+    parser.add_argument("--quick", action="store_true", help="few sentences: within two minutes")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(RUNS)
+    if options.quick and not options.only:
+        names = ["linearity-stories15M"]
+    print(machine())
+    figures = {name: one_run(name, options.output / name, options.quick) for name in names}
+    print(json.dumps(figures))
+
+
+def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
+    """Run one row of the table, write its report, print its headlines and return them."""
+    source, texts, studies, given = RUNS[name]
+    if quick:
+        given = given | {"split": "600/0/60", "budget": 300}
+    settings = settings_of(**given)
+    first, *others = [lj.read(text) for text in texts]
+    setup = Setup(lj.load(source), first, settings, others)
+    results = run_studies(
+        setup, chosen(studies), folder, command=f"benchmarks/paper.py --only {name}"
+    )
+    print(f"\n## {name}: {setup.model}, {', '.join(text.name for text in texts)}, seed 0")
+    print(write_report(results, folder)[-1].read_text(encoding="utf-8"))
+    return {study: result["headline"] for study, result in results["studies"].items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What `predictions` costs, beside the least it can: one body pass, and one vocabulary product a reading.
+
+    python benchmarks/studies.py [--model smollm2] [--quick]
+
+Every level of every scored position is read through two lenses (identity and `mat`), so the least is the body's pass
+and 2 (L + 1) vocabulary products a position. Two texts: sentences with one position each, where the body dominates,
+and documents with every position, where the vocabulary product does. Rivals take turns in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import layerjump as lj
+from layerjump.lens.lens import Lens, read_levels, rows_at_once
+from layerjump.measure.timing import alternate, machine, ratio
+
+TEXTS = Path(__file__).parents[2] / "shared/text"
+CASES = {
+    "sentences": ("leipzig/eng_wikipedia_2016_10K-sentences.txt", "one", 4_000),
+    "documents": ("domains/biomedical.txt", "all", 500),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens: within two minutes")
+    options = parser.parse_args()
+    model = lj.load(options.model)
+    jumps = lj.fit(model, "pydoc", tokens=2_000)
+    lenses = {"identity": Lens(model), "mat": Lens(model, jumps)}
+    print(f"{machine()}\n{model}, {', '.join(lenses)} at every level, seed 0\n")
+    print(f"{'text':10} {'tokens':>7} {'scored':>7} {'study s':>8} {'least s':>8} {'ratio':>6}")
+    figures: dict[str, float] = {}
+    for name, (text, positions, tokens) in CASES.items():
+        tokens = tokens // (4 if options.quick else 1)
+        picked = lj.Positions.parse(positions)
+        batches = lj.batches(lj.read(TEXTS / text), model.tokens, picked, tokens_wanted=tokens)
+        seconds = alternate(
+            {
+                "study": lambda batches=batches: read_levels(model, lenses, batches),
+                "least": lambda batches=batches: least(model, batches, len(lenses)),
+            },
+            repeats=1 if options.quick else options.repeats,
+        )
+        over = ratio(seconds["study"], seconds["least"])
+        middle = {rival: sorted(times)[len(times) // 2] for rival, times in seconds.items()}
+        print(
+            f"{name:10} {batches.n_tokens:7} {batches.n_picks:7} {middle['study']:8.1f} "
+            f"{middle['least']:8.1f} {over:6.2f}"
+        )
+        figures[f"predictions_over_minimum_{name}"] = over
+    print(json.dumps({"predictions_over_minimum": max(figures.values()), **figures}))
+
+
+@torch.no_grad()
+def least(model: lj.Model, batches: lj.Batches, lenses: int) -> None:
+    """The body once, and a bare vocabulary product for every reading."""
+    rows = rows_at_once(model)
+    for found in lj.states(model, batches, ["final"]):
+        for start in range(0, found.batch.n_picks, rows):
+            final = found["final"][start : start + rows]
+            for _ in range(lenses * (model.n_blocks + 1)):
+                model.anatomy.decode(final)
+
+
+if __name__ == "__main__":
+    main()
