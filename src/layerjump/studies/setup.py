@@ -149,33 +149,27 @@ class Setup:
 
         A text that has fewer gives all it has: the number that was scored is always stated.
         """
-        corpus = corpus or self.corpus
-        documents = getattr(
-            split(len(corpus.documents), self.settings.split, seed=self.settings.seed), part
-        )
+        corpus, positions = corpus or self.corpus, positions or self.test_positions()
+        parts = split(len(corpus.documents), self.settings.split, seed=self.settings.seed)
+        documents = getattr(parts, part)
         if not documents:
             raise BadText(
                 f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
             )
 
-        def cut(chosen: Positions, wanted: int | None) -> Batches:
-            return batches(
-                corpus,
-                self.model.tokens,
-                chosen,
-                documents=documents,
-                seed=self.settings.seed,
-                tokens_wanted=wanted,
-            )
+        def cut(chosen: Positions, documents: Sequence[int], wanted: int | None = None) -> Batches:
+            settings = {"documents": documents, "seed": self.settings.seed, "tokens_wanted": wanted}
+            return batches(corpus, self.model.tokens, chosen, **settings)
 
-        positions = positions or self.test_positions()
-        whole = cut(positions, None)
-        if tokens is not None and tokens < whole.n_tokens:
-            whole = cut(positions, tokens)
-        if picks is None or whole.n_picks <= picks or positions.kind != "all":
-            return whole
-        share = Positions("share", picks / whole.n_picks, positions.skip_first, positions.special)
-        return cut(share, min(tokens or whole.n_tokens, whole.n_tokens) if tokens else None)
+        made = cut(positions, documents)
+        if tokens is not None and tokens < made.n_tokens:
+            made = cut(positions, documents, tokens)
+        if picks is None or made.n_picks <= picks:
+            return made
+        if positions.kind != "all":
+            return cut(positions, _first(made, documents, picks))
+        fewer = replace(positions, kind="share", amount=picks / made.n_picks)
+        return cut(fewer, _first(made, documents, made.n_picks))
 
     def test_positions(self) -> Positions:
         """Where predictions are scored: one a sentence in the paper's protocol, else anywhere but position 0."""
@@ -214,3 +208,16 @@ class Setup:
     def without_kept(self, **changes: Any) -> Setup:
         """The same run with other choices, and nothing made yet."""
         return replace(self, _kept={}, **changes)
+
+
+def _first(made: Batches, documents: Sequence[int], picks: int) -> list[int]:
+    """The first documents, in their order, that have so many picks together."""
+    counts: dict[int, int] = {}
+    for document, count in zip(made.sequences.document, made.sequences.picks, strict=True):
+        counts[document] = counts.get(document, 0) + count
+    kept, total = [], 0
+    for document in documents:
+        if total < picks and document in counts:
+            kept.append(document)
+            total += counts[document]
+    return kept
