@@ -39,3 +39,22 @@ def real_folder():
 def data_folder() -> Path:
     """Small trained checkpoints that are part of the repository."""
     return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def study_text():
+    """A text small enough to study in a moment."""
+    import layerjump as lj
+
+    return lj.read("pydoc", limit=200)
+
+
+@pytest.fixture(scope="session", params=["tiny-gpt2", "tiny-bert"])
+def study_setup(request, data_folder, study_text):
+    """A small run of studies, of a causal and of a masked model; what it has made is shared."""
+    import layerjump as lj
+    from layerjump.studies.setup import Setup, settings_of
+
+    settings = settings_of("ours", tokens=6_000, score=120)
+    model = lj.load(data_folder / request.param)
+    return Setup(model, study_text, settings, level_pairs="all")

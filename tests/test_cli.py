@@ -38,6 +38,8 @@ def folder(tmp_path_factory):
         ["families"],
         ["fit", "--help"],
         ["show", "-h"],
+        ["study", "--help"],
+        ["report", "-h"],
     ],
 )
 def test_help_imports_neither_torch_nor_transformers(arguments):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerjump.errors import BadJumps
 from layerjump.fit.jumps import Jumps
@@ -18,9 +18,9 @@ from layerjump.measure.metrics import KS, Agreement, Truth, agreement, truth
 
 MEMORY = 1 << 30
 """Bytes that rows of logits may take at once, whatever the vocabulary."""
-_BUFFERS = (
-    4  # rows of vocabulary size that are alive at once: two of the truth, two of an approximation
-)
+_BUFFERS = 5
+"""Rows of vocabulary size that are alive at once: two of the truth, up to three of an approximation (a soft-cap)."""
+_AT_LEAST = 4  # bytes a number: half-precision logits are widened
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Lens:
             return self.model.logits(states)
         source = Site(level)
         if (source, Site(last)) in self.jumps:
-            return self.model.logits(self.jumps[source, last](states))
+            return self.model.logits(_through(self.jumps[source, last], states))
         if (source, FINAL) in self.jumps:
-            return self.model.anatomy.decode(self.jumps[source, FINAL](states))
+            return self.model.anatomy.decode(_through(self.jumps[source, FINAL], states))
         raise BadJumps(
             f"{self.jumps} has no jump from level {level} to the last level or to `final`, so nothing can be read "
             f"there; fit with pairs to-last"
@@ -112,8 +112,15 @@ def read_levels(
 
 def rows_at_once(model: Model, memory: int = MEMORY) -> int:
     """How many rows of logits fit in the memory given."""
-    vocabulary = model.anatomy.vocabulary
-    return max(1, memory // (_BUFFERS * vocabulary * 4))
+    size = max(_AT_LEAST, model.hf.dtype.itemsize)
+    return max(1, memory // (_BUFFERS * model.anatomy.vocabulary * size))
+
+
+def _through(jump: nn.Module, states: Tensor) -> Tensor:
+    """Jumps are float32; the model's states may be half or double precision."""
+    weight = next(jump.parameters(), None)
+    dtype = states.dtype if weight is None else weight.dtype
+    return jump(states.to(dtype)).to(states.dtype)
 
 
 def _read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,11 +18,10 @@ def mean_interval(
 ) -> tuple[Floats, Floats, Floats]:
     """Mean over the last axis, and the ends of its 95 % interval (documents drawn with replacement)."""
     values = np.asarray(values, dtype=np.float64)
-    of, inverse = np.unique(np.asarray(documents), return_inverse=True)
-    belongs = np.zeros((values.shape[-1], len(of)))
-    belongs[np.arange(values.shape[-1]), inverse] = 1
-    sums, counts = values @ belongs, belongs.sum(0)
-    weights = document_weights(len(of), draws, seed)
+    _, inverse, counts = np.unique(np.asarray(documents), return_inverse=True, return_counts=True)
+    starts = np.cumsum(counts) - counts
+    sums = np.add.reduceat(values[..., np.argsort(inverse, kind="stable")], starts, axis=-1)
+    weights = document_weights(len(counts), draws, seed)
     means = (sums @ weights.T) / (counts @ weights.T)
     low, high = np.quantile(means, [0.025, 0.975], axis=-1)
     return values.mean(-1), low, high
@@ -42,8 +42,11 @@ def statistic_interval(
     return float(low), float(high)
 
 
+@lru_cache(maxsize=4)
 def document_weights(n_documents: int, draws: int, seed: int) -> Floats:
-    """How often each document comes up in each draw, (draws, documents)."""
+    """How often each document comes up in each draw, (draws, documents); not to be changed, for it is kept."""
     generator = np.random.default_rng(seed)
     shares = np.full(n_documents, 1 / n_documents)
-    return generator.multinomial(n_documents, shares, size=draws).astype(np.float64)
+    weights = generator.multinomial(n_documents, shares, size=draws).astype(np.float64)
+    weights.flags.writeable = False
+    return weights

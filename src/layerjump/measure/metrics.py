@@ -16,7 +16,7 @@ class Truth(NamedTuple):
 
     logits: Tensor  # (rows, vocabulary)
     probabilities: Tensor
-    log_total: Tensor  # (rows,) log Σ exp of the logits
+    log_total: Tensor  # (rows,) log Σ exp of the logits less the largest
     negative_entropy: Tensor  # (rows,) Σ p ln p
     best: Tensor  # (rows, 10) the largest logits, falling
 
@@ -24,22 +24,27 @@ class Truth(NamedTuple):
 class Agreement(NamedTuple):
     """How an approximation agrees with the truth; every field is (rows,)."""
 
-    top: Tensor  # its best token
-    place: (
-        Tensor  # how many of the truth's ten best are better than that token: below k is a hit at k
-    )
-    surprisal: Tensor  # −ln p_true of its best token
-    kl: Tensor  # KL(true ‖ approximation), nats
-    confidence: Tensor  # its best probability minus its second best
+    top: Tensor
+    """Its best token."""
+    place: Tensor
+    """How many of the truth's ten best are better than that token: below k is a hit at k."""
+    surprisal: Tensor
+    """−ln p_true of its best token."""
+    kl: Tensor
+    """KL(true ‖ approximation), nats."""
+    confidence: Tensor
+    """Its best probability minus its second best."""
 
 
 def truth(logits: Tensor) -> Truth:
     """Prepare the model's own logits for comparison."""
-    log_total = logits.logsumexp(-1)
-    probabilities = (logits - log_total[:, None]).exp_()
     best = logits.topk(min(max(KS), logits.shape[-1])).values
-    expected = torch.linalg.vecdot(probabilities, logits)
-    return Truth(logits, probabilities, log_total, expected - log_total, best)
+    # Relative to the largest: logits that are all far from zero would lose digits of small differences.
+    probabilities = (logits - best[:, :1]).exp_()
+    total = probabilities.sum(-1)
+    probabilities /= total[:, None]
+    negative_entropy = -torch.special.entr(probabilities).sum(-1)
+    return Truth(logits, probabilities, total.log(), negative_entropy, best)
 
 
 def agreement(logits: Tensor, true: Truth) -> Agreement:
@@ -49,15 +54,16 @@ def agreement(logits: Tensor, true: Truth) -> Agreement:
     product dominates. Ties count as hits, so that the truth agrees with itself whatever order ties come in.
     """
     two = logits.topk(2)
-    top, largest = two.indices[:, 0], two.values[:, 0]
-    log_total = (logits - largest[:, None]).exp_().sum(-1).log_() + largest
-    own = (two.values - log_total[:, None]).exp()
+    top, largest = two.indices[:, 0], two.values[:, :1]
+    shifted = logits - largest
+    expected = torch.linalg.vecdot(true.probabilities, shifted)
+    log_total = shifted.exp_().sum(-1).log_()
+    own = (two.values - largest - log_total[:, None]).exp()
     true_logit = true.logits.gather(1, top[:, None])
-    expected = torch.linalg.vecdot(true.probabilities, logits)
     return Agreement(
         top=top,
         place=(true.best > true_logit).sum(-1),
-        surprisal=true.log_total - true_logit[:, 0],
+        surprisal=true.log_total + (true.best[:, :1] - true_logit)[:, 0],
         # Rounding may leave a perfect agreement a hair below zero.
         kl=(true.negative_entropy - expected + log_total).clamp_min(0),
         confidence=own[:, 0] - own[:, 1],

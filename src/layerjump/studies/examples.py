@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import torch
 
 from layerjump.inputs.batches import Batch
@@ -14,6 +16,7 @@ from layerjump.studies.setup import Setup
 SENTENCES = 4
 LEVELS = 6
 BEST = 5
+_LONGEST = 512  # tokens of a sequence at most: so many a sentence are sure to hold enough of them
 _CONTEXT = 70  # characters shown on each side of the position
 
 
@@ -24,12 +27,15 @@ def run(setup: Setup) -> Result:
     levels = [*spread(model.n_blocks), model.n_blocks]
     rows: list[Row] = []
     seen = 0
-    batches = setup.batches(positions=Positions("one"), tokens=SENTENCES * 200)
-    for found in states(model, batches, levels):
-        for pick in range(min(found.batch.n_picks, SENTENCES - seen)):
-            seen += 1
-            state = {level: found[level][pick : pick + 1] for level in levels}
-            rows += _read(setup, state, context(model, found.batch, pick))
+    batches = setup.batches(positions=Positions("one"), tokens=SENTENCES * _LONGEST)
+    with closing(states(model, batches, levels)) as stream:
+        for found in stream:
+            for pick in range(min(found.batch.n_picks, SENTENCES - seen)):
+                seen += 1
+                state = {level: found[level][pick : pick + 1] for level in levels}
+                rows += _read(setup, state, context(model, found.batch, pick))
+            if seen == SENTENCES:
+                break
     result = Result("examples", {"examples": rows})
     result.settings = {"sentences": seen, "levels": levels}
     return result
@@ -47,12 +53,12 @@ def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT
     length = int(batch.attention_mask[batch.row[pick]].sum())
     ids = batch.input_ids[batch.row[pick], :length].tolist()
     start = len(model.tokens.prefix)
-    before = tokenizer.decode(ids[start : position + (0 if model.masked else 1)])
+    before = str(tokenizer.decode(ids[start : position + (0 if model.masked else 1)]))
     if not model.masked:
         return before[-characters:]
-    after = tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)])
-    truth = tokenizer.decode([int(batch.token[pick])])
-    return f"{before[-characters:]} [{truth}] {after[:characters]}"
+    after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)]))
+    hidden = tokenizer.decode([int(batch.token[pick])])
+    return f"{before[-characters:]} [{hidden}] {after[:characters]}"
 
 
 def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]:

@@ -19,20 +19,21 @@ from layerjump.measure.bootstrap import mean_interval, statistic_interval
 from layerjump.studies.result import Result, Row
 from layerjump.studies.setup import Setup
 
+AUTHORS_BERT_POSITION = 3
+"""The t that the authors' BERT code gives the rule for every example."""
+
 
 def run(setup: Setup) -> Result:
     """Curves of agreement against blocks run, and what each saves at the target agreement."""
     readings, settings = setup.readings(), setup.settings
-    position = readings.position
-    if settings.exit_position is not None:
-        position = torch.full_like(position, settings.exit_position)
+    given = _given_position(setup)
+    position = readings.position if given is None else torch.full_like(readings.position, given)
     length = float((readings.position + 1).double().mean())
     curves: list[Row] = []
     saved: list[Row] = []
     for place, lens in enumerate(readings.lenses):
         grid = sorted({*GRID, *(FINE if lens == "identity" else ())})
-        runs = {value: _replay(readings, place, position, value, length) for value in grid}
-        dynamic = [(levels, hits) for levels, hits in runs.values()]
+        dynamic = [_replay(readings, place, position, value, length) for value in grid]
         fixed = _fixed(readings, place)
         curves += _rows(lens, "dynamic", grid, dynamic, readings, setup)
         curves += _rows(lens, "fixed", range(len(fixed)), fixed, readings, setup)
@@ -44,7 +45,7 @@ def run(setup: Setup) -> Result:
     result.settings = {
         "rule": "stop at the first level ≥ 1 with p1 − p2 > 0.9 λ + 0.1 exp(−4 t / N)",
         "N": length,
-        "t": "its own position" if settings.exit_position is None else settings.exit_position,
+        "t": "its own position" if given is None else given,
         "n_examples": readings.n_examples,
         "blocks": setup.model.n_blocks,
     }
@@ -59,6 +60,14 @@ def run(setup: Setup) -> Result:
         "They count blocks alone: not the map's product, nor the vocabulary product at every level."
     )
     return result
+
+
+def _given_position(setup: Setup) -> int | None:
+    """The t of every example; None: each has its own."""
+    given = setup.settings.exit_position
+    if given is None and setup.settings.paper and setup.model.masked:
+        return AUTHORS_BERT_POSITION
+    return given
 
 
 def _replay(
@@ -107,7 +116,7 @@ def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> flo
     if not len(reached):
         return float("nan")
     index = int(reached[0])
-    if index == 0 or best[index] == best[index - 1]:
+    if index == 0:
         return float(cost[index])
     share = (target - best[index - 1]) / (best[index] - best[index - 1])
     return float(cost[index - 1] + share * (cost[index] - cost[index - 1]))

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from layerjump.fit.affine import Affine
+from layerjump.fit.bill import bill
 from layerjump.fit.collect import products_on
 from layerjump.fit.moments import Moments
-from layerjump.fit.pairs import parse_pairs
+from layerjump.fit.pairs import Pair, parse_pairs
 from layerjump.fit.reservoir import keys_of
 from layerjump.fit.score import residual
 from layerjump.fit.solve import solve
@@ -32,118 +32,147 @@ from layerjump.studies.setup import Setup
 EVERY = Positions("all", skip_first=0, special=True)
 TOKENS = 16_000
 """At most so many tokens are run (the paper's notebook takes about 14,000)."""
+LATER = " without position 0"
 
 
 def run(setup: Setup) -> Result:
     """One pass over fit and test documents, neighbours only."""
     fit, test = _sums(setup, "fit", 0.8), _sums(setup, "test", 0.2)
-    blocks: list[Row] = []
-    for level in range(setup.model.n_blocks):
-        row: Row = {"block": level + 1}
-        row |= _scores(fit.every, test.every, level, "")
-        row |= _scores(fit.later, test.later, level, " without position 0")
-        blocks.append(row | _why(test.later, level))
+    levels = range(setup.model.n_blocks)
+    later = [_without_first(fit, test, level) for level in levels]
     distance = measure.angles(_sampled(test.later))
-    result = Result("linearity", {"blocks": blocks, "levels": _levels(fit.later, setup)})
+    result = Result("linearity")
+    result.tables["levels"] = _levels(fit.later)
+    every = fit.with_sinks(), test.with_sinks()
+    result.tables["blocks"] = blocks = [
+        {"block": level + 1} | _scores(_map(every[0], level), *every, level, "") | later[level]
+        for level in levels
+    ]
     result.tables["angles"] = [
         {"from": a, "to": b, "angle": float(distance[a, b])}
         for a in range(len(distance))
         for b in range(a + 1, len(distance))
     ]
-    steps = [float(distance[level, level + 1]) for level in range(len(distance) - 1)]
     result.settings = {
-        "n_fit": fit.every.n,
-        "n_test": test.every.n,
-        "sampled": len(test.later.reservoir.keys),
+        "n_fit": every[0].n,
+        "n_test": every[1].n,
+        "sampled": len(test.documents),
         "positions": "all tokens, position 0 and special tokens included",
     }
+    steps = [float(distance[level, level + 1]) for level in levels]
     result.headline = _headline(blocks) | {"jump_strength": measure.jump_strength(steps)}
     result.notes.append(
-        "Jump strength (the last block's mean angle over the mean of the others') is our definition. Angles, norms and "
-        "intervals are of a sample of test positions; intervals resample positions."
+        "Jump strength (the last block's mean angle over the mean of the others') is our definition. Angles, the "
+        "relative size of steps and the width of intervals are of a sample of test positions other than 0; intervals "
+        "resample documents and hold the fitted map fixed."
     )
     return result
 
 
 @dataclass(frozen=True)
 class _Sums:
-    every: Moments
     later: Moments
-    """Without position 0."""
+    """Of all positions but the first."""
+    sinks: list[dict[Site, Tensor]]
+    """The states at position 0: few rows, so that they take less memory than sums of their own would."""
+    documents: Tensor
+    """The document of every row of the reservoir."""
+
+    def with_sinks(self) -> Moments:
+        """The sums of all positions; from here on `later` is those too, for there are no others."""
+        for states_at_0 in self.sinks:
+            self.later.add(states_at_0)
+        self.sinks.clear()
+        return self.later
 
 
 def _sums(setup: Setup, part: str, share: float) -> _Sums:
-    """Sums of neighbours, of position 0 and of the others apart: together they are the sums of all."""
-    model, pairs = setup.model, parse_pairs("adjacent", setup.model.anatomy)
-
-    def empty() -> Moments:
-        return Moments(pairs, full_targets=True, products=products_on(model))
-
-    first, later, every = empty(), empty(), empty()
+    """Sums of neighbours over one part of the split."""
+    model = setup.model
+    pairs = parse_pairs("adjacent", model.anatomy)
+    later = Moments(pairs, full_targets=True, products=products_on(model))
     wanted = min(TOKENS, setup.settings.tokens or TOKENS)
     found = setup.batches(part=part, positions=EVERY, tokens=max(1, int(share * wanted)))
+    bill(model, later, {part: found}).require_memory()
+    sinks: list[dict[Site, Tensor]] = []
+    document_of: dict[int, int] = {}
     done = 0
     for batch in states(model, found, later.sites):
-        keys = keys_of(batch.batch.document, batch.batch.position, seed=setup.settings.seed)
-        sink = batch.batch.position == 0
-        for sums, rows in ((first, sink), (later, ~sink)):
-            if rows.any():
-                sums.add({site: state[rows] for site, state in batch.at.items()}, keys=keys[rows])
+        document, position = batch.batch.document, batch.batch.position
+        keys = keys_of(document, position, seed=setup.settings.seed)
+        document_of.update(zip(keys.tolist(), document.tolist(), strict=True))
+        first = position == 0
+        sinks.append({site: state[first] for site, state in batch.at.items()})
+        if not first.all():
+            rest = {site: state[~first] for site, state in batch.at.items()}
+            later.add(rest, keys=keys[~first])
         done += batch.batch.n_tokens
         if setup.progress:
             setup.progress(done, found.n_tokens)
-    every.merge(later)
-    every.merge(first)
-    return _Sums(every, later)
+    documents = [document_of[key] for key in later.reservoir.keys.tolist()]
+    return _Sums(later, sinks, torch.tensor(documents))
 
 
-def _scores(fit: Moments, test: Moments, level: int, which: str) -> Row:
+def _pair(level: int) -> Pair:
+    return Site(level), Site(level + 1)
+
+
+def _map(fit: Moments, level: int) -> Affine:
+    """The regression with intercept over a block. Without the residual its error is the same: only W − I is sought."""
+    return solve("affine", fit.source(Site(level)), [fit.target(*_pair(level))])[0]
+
+
+def _without_first(fit: _Sums, test: _Sums, level: int) -> Row:
+    """All that is said of a block from the positions after the first."""
+    jump = _map(fit.later, level)
+    scores = _scores(jump, fit.later, test.later, level, LATER)
+    return scores | _intervals(jump, test, level, scores) | _why(test.later, level)
+
+
+def _scores(jump: Affine, fit: Moments, test: Moments, level: int, which: str) -> Row:
     """The paper's two scores in sample and held out, the identity's, and the chance floor."""
-    pair = Site(level), Site(level + 1)
-    source, target = fit.source(pair[0]), fit.target(*pair)
-    (jump,) = solve("affine", source, [target])
+    pair = _pair(level)
     row: Row = {}
     for name, sums in (("", fit), (" held out", test)):
-        error = float(residual(jump, sums.source(pair[0]), sums.target(*pair)).sum())
-        step = _step_variance(sums, pair)
-        row[f"with residual{name}{which}"] = 1 - error / float(sums.target(*pair).spread.sum())
-        row[f"without residual{name}{which}"] = 1 - error / step
+        source, target = sums.source(pair[0]), sums.target(*pair)
+        error = float(residual(jump, source, target).sum())
+        row[f"with residual{name}{which}"] = 1 - error / float(target.spread.sum())
+        row[f"without residual{name}{which}"] = 1 - error / _step_variance(sums, pair)
+    target = fit.target(*pair)
     row[f"identity{which}"] = 1 - _step_variance(fit, pair) / float(target.spread.sum())
-    row[f"chance floor{which}"] = measure.chance_floor(len(source.mean), source.n)
-    if which:
-        row |= _intervals(jump, test, pair)
+    row[f"chance floor{which}"] = measure.chance_floor(len(target.mean), fit.n)
     return row
 
 
-def _step_variance(sums: Moments, pair: tuple[Site, Site]) -> float:
+def _step_variance(sums: Moments, pair: Pair) -> float:
     """Σ ‖(y − x) − mean‖²: the centred variation of what the block adds."""
     source, target = sums.source(pair[0]), sums.target(*pair)
     spread = source.scatter.diagonal() - 2 * target.cross.diagonal() + target.spread
     return float(spread.sum())
 
 
-def _intervals(jump: Affine, test: Moments, pair: tuple[Site, Site]) -> Row:
-    """95 % intervals of the held-out scores without position 0, by resampling sampled positions."""
-    x, y = (test.reservoir.states[site].double() for site in pair)
+def _intervals(jump: Affine, test: _Sums, level: int, scores: Row) -> Row:
+    """95 % intervals of the held-out scores without position 0, by resampling the sampled rows' documents."""
+    device = jump.weight.device  # the sums'; sampled states are on the CPU
+    sampled = test.later.reservoir.states
+    x, y = (sampled[site].to(device, torch.float64) for site in _pair(level))
     error = (jump(x) - y).square().sum(-1)
     row: Row = {}
     for name, total in (("with", y), ("without", y - x)):
         variation = (total - total.mean(0)).square().sum(-1)
         # Linearised ratio: the mean of (error − ratio · variation) / mean variation has the ratio's own spread.
-        ratio = float(error.sum() / variation.sum())
-        spread = ((error - ratio * variation) / variation.mean()).numpy()
-        _, low, high = mean_interval(spread, np.arange(len(spread)))
-        centre = row_name = f"{name} residual held out without position 0"
-        row[f"{row_name} low"], row[f"{centre} high"] = (
-            1 - ratio - float(high),
-            1 - ratio - float(low),
-        )
+        ratio = error.sum() / variation.sum()
+        spread = (error - ratio * variation) / variation.mean()
+        _, low, high = mean_interval(spread.cpu().numpy(), test.documents.numpy())
+        score = f"{name} residual held out{LATER}"
+        row[f"{score} low"] = scores[score] - float(high)
+        row[f"{score} high"] = scores[score] - float(low)
     return row
 
 
 def _why(test: Moments, level: int) -> Row:
     """How small the block's step is beside the stream it is added to, and how far it turns it."""
-    x, y = (test.reservoir.states[Site(level + place)].double() for place in (0, 1))
+    x, y = (test.reservoir.states[site].double() for site in _pair(level))
     cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
     return {
         "step norm over stream norm": float(((y - x).norm(dim=-1) / x.norm(dim=-1)).mean()),
@@ -152,21 +181,16 @@ def _why(test: Moments, level: int) -> Row:
     }
 
 
-def _levels(fit: Moments, setup: Setup) -> list[Row]:
-    rows: list[Row] = []
-    for level, state in enumerate(_sampled(fit)):
-        site = Site(level)
-        total, n = fit.sums[f"sum/{site}"], fit.n
-        scatter = fit.sums[f"square/{site}"] - torch.outer(total, total) / n
-        rows.append(
-            {
-                "level": level,
-                "mean norm": fit.mean_norm(site),
-                "anisotropy": measure.anisotropy(scatter),
-                "intrinsic dimension": measure.intrinsic_dimension(state),
-            }
-        )
-    return rows
+def _levels(fit: Moments) -> list[Row]:
+    return [
+        {
+            "level": site.index,
+            "mean norm": fit.mean_norm(site),
+            "anisotropy": measure.anisotropy(fit.source(site).scatter),
+            "intrinsic dimension": measure.intrinsic_dimension(fit.reservoir.states[site]),
+        }
+        for site in fit.sites
+    ]
 
 
 def _sampled(sums: Moments) -> list[Tensor]:
@@ -177,11 +201,8 @@ def _headline(blocks: list[Row]) -> dict[str, float]:
     names = [
         f"{name}{which}"
         for name in ("with residual", "without residual", "identity", "chance floor")
-        for which in ("", " without position 0")
+        for which in ("", LATER)
     ]
-    names += [
-        "with residual held out without position 0",
-        "without residual held out without position 0",
-    ]
+    names += [f"{name} residual held out{LATER}" for name in ("with", "without")]
     found = {f"mean {name}": sum(row[name] for row in blocks) / len(blocks) for name in names}
     return {name.replace(" ", "_"): value for name, value in found.items()}

@@ -18,6 +18,7 @@ from layerjump.studies.setup import Setup
 
 def run(setup: Setup) -> Result:
     """Score every pair on the test split's sums: no second pass, nothing stored."""
+    setup.documents("test")  # an error now, not after the pass, where there are none
     collected = setup.collected("all")
     tables: dict[str, list[Row]] = {}
     result = Result("r2", tables)
@@ -81,8 +82,15 @@ def _composed(jumps: Jumps, collected: Collected) -> list[Row]:
 
 def _after(outer: Affine, inner: Affine) -> Affine:
     """x ↦ outer(inner(x)), multiplied out in float64."""
-    weight = outer.linear(inner.weight.double())
-    if outer.bias is None and inner.bias is None:
-        return Affine.of(weight)
-    shift = 0 if inner.bias is None else outer.linear(inner.bias.double())
-    return Affine.of(weight, bias=shift + (0 if outer.bias is None else outer.bias))
+    inner = _double(inner)
+    weight = outer.linear(inner.weight)
+    bias = outer.bias
+    if inner.bias is not None:
+        moved = outer.linear(inner.bias)
+        bias = moved if bias is None else moved + bias
+    return Affine.of(weight, bias=bias)
+
+
+def _double(affine: Affine) -> Affine:
+    bias = None if affine.bias is None else affine.bias.double()
+    return Affine(affine.shape, tuple(factor.double() for factor in affine.factors), bias)

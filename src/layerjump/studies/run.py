@@ -10,7 +10,7 @@ from typing import Any
 
 from layerjump import __version__
 from layerjump.errors import BadArtifact, NewerFormat
-from layerjump.fit.files import read_json, write_json
+from layerjump.fit.files import read_json, write_json, writing
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.measure.timing import machine
 from layerjump.studies.result import Result, plain
@@ -34,19 +34,26 @@ def run_studies(
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
     """Run the studies and write `results.json` after each; returns what that file holds."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE
+    before = load_results(path) if resume and path.exists() else None
     pairs = {study.level_pairs for study in studies if not study.unable(setup.model)}
+    if before:
+        # All pairs draw other positions: what is still to do must read the same jumps as what was done.
+        pairs.add(str(before.get("level_pairs")))
     setup.level_pairs = "all" if "all" in pairs else "to-last"
     results = _fresh(setup, command)
-    if resume:
-        results["studies"] = _done_before(folder / FILE, results)
+    if before:
+        _require_same(before, results, path)
+        results["studies"] = dict(before["studies"])
     for study in studies:
         if study.name in results["studies"]:
             say(f"{study.name}: done before")
             continue
         result = _run_one(setup, study, say)
         results["studies"][study.name] = result.as_json()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / FILE, results)
+        write_json(path, results)
     return results
 
 
@@ -84,22 +91,19 @@ def _fresh(setup: Setup, command: str) -> dict[str, Any]:
             "text": {"name": corpus.name, "sha256": corpus.sha256, "note": corpus.note},
             "other_texts": [{"name": other.name, "sha256": other.sha256} for other in setup.others],
             "settings": asdict(setup.settings),
+            "level_pairs": setup.level_pairs,
             "studies": {},
         }
     )
 
 
-def _done_before(path: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """The studies an unfinished run of the same model, text and settings left behind."""
-    if not path.exists():
-        return {}
-    before = load_results(path)
-    for name in ("model", "text", "other_texts", "settings"):
-        if before[name] != now[name]:
+def _require_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """An unfinished run goes on only with the same model, text and settings."""
+    for name in ("model", "text", "other_texts", "settings", "level_pairs"):
+        if before.get(name) != now[name]:
             raise BadArtifact(
                 f"{path} holds results with another {name} than this run's; leave --resume out, or give another folder"
             )
-    return dict(before["studies"])
 
 
 def load_results(path: Path) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def load_results(path: Path) -> dict[str, Any]:
         raise BadArtifact(
             f"{path} does not hold results of `layerjump study`; give a folder that it wrote"
         )
-    if saved["format"] > FORMAT:
+    if saved.get("format", 0) > FORMAT:
         raise NewerFormat(
             f"{path} has format {saved['format']}, but this version reads up to {FORMAT}; update layerjump"
         )

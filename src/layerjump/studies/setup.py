@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerjump.errors import BadEstimator, BadStudy, BadText
+from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
 from layerjump.fit.collect import plan
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import NAMES, selects, solve_jumps
@@ -14,7 +14,7 @@ from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, Splits, split
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import PAPER, Positions
+from layerjump.inputs.positions import Positions
 from layerjump.lens.lens import Lens, Readings, read_levels
 
 Progress = Callable[[int, int], None]
@@ -59,10 +59,10 @@ def settings_of(protocol: str, **given: Any) -> Settings:
     unknown = [name for name in settings.estimators if name not in NAMES]
     if unknown:
         raise BadEstimator(f"there is no estimator {unknown[0]!r}; known are {', '.join(NAMES)}")
-    for name in ("tokens", "score", "budget"):
+    for name, least in {"tokens": 1, "score": 1, "budget": 1, "exit_position": 0}.items():
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise BadStudy(f"{name} given is {value}; give 1 or more")
+        if value is not None and value < least:
+            raise BadStudy(f"{name} given is {value}; give {least} or more")
     if not all(0 < target <= 1 for target in settings.targets):
         raise BadStudy(
             f"targets given are {settings.targets}; give agreements above 0 and at most 1"
@@ -95,11 +95,36 @@ class Setup:
         """The documents to fit, select and test on."""
         return split(len(self.corpus.documents), self.settings.split, seed=self.settings.seed)
 
+    def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
+        """The documents of one part of the split; an error where it has none."""
+        corpus = corpus or self.corpus
+        parts = split(len(corpus.documents), self.settings.split, seed=self.settings.seed)
+        documents: tuple[int, ...] = getattr(parts, part)
+        if not documents:
+            raise BadText(
+                f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
+            )
+        return documents
+
     def positions(self) -> Positions | str | None:
         """The positions to fit on, as `plan` takes them."""
         if self.settings.paper:
-            return PAPER
+            return self._as_in_the_paper()
         return self.settings.positions or (MASKED_SHARE if self.model.masked else None)
+
+    def test_positions(self) -> Positions:
+        """Where predictions are scored: one a sentence or where a masked model is fitted, else all but position 0."""
+        chosen = self.settings.positions
+        if self.settings.paper:
+            return self._as_in_the_paper()
+        if self.model.masked:
+            # Where all positions are picked none is masked, and a token that is seen is no prediction.
+            return Positions.parse(MASKED_SHARE if chosen in (None, "all") else str(chosen))
+        return Positions.parse("one" if chosen == "one" else "all")
+
+    def _as_in_the_paper(self) -> Positions:
+        """One a sentence unless told, and any: the first and special ones too."""
+        return Positions.parse(self.settings.positions or "one", skip_first=0, special=True)
 
     def collected(self, pairs: str | None = None) -> Collected:
         """Sums for these pairs (the run's level pairs unless told), from one pass kept for all studies."""
@@ -149,36 +174,35 @@ class Setup:
 
         A text that has fewer gives all it has: the number that was scored is always stated.
         """
-        corpus, positions = corpus or self.corpus, positions or self.test_positions()
-        parts = split(len(corpus.documents), self.settings.split, seed=self.settings.seed)
-        documents = getattr(parts, part)
-        if not documents:
-            raise BadText(
-                f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
+        text = corpus or self.corpus
+        documents = self.documents(part, text)
+        positions = positions or self.test_positions()
+
+        def cut(chosen: Positions, of: Sequence[int], wanted: int | None) -> Batches:
+            return batches(
+                text,
+                self.model.tokens,
+                chosen,
+                documents=of,
+                seed=self.settings.seed,
+                tokens_wanted=wanted,
             )
 
-        def cut(chosen: Positions, documents: Sequence[int], wanted: int | None = None) -> Batches:
-            settings = {"documents": documents, "seed": self.settings.seed, "tokens_wanted": wanted}
-            return batches(corpus, self.model.tokens, chosen, **settings)
-
-        made = cut(positions, documents)
-        if tokens is not None and tokens < made.n_tokens:
-            made = cut(positions, documents, tokens)
-        if picks is None or made.n_picks <= picks:
-            return made
-        if positions.kind != "all":
-            return cut(positions, _first(made, documents, picks))
-        fewer = replace(positions, kind="share", amount=picks / made.n_picks)
-        return cut(fewer, _first(made, documents, made.n_picks))
-
-    def test_positions(self) -> Positions:
-        """Where predictions are scored: one a sentence in the paper's protocol, else anywhere but position 0."""
-        if self.settings.paper:
-            return PAPER
-        if self.model.masked:
-            return Positions.parse(MASKED_SHARE)
-        chosen = self.settings.positions
-        return Positions.parse(chosen) if chosen == "one" else Positions("all")
+        try:
+            found = cut(positions, documents, tokens)
+        except TextTooShort:
+            found = cut(positions, documents, None)
+        if picks is None or found.n_picks <= picks:
+            return found
+        # Fewer positions of the same documents tell more than all of a few; but a masked model would mask them.
+        if positions.kind == "all" and not self.model.masked:
+            share = replace(positions, kind="share", amount=picks / found.n_picks)
+            documents = tuple(dict.fromkeys(found.sequences.document))
+            found = cut(share, documents, None)
+        if found.n_picks <= picks:
+            return found
+        # A sequence gives one position at least, so many short documents still have too many.
+        return cut(found.positions, documents, found.n_tokens * picks // found.n_picks)
 
     def readings(self) -> Readings:
         """What every lens of the run reads at the test positions, kept for all studies."""
@@ -202,22 +226,10 @@ class Setup:
         if self.settings.tokens is None:
             return None
         parts = self.parts
-        documents = len(parts.fit) + len(parts.select) + len(parts.test)
+        chosen = parts.select if any(map(selects, self.settings.estimators)) else ()
+        documents = len(parts.fit) + len(chosen) + len(parts.test)
         return max(1, self.settings.tokens * len(parts.test) // documents)
 
     def without_kept(self, **changes: Any) -> Setup:
         """The same run with other choices, and nothing made yet."""
         return replace(self, _kept={}, **changes)
-
-
-def _first(made: Batches, documents: Sequence[int], picks: int) -> list[int]:
-    """The first documents, in their order, that have so many picks together."""
-    counts: dict[int, int] = {}
-    for document, count in zip(made.sequences.document, made.sequences.picks, strict=True):
-        counts[document] = counts.get(document, 0) + count
-    kept, total = [], 0
-    for document in documents:
-        if total < picks and document in counts:
-            kept.append(document)
-            total += counts[document]
-    return kept
