@@ -47,7 +47,7 @@ _KEY = "layerjump"
 
 
 def replace_file(
-    path: Path, write: Callable[[Path], None], *, last: Callable[[], None] | None = None
+    path: Path, write: Callable[[Path], object], *, last: Callable[[], None] | None = None
 ) -> None:
     """Let `write` make a new file, then put it in the place of `path` in one step.
 

@@ -45,7 +45,8 @@ class Anatomy:
     @property
     def vocabulary(self) -> int:
         """How many tokens the vocabulary product scores."""
-        return int(self.head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+        weight = self.head.get_parameter("weight")
+        return int(weight.shape[0])
 
     def to_final(self, states: Tensor) -> Tensor:
         """From level L to just before the vocabulary product."""
