@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,13 +44,11 @@ def main() -> None:
         tokens = tokens // (4 if options.quick else 1)
         picked = lj.Positions.parse(positions)
         batches = lj.batches(lj.read(TEXTS / text), model.tokens, picked, tokens_wanted=tokens)
-        seconds = alternate(
-            {
-                "study": lambda batches=batches: read_levels(model, lenses, batches),
-                "least": lambda batches=batches: least(model, batches, len(lenses)),
-            },
-            repeats=1 if options.quick else options.repeats,
-        )
+        rivals: dict[str, Callable[[], object]] = {
+            "study": partial(read_levels, model, lenses, batches),
+            "least": partial(least, model, batches, len(lenses)),
+        }
+        seconds = alternate(rivals, repeats=1 if options.quick else options.repeats)
         over = ratio(seconds["study"], seconds["least"])
         middle = {rival: sorted(times)[len(times) // 2] for rival, times in seconds.items()}
         print(
