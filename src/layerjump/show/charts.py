@@ -1,0 +1,161 @@
+"""The three kinds of figure a report knows: lines with bands, heat maps, bars with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from layerjump.show.look import SCALE, empty_figure, faint, safe, whole_ticks
+from layerjump.show.panel import Row
+
+
+def add_line(
+    figure: go.Figure,
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    *,
+    name: str,
+    colour: str,
+    dash: str = "solid",
+    band: bool = True,
+    hover: str = "",
+) -> None:
+    """One line; where the rows hold `y low` and `y high` and a band is wanted, with its 95 % band."""
+    rows = [row for row in rows if row.get(y) is not None]
+    if not rows:
+        return
+    at = [row[x] for row in rows]
+    low, high = ([row.get(f"{y} {end}") for row in rows] for end in ("low", "high"))
+    has_band = None not in low and None not in high
+    if band and has_band:
+        figure.add_scatter(
+            x=at + at[::-1],
+            y=high + low[::-1],
+            fill="toself",
+            fillcolor=faint(colour),
+            line={"width": 0},
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=safe(name),
+        )
+    interval = "<br>95 %: %{customdata[0]:.3f} … %{customdata[1]:.3f}" if has_band else ""
+    figure.add_scatter(
+        x=at,
+        y=[row[y] for row in rows],
+        mode="lines+markers" if len(rows) <= 60 else "lines",
+        name=safe(name),
+        legendgroup=safe(name),
+        line={"color": colour, "dash": dash, "width": 2.2},
+        marker={"size": 5, "color": colour},
+        customdata=list(zip(low, high, strict=True)) if has_band else None,
+        hovertemplate=f"<b>{safe(name)}</b><br>{safe(hover or x)} %{{x:.4~g}}: %{{y:.3f}}{interval}<extra></extra>",
+    )
+
+
+def level_axis(figure: go.Figure, rows: Sequence[Row], x: str) -> go.Figure:
+    """Whole numbers along x, with a little room at the ends."""
+    values = [row[x] for row in rows]
+    room = 0.03 * (max(values) - min(values)) or 0.5
+    return figure.update_xaxes(
+        **whole_ticks(values), range=[min(values) - room, max(values) + room]
+    )
+
+
+def heat_map(
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    z: str,
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    span: tuple[float, float] | None = None,
+    factor: float = 1.0,
+    unit: str = "",
+) -> go.Figure:
+    """A cell for each (x, y) that has a row; the colour is cut off at `span`, the number shown is not."""
+    across, up = ([*dict.fromkeys(row[key] for row in rows)] for key in (x, y))
+    if all(isinstance(value, int | float) for value in across + up):
+        across, up = sorted(across), sorted(up)
+    found = {(row[x], row[y]): row[z] for row in rows if row[z] is not None}
+    true = [[found[a, b] * factor if (a, b) in found else None for a in across] for b in up]
+    low, high = span or _span([value for line in true for value in line if value is not None])
+    few = len(across) <= 8 and len(up) <= 8
+    figure = empty_figure(title, x=x_title, y=y_title, height=370)
+    figure.add_heatmap(
+        x=[safe(value) if isinstance(value, str) else value for value in across],
+        y=[safe(value) if isinstance(value, str) else value for value in up],
+        z=[[None if v is None else min(max(v, low), high) for v in line] for line in true],
+        customdata=true,
+        zmin=low,
+        zmax=high,
+        colorscale=SCALE,
+        xgap=1,
+        ygap=1,
+        hoverongaps=False,
+        text=[[_digits(v, 2 if high < 10 else 0) for v in line] for line in true],
+        texttemplate="%{text}" if few else None,
+        textfont={"size": 11},
+        hovertemplate=f"{safe(y)} %{{y}} → {safe(x)} %{{x}}: %{{customdata:.3f}}{unit}<extra></extra>",
+        colorbar={"thickness": 10, "len": 0.9, "outlinewidth": 0, "ticks": ""},
+    )
+    figure.update_xaxes(showgrid=False, constrain="domain")
+    figure.update_yaxes(showgrid=False, constrain="domain")
+    if all(isinstance(value, int | float) for value in across + up):
+        figure.update_xaxes(**whole_ticks(across))
+        figure.update_yaxes(**whole_ticks(up), scaleanchor="x")
+    else:
+        figure.update_yaxes(autorange="reversed")  # names read from the top
+    return figure
+
+
+def _digits(value: float | None, places: int) -> str:
+    # Adding zero turns a rounded −0 into 0.
+    return "" if value is None else f"{round(value, places) + 0.0:.{places}f}".replace("-", "−")
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    return (low, high) if high > low else (low, low + 1)
+
+
+def bars(
+    rows: Sequence[Row],
+    category: str,
+    value: str,
+    *,
+    name: str,
+    colour: str,
+    figure: go.Figure,
+    low: str,
+    high: str,
+) -> None:
+    """Horizontal bars, one a row, with a 95 % interval where the rows hold one."""
+    rows = [row for row in rows if row[value] is not None]
+    ends = [(row.get(low), row.get(high)) for row in rows]
+    known = bool(ends) and all(None not in pair for pair in ends)
+    error = None
+    if known:
+        error = {
+            "type": "data",
+            "symmetric": False,
+            "array": [max(0.0, e[1] - row[value]) for row, e in zip(rows, ends, strict=True)],
+            "arrayminus": [max(0.0, row[value] - e[0]) for row, e in zip(rows, ends, strict=True)],
+            "color": "#7F858D",
+            "thickness": 1.4,
+            "width": 4,
+        }
+    figure.add_bar(
+        orientation="h",
+        y=[safe(row[category]) for row in rows],
+        x=[row[value] for row in rows],
+        name=safe(name),
+        legendgroup=safe(name),
+        marker={"color": colour},
+        error_x=error,
+        hovertemplate=f"<b>{safe(name)}</b><br>%{{y}}: %{{x:.3f}}<extra></extra>",
+    )
