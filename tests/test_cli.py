@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
         ["families"],
         ["fit", "--help"],
         ["show", "-h"],
+        ["plausibility", "score", "--help"],
     ],
 )
 def test_help_imports_neither_torch_nor_transformers(arguments):

@@ -124,10 +124,8 @@ def report(
     from layerjump.studies.run import load_results
 
     loaded = [load_results(path) for path in results]
-    if len(loaded) == 1:
-        paths = write_report(loaded[0], output)
-    else:
-        paths = write_comparison(loaded, output)
+    one = len(loaded) == 1
+    paths = write_report(loaded[0], output) if one else write_comparison(loaded, output)
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
 
 

@@ -45,7 +45,7 @@ class Anatomy:
     @property
     def vocabulary(self) -> int:
         """How many tokens the vocabulary product scores."""
-        return int(self.head.weight.shape[0])  # type: ignore[union-attr, arg-type]
+        return int(self.head.weight.shape[0])  # type: ignore[union-attr, arg-type, index]
 
     def to_final(self, states: Tensor) -> Tensor:
         """From level L to just before the vocabulary product."""

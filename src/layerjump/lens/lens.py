@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerjump.errors import BadJumps
 from layerjump.fit.jumps import Jumps
@@ -40,13 +40,18 @@ class Lens:
             return self.model.logits(states)
         source = Site(level)
         if (source, Site(last)) in self.jumps:
-            return self.model.logits(self.jumps[source, last](states))
+            return self.model.logits(_applied(self.jumps[source, last], states))
         if (source, FINAL) in self.jumps:
-            return self.model.anatomy.decode(self.jumps[source, FINAL](states))
+            return self.model.anatomy.decode(_applied(self.jumps[source, FINAL], states))
         raise BadJumps(
             f"{self.jumps} has no jump from level {level} to the last level or to `final`, so nothing can be read "
             f"there; fit with pairs to-last"
         )
+
+
+def _applied(jump: nn.Module, states: Tensor) -> Tensor:
+    """The jump is float32, whatever the model runs in."""
+    return jump(states.float()).to(states.dtype)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from layerjump.inputs.batches import Batch
@@ -41,18 +43,29 @@ def spread(blocks: int) -> list[int]:
     return sorted({round(index * (blocks - 1) / max(1, wanted - 1)) for index in range(wanted)})
 
 
-def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT) -> str:
-    """The text around a pick: what a causal model has read, or both sides of a masked model's gap."""
+def context(
+    model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT, gap: str | None = None
+) -> str:
+    """The text around a pick: what a causal model has read, or both sides of a masked model's gap.
+
+    The gap shows what stood there, unless told.
+    """
     tokenizer, position = model.tokens.tokenizer, int(batch.position[pick])
     length = int(batch.attention_mask[batch.row[pick]].sum())
     ids = batch.input_ids[batch.row[pick], :length].tolist()
     start = len(model.tokens.prefix)
     before = tokenizer.decode(ids[start : position + (0 if model.masked else 1)])
     if not model.masked:
-        return before[-characters:]
+        return str(before[-characters:])
     after = tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)])
-    truth = tokenizer.decode([int(batch.token[pick])])
-    return f"{before[-characters:]} [{truth}] {after[:characters]}"
+    gap = gap or f"[{tokenizer.decode([int(batch.token[pick])])}]"
+    return f"{before[-characters:]} {gap} {after[:characters]}"
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """A token as it stands within a text: alone, SentencePiece drops the blank that tells it from others."""
+    alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]:
@@ -62,6 +75,6 @@ def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]
         row: Row = {"context": where, "level": level}
         for name, lens in setup.lenses().items():
             best = lens.logits(level, vector)[0].topk(BEST).indices.tolist()
-            row[name] = [tokenizer.decode([token]) for token in best]
+            row[name] = [token_text(tokenizer, token) for token in best]
         rows.append(row)
     return rows

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerjump import __version__
 from layerjump.errors import BadArtifact, NewerFormat
-from layerjump.fit.files import read_json, write_json
+from layerjump.fit.files import read_json, write_json, write_text
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.measure.timing import machine
 from layerjump.studies.result import Result, plain
@@ -34,7 +34,7 @@ def run_studies(
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
     """Run the studies and write `results.json` after each; returns what that file holds."""
-    pairs = {study.level_pairs for study in studies if not study.unable(setup.model)}
+    pairs = {study.level_pairs for study in studies if not study.unable(setup)}
     setup.level_pairs = "all" if "all" in pairs else "to-last"
     results = _fresh(setup, command)
     if resume:
@@ -42,16 +42,25 @@ def run_studies(
     for study in studies:
         if study.name in results["studies"]:
             say(f"{study.name}: done before")
+            _hand_on(setup, Result.from_json(results["studies"][study.name]))
             continue
         result = _run_one(setup, study, say)
+        _hand_on(setup, result)
         results["studies"][study.name] = result.as_json()
         folder.mkdir(parents=True, exist_ok=True)
+        for name, text in result.files.items():
+            write_text(folder / name, text)
         write_json(folder / FILE, results)
     return results
 
 
+def _hand_on(setup: Setup, result: Result) -> None:
+    """Later studies may build on an earlier one's result."""
+    setup.keep(f"{result.study} result", lambda: result)
+
+
 def _run_one(setup: Setup, study: Study, say: Say) -> Result:
-    reason = study.unable(setup.model)
+    reason = study.unable(setup)
     if reason:
         say(f"{study.name}: skipped, {reason}")
         return Result(study.name, skipped=reason)
