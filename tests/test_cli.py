@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
         ["show", "-h"],
         ["study", "--help"],
         ["report", "-h"],
+        ["plausibility", "score", "--help"],
     ],
 )
 def test_help_imports_neither_torch_nor_transformers(arguments):

@@ -11,6 +11,7 @@ import typer
 from layerjump import __version__
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
+from layerjump.cli.plausibility import plausibility
 from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped
 
@@ -43,6 +44,7 @@ def _options(
 
 for command in (study, report, fit, show, families):
     app.command()(command)
+app.add_typer(plausibility, name="plausibility")
 
 
 def main() -> None:

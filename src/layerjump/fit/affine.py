@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,11 @@ class Affine:
         """How many numbers the map stores; the identity stores none."""
         stored = self.factors if self.bias is None else (*self.factors, self.bias)
         return sum(tensor.numel() for tensor in stored)
+
+    def to(self, dtype: torch.dtype) -> Affine:
+        """The same map with its numbers held in a dtype."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, factors=tuple(factor.to(dtype) for factor in self.factors), bias=bias)
 
     def linear(self, columns: Tensor) -> Tensor:
         """W @ columns, thin factors first: for rank r this costs 2 d² r instead of d³."""

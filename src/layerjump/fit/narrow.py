@@ -38,6 +38,13 @@ def low_rank(
     return [_reduced(factor, source, target, rank, roots) for target in targets]
 
 
+def truncated(jump: Affine, rank: int, source: Source, target: Target) -> Affine:
+    """The fit of a lower rank, out of one of `low_rank` on the same sums: leading directions are nested."""
+    up, down = jump.factors
+    up, down = up[:, -rank:], down[-rank:]
+    return Affine.of(up, down, bias=target.mean - up @ (down @ source.mean))
+
+
 def n_njtc(source: Source, targets: Sequence[Target]) -> list[Affine]:
     """Maps of rank d // 100 with an intercept: the closed form of "N-NJTC" (arXiv 2409.14091).
 

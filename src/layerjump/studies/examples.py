@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import torch
 
@@ -47,8 +48,13 @@ def spread(blocks: int) -> list[int]:
     return sorted({round(index * (blocks - 1) / max(1, wanted - 1)) for index in range(wanted)})
 
 
-def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT) -> str:
-    """The text around a pick: what a causal model has read, or both sides of a masked model's gap."""
+def context(
+    model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT, gap: str | None = None
+) -> str:
+    """The text around a pick: what a causal model has read, or both sides of a masked model's gap.
+
+    The gap shows what stood there, unless told.
+    """
     tokenizer, position = model.tokens.tokenizer, int(batch.position[pick])
     length = int(batch.attention_mask[batch.row[pick]].sum())
     ids = batch.input_ids[batch.row[pick], :length].tolist()
@@ -57,8 +63,14 @@ def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT
     if not model.masked:
         return before[-characters:]
     after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)]))
-    hidden = tokenizer.decode([int(batch.token[pick])])
-    return f"{before[-characters:]} [{hidden}] {after[:characters]}"
+    gap = gap or f"[{tokenizer.decode([int(batch.token[pick])])}]"
+    return f"{before[-characters:]} {gap} {after[:characters]}"
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """A token as it stands within a text: alone, SentencePiece drops the blank that tells it from others."""
+    alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]:
@@ -68,6 +80,6 @@ def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]
         row: Row = {"context": where, "level": level}
         for name, lens in setup.lenses().items():
             best = lens.logits(level, vector)[0].topk(BEST).indices.tolist()
-            row[name] = [tokenizer.decode([token]) for token in best]
+            row[name] = [token_text(tokenizer, token) for token in best]
         rows.append(row)
     return rows

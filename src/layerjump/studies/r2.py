@@ -6,6 +6,8 @@ weighted by variance; and the product of adjacent maps beside the direct map: do
 
 from __future__ import annotations
 
+import torch
+
 from layerjump.fit.affine import Affine
 from layerjump.fit.collected import Collected
 from layerjump.fit.jumps import Jumps
@@ -82,15 +84,10 @@ def _composed(jumps: Jumps, collected: Collected) -> list[Row]:
 
 def _after(outer: Affine, inner: Affine) -> Affine:
     """x ↦ outer(inner(x)), multiplied out in float64."""
-    inner = _double(inner)
+    inner = inner.to(torch.float64)
     weight = outer.linear(inner.weight)
     bias = outer.bias
     if inner.bias is not None:
         moved = outer.linear(inner.bias)
         bias = moved if bias is None else moved + bias
     return Affine.of(weight, bias=bias)
-
-
-def _double(affine: Affine) -> Affine:
-    bias = None if affine.bias is None else affine.bias.double()
-    return Affine(affine.shape, tuple(factor.double() for factor in affine.factors), bias)

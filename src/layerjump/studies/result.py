@@ -24,9 +24,13 @@ class Result:
     seconds: float = 0.0
     skipped: str | None = None
     """Why the study was not run, if it was not."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Further files for the folder, name to text: not part of the results, nor of the report."""
 
     def as_json(self) -> dict[str, Any]:
-        return plain(asdict(self))
+        saved = asdict(self)
+        del saved["files"]
+        return plain(saved)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Result:

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerjump import __version__
 from layerjump.errors import BadArtifact, NewerFormat
-from layerjump.fit.files import read_json, write_json, writing
+from layerjump.fit.files import read_json, write_json, write_text, writing
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.measure.timing import machine
 from layerjump.studies.result import Result, plain
@@ -38,7 +38,7 @@ def run_studies(
         folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     before = load_results(path) if resume and path.exists() else None
-    pairs = {study.level_pairs for study in studies if not study.unable(setup.model)}
+    pairs = {study.level_pairs for study in studies if not study.unable(setup)}
     if before:
         # All pairs draw other positions: what is still to do must read the same jumps as what was done.
         pairs.add(str(before.get("level_pairs")))
@@ -50,15 +50,24 @@ def run_studies(
     for study in studies:
         if study.name in results["studies"]:
             say(f"{study.name}: done before")
+            _hand_on(setup, Result.from_json(results["studies"][study.name]))
             continue
         result = _run_one(setup, study, say)
+        _hand_on(setup, result)
         results["studies"][study.name] = result.as_json()
+        for name, text in result.files.items():
+            write_text(folder / name, text)
         write_json(path, results)
     return results
 
 
+def _hand_on(setup: Setup, result: Result) -> None:
+    """Later studies may build on an earlier one's result."""
+    setup.keep(f"{result.study} result", lambda: result)
+
+
 def _run_one(setup: Setup, study: Study, say: Say) -> Result:
-    reason = study.unable(setup.model)
+    reason = study.unable(setup)
     if reason:
         say(f"{study.name}: skipped, {reason}")
         return Result(study.name, skipped=reason)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
-from layerjump.fit.collect import plan
+from layerjump.fit.collect import Plan, plan
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import NAMES, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs.batches import Batches, batches
-from layerjump.inputs.corpus import Corpus, Splits, split
+from layerjump.inputs.batches import Batch, Batches, batches
+from layerjump.inputs.corpus import Corpus, split
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import Positions
 from layerjump.lens.lens import Lens, Readings, read_levels
@@ -21,6 +23,8 @@ Progress = Callable[[int, int], None]
 """Called with the tokens done and the tokens to do."""
 MASKED_SHARE = "15%"
 """What a masked model's studies mask and look at, unless told: what such models are trained on."""
+FEW = 200
+"""Test positions for studies that read through many maps."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,9 @@ class Setup:
             self._kept[name] = make()
         return self._kept[name]
 
-    @property
-    def parts(self) -> Splits:
-        """The documents to fit, select and test on."""
-        return split(len(self.corpus.documents), self.settings.split, seed=self.settings.seed)
+    def made(self, name: str) -> Any:
+        """What was made under this name before; None if nothing was."""
+        return self._kept.get(name)
 
     def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
         """The documents of one part of the split; an error where it has none."""
@@ -131,9 +134,9 @@ class Setup:
         pairs = pairs or self.level_pairs
         return self.keep(f"collected {pairs}", lambda: self.collect(self.corpus, pairs))
 
-    def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> Collected:
-        """A pass over a text with this run's settings."""
-        chosen = plan(
+    def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> Plan:
+        """A pass over a text with this run's settings, decided on but not started."""
+        return plan(
             self.model,
             corpus,
             **{
@@ -146,7 +149,10 @@ class Setup:
             }
             | changes,
         )
-        return chosen.run(progress=self.progress)
+
+    def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> Collected:
+        """A pass over a text with this run's settings."""
+        return self.plan(corpus, pairs, **changes).run(progress=self.progress)
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
         """Every jump of the pairs, solved once."""
@@ -178,7 +184,7 @@ class Setup:
         documents = self.documents(part, text)
         positions = positions or self.test_positions()
 
-        def cut(chosen: Positions, of: Sequence[int], wanted: int | None) -> Batches:
+        def cut(chosen: Positions, of: Sequence[int], wanted: int | None = None) -> Batches:
             return batches(
                 text,
                 self.model.tokens,
@@ -191,41 +197,51 @@ class Setup:
         try:
             found = cut(positions, documents, tokens)
         except TextTooShort:
-            found = cut(positions, documents, None)
+            found = cut(positions, documents)
         if picks is None or found.n_picks <= picks:
             return found
         # Fewer positions of the same documents tell more than all of a few; but a masked model would mask them.
         if positions.kind == "all" and not self.model.masked:
             share = replace(positions, kind="share", amount=picks / found.n_picks)
-            documents = tuple(dict.fromkeys(found.sequences.document))
-            found = cut(share, documents, None)
-        if found.n_picks <= picks:
-            return found
+            found = cut(share, tuple(dict.fromkeys(found.sequences.document)))
         # A sequence gives one position at least, so many short documents still have too many.
-        return cut(found.positions, documents, found.n_tokens * picks // found.n_picks)
+        return cut(found.positions, _first_documents(found, picks))
+
+    def scored(self, corpus: Corpus | None = None) -> Batches:
+        """The test positions of a text that are read through the vocabulary."""
+        corpus = corpus or self.corpus
+        return self.batches(
+            picks=self.settings.score, tokens=self._test_tokens(corpus), corpus=corpus
+        )
+
+    def few(self) -> Batches:
+        """A few of them, for studies that read through many maps."""
+        # One position a document is dear in tokens, and needs no other bound than the picks.
+        one = self.test_positions().kind == "one"
+        tokens = None if one else self.settings.budget
+        return self.batches(picks=min(self.settings.score, FEW), tokens=tokens)
+
+    def read(self, lenses: Mapping[str, Lens], scored: Batches) -> Readings:
+        """What lenses read at every level of some positions, with progress."""
+        done = 0
+
+        def tick(batch: Batch) -> None:
+            nonlocal done
+            done += batch.n_tokens
+            if self.progress:
+                self.progress(done, scored.n_tokens)
+
+        return read_levels(self.model, lenses, scored, progress=tick)
 
     def readings(self) -> Readings:
         """What every lens of the run reads at the test positions, kept for all studies."""
+        return self.keep("readings", lambda: self.read(self.lenses(), self.scored()))
 
-        def make() -> Readings:
-            scored = self.batches(picks=self.settings.score, tokens=self._test_tokens())
-            done = 0
-
-            def tick(batch: Any) -> None:
-                nonlocal done
-                done += batch.n_tokens
-                if self.progress:
-                    self.progress(done, scored.n_tokens)
-
-            return read_levels(self.model, self.lenses(), scored, progress=tick)
-
-        return self.keep("readings", make)
-
-    def _test_tokens(self) -> int | None:
+    def _test_tokens(self, corpus: Corpus) -> int | None:
         """As large a share of `tokens` as the test split is of the documents: what a fit's test scores use too."""
         if self.settings.tokens is None:
             return None
-        parts = self.parts
+        parts = split(len(corpus.documents), self.settings.split, seed=self.settings.seed)
         chosen = parts.select if any(map(selects, self.settings.estimators)) else ()
         documents = len(parts.fit) + len(chosen) + len(parts.test)
         return max(1, self.settings.tokens * len(parts.test) // documents)
@@ -233,3 +249,9 @@ class Setup:
     def without_kept(self, **changes: Any) -> Setup:
         """The same run with other choices, and nothing made yet."""
         return replace(self, _kept={}, **changes)
+
+
+def _first_documents(whole: Batches, picks: int) -> list[int]:
+    """As many documents as it takes for so many picks."""
+    enough = int(np.searchsorted(np.cumsum(whole.sequences.picks), picks)) + 1
+    return list(dict.fromkeys(whole.sequences.document[:enough]))

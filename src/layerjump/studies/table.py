@@ -6,18 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from layerjump.errors import BadStudy
-from layerjump.inputs.models import Model
-from layerjump.studies import examples, exits, linearity, predictions, r2
+from layerjump.studies import (
+    data,
+    examples,
+    exits,
+    failures,
+    linearity,
+    plausibility,
+    predictions,
+    r2,
+    size,
+    transfer,
+)
 from layerjump.studies.result import Result
 from layerjump.studies.setup import Setup
 
 
-def no_predictions(model: Model) -> str | None:
+def no_predictions(setup: Setup) -> str | None:
     """Why a model cannot be asked for tokens, if it cannot."""
-    return model.no_predictions
+    return setup.model.no_predictions
 
 
-def anything(model: Model) -> str | None:
+def anything(setup: Setup) -> str | None:
     """A study that any model can do."""
     return None
 
@@ -30,8 +40,8 @@ class Study:
     run: Callable[[Setup], Result]
     asks: str
     """The question it answers, in a few words."""
-    unable: Callable[[Model], str | None] = no_predictions
-    """Why a model cannot do it; None where it can."""
+    unable: Callable[[Setup], str | None] = no_predictions
+    """Why a run cannot do it; None where it can."""
     level_pairs: str = "to-last"
     """The pairs of levels whose jumps it needs."""
 
@@ -48,6 +58,15 @@ _ROWS = (
     Study("exits", exits.run, "how many blocks does stopping early save?"),
     Study("linearity", linearity.run, "how linear is each block, and why?", anything),
     Study("examples", examples.run, "what do the levels say, in words?"),
+    Study(
+        "transfer", transfer.run, "does a map fitted on one text serve another?", transfer.unable
+    ),
+    Study("data", data.run, "how much text does a map need, and of what kind?"),
+    Study("size", size.run, "what do maps and shortcuts cost, and give?"),
+    Study("failures", failures.run, "where are the maps wrong?"),
+    Study(
+        "plausibility", plausibility.run, "a blinded sheet: are the readings plausible to a human?"
+    ),
 )
 STUDIES: dict[str, Study] = {row.name: row for row in _ROWS}
 MAIN = ("r2", "predictions", "exits", "linearity", "examples")

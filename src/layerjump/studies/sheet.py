@@ -1,0 +1,170 @@
+"""The sheet that a human marks for `plausibility`, its key, and the score of a marked sheet.
+
+The sheet goes through a spreadsheet and back, so every cell of text stands in quotation marks (a token such as `=1` or
+`3-4` would become a formula or a date), and reading allows for what spreadsheets do: a byte order mark, semicolons or
+tabs between cells, rows in another order. The key knows each item's text by a digest, so that cells that slipped to
+another row are noticed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerjump.errors import BadArtifact
+from layerjump.fit.files import one_line, read_json
+
+SHEET, KEY = "plausibility.csv", "plausibility-key.json"
+KIND = "layerjump plausibility key"
+BEST = 5
+MARKS = {
+    **dict.fromkeys(("1", "yes", "y", "true"), True),
+    **dict.fromkeys(("0", "no", "n", "false"), False),
+}
+_TOKENS = tuple(f"best {place}" for place in range(1, BEST + 1))
+_COLUMNS = ("item", "context", *_TOKENS, "plausible")
+
+
+@dataclass(frozen=True)
+class Item:
+    """Five tokens at a place in a text, and which reading they come from."""
+
+    context: str
+    tokens: tuple[str, ...]
+    lens: str
+    level: int
+    sentence: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the annotator thought of one reading."""
+
+    lens: str
+    level: int
+    sentence: int
+    plausible: bool
+
+
+def write_sheet(items: Sequence[Item]) -> str:
+    """The sheet, items numbered from 1 in the order given; it starts with a byte order mark, for Excel."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for number, item in enumerate(items, start=1):
+        writer.writerow([number, *map(_quoted, (item.context, *item.tokens)), ""])
+    return "\ufeff" + out.getvalue()
+
+
+def write_key(items: Sequence[Item], model: str) -> str:
+    """What each item of the sheet is."""
+    rows = [
+        {
+            "item": number,
+            "lens": item.lens,
+            "level": item.level,
+            "sentence": item.sentence,
+            "digest": _digest([_quoted(text) for text in (item.context, *item.tokens)]),
+        }
+        for number, item in enumerate(items, start=1)
+    ]
+    return json.dumps({"kind": KIND, "model": model, "items": rows}, indent=1) + "\n"
+
+
+def read_marks(sheet: Path, key: Path | None = None) -> list[Mark]:
+    """The marks of a filled sheet (or of the one in a folder), joined with its key; every item once."""
+    sheet = sheet / SHEET if sheet.is_dir() else sheet
+    items = _read_key(key or sheet.parent / KEY)
+    marks: dict[str, Mark] = {}
+    for line, row in _read_rows(sheet):
+        number = row["item"].strip()
+        where = f"line {line} of {sheet}"
+        if number not in items:
+            raise BadArtifact(
+                f"{where} is item {number!r}, which the key does not know; undo the edit"
+            )
+        if number in marks:
+            raise BadArtifact(f"{where} is item {number} again; keep one row for each item")
+        known = items[number]
+        if _digest([row["context"], *(row[name] for name in _TOKENS)]) != known["digest"]:
+            raise BadArtifact(
+                f"{where}: item {number} does not show what it was given out with; only the column `plausible` may be "
+                f"edited, and rows sorted as a whole"
+            )
+        marks[number] = _mark(known, row["plausible"], where)
+    missing = [number for number in items if number not in marks]
+    if missing:
+        raise BadArtifact(
+            f"{sheet} lacks {len(missing)} of its {len(items)} items, {missing[0]} among them; put the rows back"
+        )
+    return list(marks.values())
+
+
+def _mark(known: dict[str, Any], text: str, where: str) -> Mark:
+    said = text.strip().lower()
+    if not said:
+        raise BadArtifact(f"{where}: item {known['item']} is not marked; write 1 or 0 there")
+    if said not in MARKS:
+        raise BadArtifact(
+            f"{where}: item {known['item']} is marked {text.strip()!r}; write 1 or 0 (or yes, no, true, false)"
+        )
+    return Mark(known["lens"], known["level"], known["sentence"], MARKS[said])
+
+
+def _read_rows(sheet: Path) -> list[tuple[int, dict[str, str]]]:
+    """The rows with their line numbers, whatever a spreadsheet puts between cells."""
+    try:
+        text = sheet.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadArtifact(f"{sheet} is not UTF-8; save it as `CSV UTF-8`") from None
+    except OSError as error:
+        raise BadArtifact(f"{sheet} cannot be read: {one_line(error)}") from error
+    head = text.partition("\n")[0]
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), restval=""
+    )
+    absent = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    if absent:
+        raise BadArtifact(
+            f"{sheet} has no column {absent[0]!r}; give the sheet that `layerjump study --study plausibility` wrote"
+        )
+    rows = [(reader.line_num, row) for row in reader]
+    # Spreadsheets leave empty rows at the end.
+    return [(line, row) for line, row in rows if any(row[name].strip() for name in _COLUMNS)]
+
+
+def _read_key(path: Path) -> dict[str, dict[str, Any]]:
+    saved = read_json(path)
+    if saved.get("kind") != KIND:
+        raise BadArtifact(f"{path} is no key of a plausibility sheet; give --key")
+    try:
+        return {
+            str(row["item"]): {
+                "item": row["item"],
+                "lens": str(row["lens"]),
+                "level": int(row["level"]),
+                "sentence": int(row["sentence"]),
+                "digest": row["digest"],
+            }
+            for row in saved["items"]
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadArtifact(f"{path} is damaged: {one_line(error)}; make the sheet again") from error
+
+
+def _quoted(text: str) -> str:
+    """In quotation marks, on one line: a new line is shown as \\n."""
+    shown = text.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
+    return f"“{shown}”"
+
+
+def _digest(cells: Sequence[str]) -> str:
+    """Of the text without its blanks, which spreadsheets change."""
+    said = "|".join("".join(cell.split()) for cell in cells)
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:12]
