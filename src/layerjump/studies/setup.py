@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerjump.errors import BadEstimator, BadStudy, BadText
-from layerjump.fit.collect import plan
+from layerjump.fit.collect import Plan, plan
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import NAMES, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
@@ -108,7 +108,11 @@ class Setup:
 
     def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> Collected:
         """A pass over a text with this run's settings."""
-        chosen = plan(
+        return self.plan(corpus, pairs, **changes).run(progress=self.progress)
+
+    def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> Plan:
+        """Such a pass, not yet started."""
+        return plan(
             self.model,
             corpus,
             **{
@@ -121,7 +125,6 @@ class Setup:
             }
             | changes,
         )
-        return chosen.run(progress=self.progress)
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
         """Every jump of the pairs, solved once."""
@@ -144,10 +147,12 @@ class Setup:
         positions: Positions | None = None,
         part: str = "test",
         corpus: Corpus | None = None,
+        cells: int = 4096,
     ) -> Batches:
         """Batches of a split's documents: about `picks` positions, of about `tokens` tokens (None: all there are).
 
-        A text that has fewer gives all it has: the number that was scored is always stated.
+        A text that has fewer gives all it has: the number that was scored is always stated. A batch has at most
+        `cells` tokens and padding together, unless one sequence alone has more.
         """
         corpus = corpus or self.corpus
         documents = getattr(
@@ -158,24 +163,27 @@ class Setup:
                 f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
             )
 
-        def cut(chosen: Positions, wanted: int | None) -> Batches:
+        def cut(chosen: Positions, of: Sequence[int], wanted: int | None) -> Batches:
             return batches(
                 corpus,
                 self.model.tokens,
                 chosen,
-                documents=documents,
+                documents=of,
                 seed=self.settings.seed,
                 tokens_wanted=wanted,
+                budget=cells,
             )
 
         positions = positions or self.test_positions()
-        whole = cut(positions, None)
+        whole = cut(positions, documents, None)
         if tokens is not None and tokens < whole.n_tokens:
-            whole = cut(positions, tokens)
+            whole = cut(positions, documents, tokens)
         if picks is None or whole.n_picks <= picks or positions.kind != "all":
             return whole
         share = Positions("share", picks / whole.n_picks, positions.skip_first, positions.special)
-        return cut(share, min(tokens or whole.n_tokens, whole.n_tokens) if tokens else None)
+        # The documents decide, not the tokens: a sequence now ends with its last pick, so there are fewer.
+        used = set(whole.sequences.document)
+        return cut(share, [document for document in documents if document in used], None)
 
     def test_positions(self) -> Positions:
         """Where predictions are scored: one a sentence in the paper's protocol, else anywhere but position 0."""

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from layerjump.errors import BadStudy
 from layerjump.inputs.models import Model
-from layerjump.studies import examples, exits, linearity, predictions, r2
+from layerjump.studies import (
+    alternation,
+    examples,
+    exits,
+    heads,
+    linearity,
+    predictions,
+    r2,
+    submodules,
+)
 from layerjump.studies.result import Result
 from layerjump.studies.setup import Setup
 
@@ -47,6 +56,9 @@ _ROWS = (
     Study("predictions", predictions.run, "what does each level already predict?"),
     Study("exits", exits.run, "how many blocks does stopping early save?"),
     Study("linearity", linearity.run, "how linear is each block, and why?", anything),
+    Study("submodules", submodules.run, "which sub-modules can be matrices, where, and why?"),
+    Study("heads", heads.run, "which attention heads can be matrices?", heads.unable),
+    Study("alternation", alternation.run, "which blocks to run, and which to jump over?"),
     Study("examples", examples.run, "what do the levels say, in words?"),
 )
 STUDIES: dict[str, Study] = {row.name: row for row in _ROWS}
