@@ -30,7 +30,8 @@ def test_picks_of_nearly_all_the_test_tokens(setup):
     """Sequences end at their last pick, so that as many tokens as before cannot be asked for again."""
     whole = setup.batches(positions=Positions("all"))
     found = setup.batches(positions=Positions("all"), tokens=whole.n_tokens - 1, picks=30)
-    assert found.n_picks == pytest.approx(30, rel=0.4)
+    # A masked model would mask a share, so it reads all positions of fewer documents.
+    assert 20 <= found.n_picks <= (100 if setup.model.masked else 45)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])

@@ -109,7 +109,7 @@ def plan(
     if positions is None:
         positions = Positions("all", skip_first=first, special=first == 0)
         if pairs == "all":
-            positions = _sample(cut(positions)["fit"].n_picks, model.width)
+            positions = sampled(cut(positions)["fit"].n_picks, model.width)
     elif isinstance(positions, str):
         positions = Positions.parse(positions, skip_first=first, special=first == 0)
     made = cut(positions)
@@ -133,13 +133,17 @@ def products_on(model: Model) -> torch.dtype:
     return torch.float64 if model.device.type == "cpu" else torch.float32
 
 
-def _sample(available: int, width: int) -> Positions:
+def sampled(available: int, width: int, *, everywhere: bool = False) -> Positions:
     """All pairs cost more than the model itself, so they sample positions: 15 %, never fewer than 40 d.
 
     Least squares loses about (1 − R²) · d/n of its R²: at 40 d about a hundredth, and more text lowers it further.
+    `everywhere` lets position 0 and special tokens be drawn.
     """
     share = min(1.0, max(0.15, 40 * width / available))
-    return Positions("all") if share == 1.0 else Positions("share", round(share + 5e-4, 3))
+    first = 0 if everywhere else 1
+    if share == 1.0:
+        return Positions("all", skip_first=first, special=everywhere)
+    return Positions("share", round(share + 5e-4, 3), skip_first=first, special=everywhere)
 
 
 def _warn_few(n: int, width: int) -> None:

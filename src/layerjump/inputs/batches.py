@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -87,6 +87,8 @@ class Batches:
     sequences: _Sequences = field(repr=False)
     groups: tuple[Ints, ...] = field(repr=False)
     """The sequences of each batch, by index."""
+    look: Positions | None = None
+    """Where the picks are, if not at the positions drawn (which a masked model sees as [MASK])."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -97,14 +99,23 @@ class Batches:
     def __getitem__(self, index: int) -> Batch:
         chosen = self.groups[index].tolist()
         ids, attention = self._grid(chosen)
-        draws = [self._draw(sequence) for sequence in chosen]
-        row = np.repeat(np.arange(len(chosen)), [len(draw) for draw in draws])
-        position = np.concatenate(draws)
+        row, position = self._picks(chosen, self.look or self.positions)
         document = np.array([self.sequences.document[sequence] for sequence in chosen])[row]
         token = ids[row, position]
         if self.tokens.mask is not None and self.positions.masks():
-            ids[row, position] = self.tokens.mask
+            ids[self._picks(chosen, self.positions)] = self.tokens.mask
         return Batch(*map(torch.from_numpy, (ids, attention, row, position, document, token)))
+
+    def look_at(self, positions: Positions) -> "Batches":
+        """The same text with the same tokens masked, but with picks at other positions.
+
+        A map that is applied everywhere must be fitted everywhere, not at [MASK] alone.
+        """
+        around = len(self.tokens.prefix), len(self.tokens.suffix)
+        # Of the length that is run: a causal model's sequence ends with its last pick.
+        picks = array("q", [positions.count(length, *around) for length in self.sequences.length])
+        sequences = replace(self.sequences, picks=picks, uncut=self.sequences.length)
+        return replace(self, sequences=sequences, look=positions)
 
     def shard(self, rank: int, world: int) -> "Batches":
         """This process's share of the batches: about as many tokens as any other's, none twice."""
@@ -112,7 +123,7 @@ class Batches:
             raise BadText(f"shard {rank} of {world} was asked for; give a rank from 0 to world - 1")
         dealt = _deal([self._tokens_in(group) for group in self.groups], world)
         mine = tuple(self.groups[index] for index in sorted(dealt[rank]))
-        return Batches(self.tokens, self.positions, self.seed, self.sequences, mine)
+        return replace(self, groups=mine)
 
     @property
     def n_sequences(self) -> int:
@@ -154,12 +165,19 @@ class Batches:
             attention[row, :length] = 1
         return ids, attention
 
-    def _draw(self, sequence: int) -> Ints:
-        return self.positions.draw(
+    def _picks(self, chosen: list[int], positions: Positions) -> tuple[Ints, Ints]:
+        """Rows and positions of what is drawn from each sequence of a batch."""
+        draws = [self._draw(sequence, positions) for sequence in chosen]
+        row = np.repeat(np.arange(len(chosen)), [len(draw) for draw in draws])
+        return row, np.concatenate(draws)
+
+    def _draw(self, sequence: int, positions: Positions) -> Ints:
+        return positions.draw(
             self.sequences.uncut[sequence],
             len(self.tokens.prefix),
             len(self.tokens.suffix),
-            seed=self.seed,
+            # With the seed of the masks, a share looked at would hold more masks than the text does.
+            seed=self.seed + (positions is self.look),
             document=self.sequences.document[sequence],
             sequence=self.sequences.number[sequence],
         )

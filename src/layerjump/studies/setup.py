@@ -14,7 +14,7 @@ from layerjump.fit.collected import Collected
 from layerjump.fit.fit import NAMES, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batch, Batches, batches
-from layerjump.inputs.corpus import Corpus, split
+from layerjump.inputs.corpus import Corpus, Splits, split
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import Positions
 from layerjump.lens.lens import Lens, Readings, read_levels
@@ -98,11 +98,15 @@ class Setup:
         """What was made under this name before; None if nothing was."""
         return self._kept.get(name)
 
+    def parts(self, corpus: Corpus | None = None) -> Splits:
+        """The documents of a text to fit, select and test on."""
+        documents = (corpus or self.corpus).documents
+        return split(len(documents), self.settings.split, seed=self.settings.seed)
+
     def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
         """The documents of one part of the split; an error where it has none."""
         corpus = corpus or self.corpus
-        parts = split(len(corpus.documents), self.settings.split, seed=self.settings.seed)
-        documents: tuple[int, ...] = getattr(parts, part)
+        documents: tuple[int, ...] = getattr(self.parts(corpus), part)
         if not documents:
             raise BadText(
                 f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
@@ -175,10 +179,12 @@ class Setup:
         positions: Positions | None = None,
         part: str = "test",
         corpus: Corpus | None = None,
+        cells: int = 4096,
     ) -> Batches:
         """Batches of a split's documents: about `picks` positions, of about `tokens` tokens (None: all there are).
 
-        A text that has fewer gives all it has: the number that was scored is always stated.
+        A text that has fewer gives all it has: the number that was scored is always stated. A batch has at most
+        `cells` tokens and padding together, unless one sequence alone has more.
         """
         text = corpus or self.corpus
         documents = self.documents(part, text)
@@ -192,6 +198,7 @@ class Setup:
                 documents=of,
                 seed=self.settings.seed,
                 tokens_wanted=wanted,
+                budget=cells,
             )
 
         try:
@@ -241,7 +248,7 @@ class Setup:
         """As large a share of `tokens` as the test split is of the documents: what a fit's test scores use too."""
         if self.settings.tokens is None:
             return None
-        parts = split(len(corpus.documents), self.settings.split, seed=self.settings.seed)
+        parts = self.parts(corpus)
         chosen = parts.select if any(map(selects, self.settings.estimators)) else ()
         documents = len(parts.fit) + len(chosen) + len(parts.test)
         return max(1, self.settings.tokens * len(parts.test) // documents)

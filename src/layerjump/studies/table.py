@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 from layerjump.errors import BadStudy
 from layerjump.studies import (
+    alternation,
     data,
     examples,
     exits,
     failures,
+    heads,
     linearity,
     plausibility,
     predictions,
     r2,
     size,
+    submodules,
     transfer,
 )
 from layerjump.studies.result import Result
@@ -57,6 +60,9 @@ _ROWS = (
     Study("predictions", predictions.run, "what does each level already predict?"),
     Study("exits", exits.run, "how many blocks does stopping early save?"),
     Study("linearity", linearity.run, "how linear is each block, and why?", anything),
+    Study("submodules", submodules.run, "which sub-modules can be matrices, where, and why?"),
+    Study("heads", heads.run, "which attention heads can be matrices?", heads.unable),
+    Study("alternation", alternation.run, "which blocks to run, and which to jump over?"),
     Study("examples", examples.run, "what do the levels say, in words?"),
     Study(
         "transfer", transfer.run, "does a map fitted on one text serve another?", transfer.unable

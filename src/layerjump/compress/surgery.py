@@ -1,0 +1,230 @@
+"""Operations on a running model: a site's state is changed on the way, and nothing stays behind.
+
+    with replaced(model, {("3.attn.in", "3.attn.out"): mapped(jumps["3.attn.in", "3.attn.out"])}):
+        model.hf(input_ids)                       # attention of block 3 is a matrix here
+
+    rerun = Rerun(model, batch)                   # one ordinary pass, remembered
+    rerun.from_level(3)                           # blocks 4 to L once more: the same to the last bit
+    rerun.from_level(3, changes=changes)          # the same with parts replaced
+
+A part that is replaced is still computed and its result thrown away: this is for measuring, not for speed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from layerjump.compress.changes import Change
+from layerjump.errors import BadModel
+from layerjump.fit.pairs import Pair
+from layerjump.fit.records import parse_pair
+from layerjump.inputs.anatomy import Tap
+from layerjump.inputs.batches import Batch
+from layerjump.inputs.models import Model
+
+Changes = Mapping[Pair, Change]
+"""(source, target) → what takes the target's place, made from the source's states."""
+
+
+@contextmanager
+def replaced(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
+    """Run the model, any way you like, with the targets' states changed; it is whole again afterwards.
+
+    Pairs are given as to `Jumps`: sites, their names or levels' numbers. A level as a target works too, and stands
+    for a jump over the blocks in between.
+    """
+    with _Operation(_cuts(model, changes)) as operation:
+        handle = model.hf.base_model.register_forward_pre_hook(lambda *_: operation.start())
+        try:
+            yield model
+        finally:
+            handle.remove()
+
+
+class Rerun:
+    """One batch, run once in the ordinary way; from any level on it can be run again and again.
+
+    The calls of the blocks (masks, rotary embeddings, biases) are those that Hugging Face made, so every family
+    works. All L + 1 levels of all positions are held: keep batches small.
+    """
+
+    def __init__(self, model: Model, batch: Batch) -> None:
+        self.model = model
+        self.batch = batch
+        self.levels: list[Tensor] = []
+        """(rows, positions, d) at levels 0 to L."""
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._record()
+
+    @torch.no_grad()
+    def from_level(
+        self,
+        level: int,
+        states: Tensor | None = None,
+        *,
+        changes: Changes | None = None,
+        to: int | None = None,
+    ) -> Tensor:
+        """The states at level `to` (L unless told), from those at a level (the ordinary pass's unless given).
+
+        Changes are of parts of the blocks that are run; those of other blocks have no say.
+        """
+        hidden = self.levels[level] if states is None else states
+        last = self.model.n_blocks if to is None else to
+        by_block: dict[int, dict[Pair, Change]] = defaultdict(dict)
+        for pair, change in (changes or {}).items():
+            by_block[_block_of(pair)][pair] = change
+        for block in range(level + 1, last + 1):
+            hidden = self._run(block, hidden, by_block.get(block))
+        return hidden
+
+    def picked(self, states: Tensor) -> Tensor:
+        """The states of the batch's picks, (picks, d)."""
+        return states[self.batch.row.to(states.device), self.batch.position.to(states.device)]
+
+    def _run(self, block: int, hidden: Tensor, changes: Changes | None) -> Tensor:
+        module = self.model.anatomy.blocks[block - 1]
+        args, kwargs = self._calls[block - 1]
+        if not changes:
+            return _first(module(hidden, *args, **kwargs))
+        # One block runs, so each of its modules is called for the first time, even where blocks share them.
+        cuts = [
+            replace(cut, source=replace(cut.source, call=0), target=replace(cut.target, call=0))
+            for cut in _cuts(self.model, changes)
+        ]
+        with _Operation(cuts):
+            return _first(module(hidden, *args, **kwargs))
+
+    @torch.no_grad()
+    def _record(self) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.levels.append(args[0])
+            self._calls.append((args[1:], kwargs))
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if len(self._calls) == self.model.n_blocks:
+                self.levels.append(_first(output))
+
+        handles: list[RemovableHandle] = []
+        try:
+            for module in set(self.model.anatomy.blocks):
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+            self.model.body(self.batch.input_ids, self.batch.attention_mask)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One change: where its source is read, where its target is replaced."""
+
+    source: Tap
+    target: Tap
+    change: Change
+
+
+class _Operation:
+    """Hooks that carry out cuts while the model runs; they are gone when the `with` ends."""
+
+    def __init__(self, cuts: Sequence[_Cut]) -> None:
+        self._by_target: dict[Tap, list[_Cut]] = defaultdict(list)
+        for cut in cuts:
+            self._by_target[cut.target].append(cut)
+        self._sources = {cut.source for cut in cuts}
+        taps = [*self._sources, *self._by_target]
+        self._places = list(dict.fromkeys((tap.module, tap.side) for tap in taps))
+        self._handles: list[RemovableHandle] = []
+        self.start()
+
+    def start(self) -> None:
+        """A forward pass begins: no module has been called yet."""
+        self._calls: dict[tuple[nn.Module, str], int] = defaultdict(int)
+        self._seen: dict[Tap, Tensor] = {}
+
+    def __enter__(self) -> _Operation:
+        for module, side in self._places:
+            if side == "in":
+                handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
+            else:
+                handle = module.register_forward_hook(self._after)
+            self._handles.append(handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen.clear()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = self._visit(module, "in", args[0] if args else kwargs["hidden_states"])
+        if changed is None:
+            return None
+        if args:
+            return (changed, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": changed}
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        changed = self._visit(module, "out", _first(output))
+        if changed is None:
+            return None
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    def _visit(self, module: nn.Module, side: Any, states: Tensor) -> Tensor | None:
+        """Replace, then remember for others: what is read downstream is what was put there. None: unchanged."""
+        tap = Tap(module, side, self._calls[module, side])
+        self._calls[module, side] += 1
+        cuts = self._by_target.get(tap, [])
+        for cut in cuts:
+            states = self._changed(cut, states)
+        if tap in self._sources:
+            # Copies, here and below: Falcon adds to its feed-forward output in place.
+            self._seen[tap] = states.clone()
+        return states if cuts else None
+
+    def _changed(self, cut: _Cut, states: Tensor) -> Tensor:
+        if cut.source not in self._seen:
+            raise BadModel(
+                "a state was to be replaced by a map of one that the model computes only later; give pairs whose "
+                "source comes before their target"
+            )
+        made = cut.change(self._seen[cut.source].to(states.device), states)
+        return made.to(states).reshape(states.shape).clone()
+
+
+def _cuts(model: Model, changes: Mapping[Any, Change]) -> list[_Cut]:
+    anatomy = model.anatomy
+    cuts = []
+    for given, change in changes.items():
+        source, target = parse_pair(given)
+        cuts.append(_Cut(anatomy.tap(source), anatomy.tap(target), change))
+    return cuts
+
+
+def _block_of(pair: Pair) -> int:
+    source, target = parse_pair(pair)
+    if source.between_blocks or target.between_blocks or source.index != target.index:
+        raise BadModel(
+            f"the change {source} → {target} is not inside one block; give the states at a level instead"
+        )
+    return target.index
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,214 @@
+"""`alternation`: run some blocks, jump over others, run again (papers' section 4.3).
+
+Rules, each for as many numbers of blocks run as it can:
+
+    single jump   run l blocks, jump to the last level
+    round robin   run a blocks, jump b, again and again; all a + b that divide the number of blocks
+    r2            the product of the jumps' held-out R² is as large as can be (the authors' informed rule)
+    kl            the sum of the jumps' costs is as small as can be; a jump's cost is the KL of the output when only
+                  that jump is made and all else is exact
+    ours          of the schedules of all these rules with that many blocks, the one with the lowest KL when run
+
+R², costs and the last choice are taken on select documents, every number shown on test documents. All positions go
+through the jumps, so the maps are fitted on all positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from layerjump.compress.changes import apply
+from layerjump.compress.surgery import Rerun
+from layerjump.fit.affine import Affine
+from layerjump.fit.jumps import Jumps
+from layerjump.fit.modules import to_affine
+from layerjump.fit.score import r2
+from layerjump.inputs.batches import Batches
+from layerjump.inputs.positions import Positions
+from layerjump.studies import everywhere
+from layerjump.studies.result import Result, Row
+from layerjump.studies.schedules import (
+    Jump,
+    Schedule,
+    blocks_run,
+    cheapest,
+    most_explained,
+    round_robins,
+    said,
+    single,
+)
+from layerjump.studies.setup import MASKED_SHARE, Setup
+from layerjump.studies.variants import Variants, announce, budgeted, runs
+
+ALONE_SHARE = 0.5
+"""Of the run's budget: select tokens on which every jump is tried alone. Schedules are chosen on the full budget."""
+GOOD = 0.95
+"""Agreement at which the headline states the blocks needed."""
+
+
+def run(setup: Setup) -> Result:
+    """Measure every jump alone, make the schedules, choose, and score all of them on test documents."""
+    setup, note = with_select(setup)
+    estimator, blocks = setup.settings.estimators[0], setup.model.n_blocks
+    jumps = everywhere.jumps(setup, estimator, "all")
+    explained = _explained(setup, jumps)
+    costs, alone_cost = _costs(setup, jumps)
+    rules = _rules(blocks, explained, costs)
+    rules["ours"], select_cost = _best_when_run(setup, jumps, rules)
+    every = [schedule for rule in rules.values() for schedule in rule]
+    variants, test_cost = _tried(setup, jumps, every, budgeted(setup), "every schedule")
+    result = Result("alternation", {"schedules": _rows(rules, variants, setup)})
+    result.tables["pairs"] = [
+        {"from": a, "to": b, "r2": explained[a, b], "kl": costs[a, b]} for a, b in sorted(costs)
+    ]
+    result.settings = {
+        "estimator": estimator,
+        "n_fit": jumps.provenance.n_fit,
+        "positions": jumps.provenance.positions,
+        "budget": setup.settings.budget,
+        "blocks": blocks,
+        "jumps alone": alone_cost,
+        "choosing": select_cost,
+        "schedules": test_cost,
+    }
+    result.headline = _headline(result.tables["schedules"], blocks)
+    result.notes += [note] if note else []
+    return result
+
+
+def with_select(setup: Setup) -> tuple[Setup, str | None]:
+    """The run with some documents to choose schedules on: its own, or a tenth of those it would fit on."""
+    parts = setup.parts()
+    if parts.select:
+        return setup, None
+    held = max(1, len(parts.fit) // 10)
+    sizes = f"{len(parts.fit) - held}/{held}/{len(parts.test)}"
+    note = (
+        f"The split {setup.settings.split} has no select documents: {held} of the {len(parts.fit)} fit documents were "
+        f"held out to choose schedules on."
+    )
+    return setup.without_kept(settings=replace(setup.settings, split=sizes)), note
+
+
+def follow(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
+    """Level L as a schedule reaches it, at all positions; what runs before its first jump is known already."""
+    level = schedule[0][0] if schedule else rerun.model.n_blocks
+    states = rerun.levels[level]
+    for source, target in schedule:
+        states = rerun.from_level(level, states, to=source)
+        states = apply(jumps[source, target], states)
+        level = target
+    return rerun.from_level(level, states)
+
+
+def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
+    """R² of every jump on select documents."""
+    sums = everywhere.collected(setup, "all").select
+    found: dict[Jump, float] = {}
+    for source, target in jumps:
+        jump = to_affine(jumps[source, target])
+        bias = None if jump.bias is None else jump.bias.double()
+        exact = Affine.of(jump.weight.double(), bias=bias)
+        score = r2(exact, sums.source(source), sums.target(source, target))
+        found[source.index, target.index] = score.uniform
+    return found
+
+
+def _select_batches(setup: Setup, share: float = 1.0) -> Batches:
+    # More than one position a document even in the paper's protocol: these numbers only choose.
+    positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
+    return budgeted(setup, share, part="select", positions=positions)
+
+
+def _costs(setup: Setup, jumps: Jumps) -> tuple[dict[Jump, float], dict[str, Any]]:
+    """KL of the output when one jump is made and all else is exact, for every jump."""
+    batches, blocks = _select_batches(setup, ALONE_SHARE), setup.model.n_blocks
+    pairs = [(source.index, target.index) for source, target in jumps]
+    cost = announce(
+        "alternation, each jump alone",
+        setup.model,
+        batches,
+        block_runs=sum(blocks - target for _, target in pairs),
+        readings=len(pairs) + 1,
+    )
+    variants = Variants(setup.model)
+    for rerun in runs(setup, batches, variants):
+        for pair in pairs:
+            variants.add(pair, rerun.picked(follow(rerun, (pair,), jumps)))
+    return {pair: variants.mean(pair) for pair in pairs}, cost
+
+
+def _rules(
+    blocks: int, explained: dict[Jump, float], costs: dict[Jump, float]
+) -> dict[str, list[Schedule]]:
+    return {
+        "single jump": single(blocks),
+        "round robin": list(round_robins(blocks).values()),
+        "r2": list(most_explained(blocks, explained).values()),
+        "kl": list(cheapest(blocks, costs).values()),
+    }
+
+
+def _best_when_run(
+    setup: Setup, jumps: Jumps, rules: dict[str, list[Schedule]]
+) -> tuple[list[Schedule], dict[str, Any]]:
+    """For each number of blocks run, the schedule with the lowest KL on select documents."""
+    tried = [schedule for rule in rules.values() for schedule in rule]
+    variants, cost = _tried(setup, jumps, tried, _select_batches(setup), "choosing a schedule")
+    best: dict[int, Schedule] = {}
+    for schedule in sorted(dict.fromkeys(tried), key=lambda each: variants.mean(each)):
+        best.setdefault(blocks_run(schedule, setup.model.n_blocks), schedule)
+    return [best[count] for count in sorted(best)], cost
+
+
+def _tried(
+    setup: Setup, jumps: Jumps, schedules: list[Schedule], batches: Batches, what: str
+) -> tuple[Variants, dict[str, Any]]:
+    """Every schedule run over the batches, and what that costs."""
+    distinct, blocks = list(dict.fromkeys(schedules)), setup.model.n_blocks
+    cost = announce(
+        f"alternation, {what}",
+        setup.model,
+        batches,
+        block_runs=sum(blocks_run(each, blocks) - each[0][0] for each in distinct),
+        readings=len(distinct) + 1,
+    )
+    variants = Variants(setup.model)
+    for rerun in runs(setup, batches, variants):
+        for schedule in distinct:
+            variants.add(schedule, rerun.picked(follow(rerun, schedule, jumps)))
+    return variants, cost
+
+
+def _rows(rules: dict[str, list[Schedule]], variants: Variants, setup: Setup) -> list[Row]:
+    blocks = setup.model.n_blocks
+    turns = {schedule: turn for turn, schedule in round_robins(blocks).items()}
+    rows: list[Row] = []
+    for rule, schedules in rules.items():
+        for schedule in schedules:
+            run_, jumped = turns[schedule] if rule == "round robin" else (None, None)
+            count = blocks_run(schedule, blocks)
+            row: Row = {"rule": rule, "a": run_, "b": jumped, "blocks run": count}
+            score = variants.row(schedule, seed=setup.settings.seed)
+            rows.append(row | {"schedule": said(schedule, blocks)} | score)
+    return rows
+
+
+def _headline(rows: list[Row], blocks: int) -> dict[str, object]:
+    """For each rule: mean P@1 over the blocks it reaches, its lead over the single jump, and where 95 % is."""
+    alone = {row["blocks run"]: row["p@1"] for row in rows if row["rule"] == "single jump"}
+    found: dict[str, object] = {}
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        name = rule.replace(" ", "_")
+        mine = [row for row in rows if row["rule"] == rule]
+        if not mine:
+            continue
+        found[f"mean_p@1_{name}"] = sum(row["p@1"] for row in mine) / len(mine)
+        ahead = [row["p@1"] - alone[row["blocks run"]] for row in mine]
+        found[f"mean_lead_over_single_jump_{name}"] = sum(ahead) / len(ahead)
+        good = [row["blocks run"] for row in mine if row["p@1"] >= GOOD]
+        found[f"blocks_for_{GOOD:g}_{name}"] = min(good, default=blocks)
+    return found

@@ -1,0 +1,124 @@
+"""`alternation` on a small trained model and on one whose blocks are exactly affine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_collect import byte_tokenizer
+from tiny import tiny_model
+
+import layerjump as lj
+from layerjump.compress.surgery import Rerun
+from layerjump.studies import alternation, everywhere
+from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.variants import budgeted
+
+SETTINGS = Settings(tokens=12_000, score=100, budget=400)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return lj.read("pydoc", limit=400)
+
+
+@pytest.fixture(scope="module")
+def setup(data_folder, text) -> Setup:
+    return Setup(lj.load(data_folder / "tiny-gpt2"), text, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def result(setup):
+    return alternation.run(setup)
+
+
+def test_every_rule_reaches_every_number_of_blocks(result):
+    rows = result.tables["schedules"]
+    for rule in ("single jump", "r2", "kl", "ours"):
+        assert [row["blocks run"] for row in rows if row["rule"] == rule] == [0, 1, 2, 3]
+    robin = [row for row in rows if row["rule"] == "round robin"]
+    assert [(row["a"], row["b"], row["schedule"]) for row in robin] == [(1, 1, "0-1 → 2-3 → 4")]
+    for row in rows:
+        assert row["p@1 low"] <= row["p@1"] <= row["p@1 high"]
+        assert row["kl"] >= 0
+
+
+def test_with_no_block_run_all_rules_are_one_jump(result):
+    none = [row for row in result.tables["schedules"] if row["blocks run"] == 0]
+    assert {row["schedule"] for row in none} == {"0 → 4"}
+    assert len({row["kl"] for row in none}) == 1
+
+
+def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
+    jumps = everywhere.jumps(setup, "mat", "all")
+    costs, _ = alternation._costs(setup, jumps)
+    pairs = {(row["from"], row["to"]): row["kl"] for row in result.tables["pairs"]}
+    assert costs == pairs
+    assert len(costs) == 10
+
+
+def test_the_choice_is_made_on_select_documents(setup):
+    select = {
+        int(document) for batch in alternation._select_batches(setup) for document in batch.document
+    }
+    assert select <= set(setup.parts.select)
+
+
+def test_without_select_documents_some_are_held_out(setup):
+    other = setup.without_kept(settings=Settings(tokens=6_000, split="300/0/60"))
+    changed, note = alternation.with_select(other)
+    assert "held out" in note
+    assert changed.parts.test == other.parts.test
+    assert set(changed.parts.select) | set(changed.parts.fit) == set(other.parts.fit)
+    assert len(changed.parts.select) == 30
+
+
+def test_an_empty_schedule_is_the_model(setup):
+    jumps = everywhere.jumps(setup, "mat", "all")
+    rerun = Rerun(setup.model, budgeted(setup)[0])
+    assert torch.equal(alternation.follow(rerun, (), jumps), rerun.levels[-1])
+
+
+def test_the_sinks_state_survives_every_jump(setup):
+    """Maps fitted with position 0 land near its state; the lens' maps, fitted without, do not."""
+    jumps = everywhere.jumps(setup, "mat", "all")
+    assert jumps.provenance.skip_first == 0
+    without = setup.jumps("mat", "all")
+    assert without.provenance.skip_first == 1
+    rerun = Rerun(setup.model, budgeted(setup)[0])
+    for source, target in jumps:
+        state, exact = rerun.levels[source.index][:, 0], rerun.levels[target.index][:, 0]
+        errors = [float((maps[source, target](state) - exact).norm()) for maps in (jumps, without)]
+        assert errors[0] / float(exact.norm()) < 0.5, (source, target)
+        assert errors[0] < errors[1], (source, target)
+
+
+def test_in_an_affine_network_every_schedule_is_exact(text):
+    hf = tiny_model("gpt2")
+    with torch.no_grad():
+        for block in hf.transformer.h:
+            block.attn.c_proj.weight.zero_()
+            block.mlp.c_proj.weight.zero_()
+    model = lj.Model.wrap(hf, byte_tokenizer())
+    settings = Settings(tokens=8_000, score=60, budget=200, estimators=("affine",))
+    result = alternation.run(Setup(model, text, settings))
+    for row in result.tables["schedules"]:
+        assert row["p@1"] == 1
+        assert row["kl"] == pytest.approx(0, abs=1e-6)
+    for row in result.tables["pairs"]:
+        assert row["r2"] == pytest.approx(1, abs=1e-6)
+
+
+def test_it_runs_on_an_encoder(data_folder, text):
+    setup = Setup(lj.load(data_folder / "tiny-bert"), text, SETTINGS)
+    result = alternation.run(setup)
+    assert "masked" in result.settings["positions"]
+    ours = [row for row in result.tables["schedules"] if row["rule"] == "ours"]
+    assert ours[-1]["p@1"] > ours[0]["p@1"]
+
+
+def test_it_follows_the_papers_protocol(data_folder, text):
+    settings = Settings(positions="one", split="330/0/60", paper=True, score=10**9, budget=400)
+    setup = Setup(lj.load(data_folder / "tiny-gpt2"), text, settings)
+    result = alternation.run(setup)
+    assert result.settings["n_fit"] == 297
+    assert "33 of the 330 fit documents" in result.notes[0]
