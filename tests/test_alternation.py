@@ -60,16 +60,16 @@ def test_the_choice_is_made_on_select_documents(setup):
     select = {
         int(document) for batch in alternation._select_batches(setup) for document in batch.document
     }
-    assert select <= set(setup.parts.select)
+    assert select <= set(setup.parts().select)
 
 
 def test_without_select_documents_some_are_held_out(setup):
     other = setup.without_kept(settings=Settings(tokens=6_000, split="300/0/60"))
     changed, note = alternation.with_select(other)
     assert "held out" in note
-    assert changed.parts.test == other.parts.test
-    assert set(changed.parts.select) | set(changed.parts.fit) == set(other.parts.fit)
-    assert len(changed.parts.select) == 30
+    assert changed.parts().test == other.parts().test
+    assert set(changed.parts().select) | set(changed.parts().fit) == set(other.parts().fit)
+    assert len(changed.parts().select) == 30
 
 
 def test_an_empty_schedule_is_the_model(setup):
