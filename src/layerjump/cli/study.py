@@ -124,10 +124,9 @@ def report(
     from layerjump.studies.run import load_results
 
     loaded = [load_results(path) for path in results]
-    if len(loaded) == 1:
-        paths = write_report(loaded[0], output)
-    else:
-        paths = write_comparison(loaded, output)
+    paths = (
+        write_report(loaded[0], output) if len(loaded) == 1 else write_comparison(loaded, output)
+    )
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
 
 

@@ -190,7 +190,11 @@ def dump_json(
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+    replace_file(path, write)
 
 
 def read_json(path: Path) -> dict[str, Any]:

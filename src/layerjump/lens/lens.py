@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerjump.errors import BadJumps
 from layerjump.fit.jumps import Jumps
@@ -40,9 +40,9 @@ class Lens:
             return self.model.logits(states)
         source = Site(level)
         if (source, Site(last)) in self.jumps:
-            return self.model.logits(self.jumps[source, last](states))
+            return self.model.logits(_through(self.jumps[source, last], states))
         if (source, FINAL) in self.jumps:
-            return self.model.anatomy.decode(self.jumps[source, FINAL](states))
+            return self.model.anatomy.decode(_through(self.jumps[source, FINAL], states))
         raise BadJumps(
             f"{self.jumps} has no jump from level {level} to the last level or to `final`, so nothing can be read "
             f"there; fit with pairs to-last"
@@ -114,6 +114,13 @@ def rows_at_once(model: Model, memory: int = MEMORY) -> int:
     """How many rows of logits fit in the memory given."""
     vocabulary = model.anatomy.vocabulary
     return max(1, memory // (_BUFFERS * vocabulary * 4))
+
+
+def _through(jump: nn.Module, states: Tensor) -> Tensor:
+    """Jumps are float32; the model's states may be half or double precision."""
+    weight = next(jump.parameters(), None)
+    dtype = states.dtype if weight is None else weight.dtype
+    return jump(states.to(dtype)).to(states.dtype)
 
 
 def _read(

@@ -42,17 +42,32 @@ def spread(blocks: int) -> list[int]:
 
 
 def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT) -> str:
-    """The text around a pick: what a causal model has read, or both sides of a masked model's gap."""
+    """The text around a pick: what a causal model has read, or both sides of a masked model's gap.
+
+    Of an encoder–decoder: the end of what the encoder read, and what the decoder has.
+    """
     tokenizer, position = model.tokens.tokenizer, int(batch.position[pick])
     length = int(batch.attention_mask[batch.row[pick]].sum())
     ids = batch.input_ids[batch.row[pick], :length].tolist()
-    start = len(model.tokens.prefix)
+    start = model.tokens.around[0]
     before = tokenizer.decode(ids[start : position + (0 if model.masked else 1)])
+    if batch.source_ids is not None:
+        return f"{_source(model, batch, pick)[-characters:]} → {before[-characters:]}"
     if not model.masked:
-        return before[-characters:]
+        return str(before[-characters:])
     after = tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)])
     truth = tokenizer.decode([int(batch.token[pick])])
     return f"{before[-characters:]} [{truth}] {after[:characters]}"
+
+
+def _source(model: Model, batch: Batch, pick: int) -> str:
+    """What the encoder read."""
+    assert batch.source_ids is not None
+    assert batch.source_mask is not None
+    row, tokens = batch.row[pick], model.tokens
+    length = int(batch.source_mask[row].sum())
+    inside = slice(len(tokens.prefix), length - len(tokens.suffix))
+    return str(tokens.tokenizer.decode(batch.source_ids[row].tolist()[inside]))
 
 
 def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]:

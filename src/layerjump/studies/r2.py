@@ -84,5 +84,7 @@ def _after(outer: Affine, inner: Affine) -> Affine:
     weight = outer.linear(inner.weight.double())
     if outer.bias is None and inner.bias is None:
         return Affine.of(weight)
-    shift = 0 if inner.bias is None else outer.linear(inner.bias.double())
-    return Affine.of(weight, bias=shift + (0 if outer.bias is None else outer.bias))
+    bias = weight.new_zeros(len(weight))
+    if inner.bias is not None:
+        bias = bias + outer.linear(inner.bias.double())
+    return Affine.of(weight, bias=bias if outer.bias is None else bias + outer.bias)
