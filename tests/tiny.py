@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PreTrainedModel
 
 from layerjump.inputs.families import FAMILIES
+from layerjump.inputs.models import CLASSES
 
 # Common names; each configuration translates them to its own.
 SIZES: dict[str, Any] = {
@@ -48,6 +50,13 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
     "electra": {"embedding_size": 16},
     "albert": {"embedding_size": 16},
+    "t5": {"d_kv": 8, "d_ff": 48, "num_decoder_layers": 3, "decoder_start_token_id": 0},
+    "bart": {
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "decoder_layers": 3,
+        "decoder_attention_heads": 4,
+    },
 }
 # Variants that a family's row or masks depend on: family → name → what to change.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -86,6 +95,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bert": {"untied": {"tie_word_embeddings": False}},
     "electra": {"square": {"embedding_size": 32}},
     "albert": {"groups": {"num_hidden_groups": 3}, "inner": {"inner_group_num": 2}},
+    "t5": {
+        "gated": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "wide-heads": {"d_kv": 12},
+        "short-encoder": {"num_hidden_layers": 2},
+    },
+    "bart": {"scaled": {"scale_embedding": True}, "short-encoder": {"num_hidden_layers": 2}},
 }
 CASES = [(family, "") for family in FAMILIES] + [
     (family, variant) for family, variants in VARIANTS.items() for variant in variants
@@ -111,7 +126,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A tiny model with seeded weights; biases and norm weights are randomised too."""
     config = tiny_config(family, variant, **changes)
-    auto = AutoModelForMaskedLM if FAMILIES[family].task == "masked" else AutoModelForCausalLM
+    auto = getattr(transformers, CLASSES[FAMILIES[family].task])
     torch.manual_seed(0)
     model = auto.from_config(config).to(torch.float64).eval()
     for parameter in model.parameters():
@@ -119,4 +134,7 @@ def tiny_model(
         offset = 1.0 if parameter.dim() == 1 and parameter.abs().min() == 1 else 0.0
         with torch.no_grad():
             parameter.normal_(offset, scale)
+    for name, buffer in model.named_buffers():
+        if name == FAMILIES[family].logits_bias:
+            buffer.normal_()
     return model.to(dtype)

@@ -34,12 +34,24 @@ def at(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def hf_output(model: Model, batch: Batch):
+    """Hugging Face's own forward pass; of an encoder–decoder the decoder's hidden states."""
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    if model.task == "seq2seq":
+        given = {f"decoder_{name}": value for name, value in given.items()}
+        given |= {"input_ids": batch.source_ids, "attention_mask": batch.source_mask}
     with torch.no_grad():
-        return model.hf(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            output_hidden_states=True,
-        )
+        output = model.hf(**given, output_hidden_states=True)
+    if model.task == "seq2seq":
+        output.hidden_states = output.decoder_hidden_states
+    return output
+
+
+def run_body(model: Model, batch: Batch, ids: torch.Tensor) -> None:
+    """The body on these ids, nothing masked; an encoder–decoder's encoder reads the batch's source."""
+    source = batch.source_ids
+    model.body(
+        ids, torch.ones_like(ids), source, None if source is None else torch.ones_like(source)
+    )
 
 
 def test_the_self_check_passes(model):
@@ -71,7 +83,9 @@ def test_level_L_is_before_the_final_norm(model, batch):
         assert torch.allclose(ours[last], theirs, rtol=0, atol=EXACT)
     elif model.anatomy.family.to_final:
         # Hugging Face's last entry is after the norm: what we call `final`.
-        assert torch.allclose(ours["final"], theirs, rtol=0, atol=EXACT)
+        # T5 scales it once more.
+        scaled = model.anatomy.family.final_scale * theirs
+        assert torch.allclose(ours["final"], scaled, rtol=0, atol=EXACT)
         assert ours[last].shape != theirs.shape or not torch.allclose(ours[last], theirs, atol=1e-3)
 
 
@@ -103,11 +117,36 @@ def test_attention_mixes_tokens_and_feed_forward_does_not(model):
     with torch.no_grad(), Recorder(model.anatomy, sites) as recorder:
         for ids in (one.input_ids, other_ids):
             recorder.start(pick)
-            model.body(ids, torch.ones_like(ids))
+            run_body(model, one, ids)
             found.append(recorder.take())
     before, after = found
     assert torch.equal(before[sites[0]], after[sites[0]])
     assert not torch.allclose(before[sites[1]], after[sites[1]], atol=1e-6)
+
+
+def test_cross_attention_reads_the_source_and_self_attention_does_not(model):
+    """Guards the table against the two swapped."""
+    if model.task != "seq2seq":
+        pytest.skip("no encoder beside the decoder")
+    batch = sample(model, rows=1, length=10)
+    other = replace(batch, source_ids=(batch.source_ids + 7) % 60 + 1)
+    same, other_sites = ["1.attn.out", "1.mid", "1.xattn.in"], ["1.xattn.out", "1.mid2"]
+    before, after = states(model, [batch, other], same + other_sites)
+    for site in same:
+        assert torch.equal(before[site], after[site]), site
+    for site in other_sites:
+        assert not torch.allclose(before[site], after[site], atol=1e-6), site
+
+
+def test_a_wrong_cross_attention_is_caught(model):
+    if model.task != "seq2seq":
+        pytest.skip("no encoder beside the decoder")
+    broken = Model(model.hf, Anatomy(model.hf), "broken")
+    row = broken.anatomy.family
+    broken.anatomy.family = replace(row, xattn_adds=row.attn_adds)
+    assert [check.name for check in self_check(broken) if not check.passed] == ["blocks"]
+    broken.anatomy.family = replace(row, xattn=row.ffn)
+    assert "inputs" in [check.name for check in self_check(broken) if not check.passed]
 
 
 def test_a_later_token_changes_no_earlier_state(model):
@@ -121,7 +160,7 @@ def test_a_later_token_changes_no_earlier_state(model):
             ids = batch.input_ids.clone()
             ids[0, 9:] = token
             recorder.start(torch.arange(14))
-            model.body(ids, torch.ones_like(ids))
+            run_body(model, batch, ids)
             found.append(recorder.take())
     for level in levels:
         assert torch.allclose(found[0][level][:9], found[1][level][:9], rtol=0, atol=EXACT)
@@ -139,9 +178,14 @@ def test_padding_changes_no_state(model):
     position = torch.arange(length)
     row = torch.zeros_like(position)
     alone_batch = Batch(ids, torch.ones_like(ids), row, position, row, ids[0])
+    if batch.source_ids is not None:
+        source = batch.source_ids[1:, : int(batch.source_mask[1].sum())]
+        assert source.shape != batch.source_ids[1:].shape
+        alone_batch = replace(alone_batch, source_ids=source, source_mask=torch.ones_like(source))
     (alone,) = states(model, [alone_batch], sites)
     # GPT-Neo and GPT-J compute attention weights in float32 whatever the model's dtype.
-    tolerance = 1e-5 if model.hf.config.model_type in ("gpt_neo", "gptj") else 1e-10
+    rough = ("gpt_neo", "gptj", "t5")  # T5: the norms
+    tolerance = 1e-5 if model.hf.config.model_type in rough else 1e-10
     for site in sites:
         assert torch.allclose(together[site][short], alone[site], rtol=0, atol=tolerance), site
 
@@ -160,7 +204,7 @@ def test_a_window_shorter_than_the_text_is_honoured(model):
             ids = batch.input_ids.clone()
             ids[0, : last - reach] = first
             recorder.start(torch.tensor([last, last - 1]))
-            model.body(ids, torch.ones_like(ids))
+            run_body(model, batch, ids)
             found.append(recorder.take()[Site(model.n_blocks)])
     assert torch.allclose(found[0][0], found[1][0], rtol=0, atol=EXACT)
     assert not torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-9)

@@ -43,7 +43,7 @@ def replaced(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
     for a jump over the blocks in between.
     """
     with _Operation(_cuts(model, changes)) as operation:
-        handle = model.hf.base_model.register_forward_pre_hook(lambda *_: operation.start())
+        handle = model.stack.register_forward_pre_hook(lambda *_: operation.start())
         try:
             yield model
         finally:
@@ -119,7 +119,9 @@ class Rerun:
             for module in set(self.model.anatomy.blocks):
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))
-            self.model.body(self.batch.input_ids, self.batch.attention_mask)
+            batch = self.batch
+            sources = batch.source_ids, batch.source_mask
+            self.model.body(batch.input_ids, batch.attention_mask, *sources)
         finally:
             for handle in handles:
                 handle.remove()

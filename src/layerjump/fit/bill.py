@@ -56,17 +56,30 @@ def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
     most = max((int(split.most_picks) for split in batches.values()), default=0)
-    body = sum(p.numel() for block in set(model.anatomy.blocks) for p in block.parameters())
-    body *= model.n_blocks // len(set(model.anatomy.blocks))
     return Bill(
         sums_bytes=len(batches) * (8 * entries + 4 * kept),
         # states as captured, and their shifted copies in float64
         batch_bytes=(4 + 8) * most * sum(width.values()),
         sums_flops=2.0 * entries * positions,
-        model_flops=2.0 * body * tokens,
+        model_flops=_model_flops(model, batches),
         tokens=tokens,
         positions=positions,
     )
+
+
+def _model_flops(model: Model, batches: Mapping[str, Batches]) -> float:
+    """Two operations a weight and token; an encoder–decoder's tokens go through one stack each."""
+    tokens = sum(split.n_tokens for split in batches.values())
+    sources = sum(split.n_source_tokens for split in batches.values())
+    flops = 2.0 * _weights(model) * (tokens - sources)
+    return flops + 2.0 * _weights(model.encoder_side()) * sources if sources else flops
+
+
+def _weights(model: Model) -> int:
+    """The weights that a token goes through on its way from level 0 to level L."""
+    blocks = set(model.anatomy.blocks)
+    once = sum(p.numel() for block in blocks for p in block.parameters())
+    return once * (model.n_blocks // len(blocks))
 
 
 def site_width(model: Model, site: Site) -> int:

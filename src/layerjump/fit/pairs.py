@@ -10,7 +10,7 @@ from layerjump.inputs.sites import Site
 
 Pair = tuple[Site, Site]
 
-SUBMODULES = ("ln1", "attn", "ln2", "ffn")
+SUBMODULES = ("ln1", "attn", "lnx", "xattn", "ln2", "ffn")
 
 
 def parse_pairs(text: str, anatomy: Anatomy) -> list[Pair]:

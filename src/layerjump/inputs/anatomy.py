@@ -31,8 +31,10 @@ class Tap:
 class Anatomy:
     """The parts of one Hugging Face model, found by its family's row."""
 
-    def __init__(self, hf: PreTrainedModel) -> None:
-        self.family: Family = family_of(hf.config)
+    def __init__(self, hf: PreTrainedModel, *, encoder: bool = False) -> None:
+        row = family_of(hf.config)
+        self.family: Family = row.of_encoder() if encoder else row
+        self._hf = hf
         self.blocks: list[nn.Module] = _blocks(hf, self.family)
         self.n_blocks = len(self.blocks)
         self.width: int = hf.config.hidden_size
@@ -52,11 +54,14 @@ class Anatomy:
         """From level L to just before the vocabulary product."""
         for step in self.final_steps:
             states = step(states)
-        return states
+        return states if self.family.final_scale == 1 else states * self.family.final_scale
 
     def decode(self, final: Tensor) -> Tensor:
         """From just before the vocabulary product to logits: the product with its bias, and the soft-cap."""
         logits = self.head(final)
+        if self.family.logits_bias:
+            # Looked up each time: a model that moves to another device gets a new buffer.
+            logits = logits + self._hf.get_buffer(self.family.logits_bias)[0]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
@@ -66,11 +71,15 @@ class Anatomy:
         found = [Site(index) for index in range(self.n_blocks + 1)]
         parts = [part for part in BLOCK_PARTS if self._part(part) is not None]
         found += [Site(block, part) for block in range(1, self.n_blocks + 1) for part in parts]
-        return [*found, FINAL]
+        return found if self.family.task == "encoder" else [*found, FINAL]
 
     def tap(self, site: Site) -> Tap:
         """Where to read a site; an error if this model does not have it."""
         if site == FINAL:
+            if self.family.task == "encoder":
+                raise BadModel(
+                    "an encoder beside a decoder has no vocabulary product, so no site final"
+                )
             return Tap(self.head, "in")
         if site.part == "level":
             return self._level(site.index)
@@ -105,7 +114,12 @@ class Anatomy:
             "heads": (row.heads, "in"),
             "attn_raw": (row.attn if row.kind == "sandwich" else None, "out"),
             "attn.out": (row.attn_adds, "out"),
-            "mid": self._mid(),
+            "mid": self._stream_after("attn"),
+            "lnx.in": (row.lnx, "in"),
+            "lnx.out": (row.lnx, "out"),
+            "xattn.in": (row.xattn, "in"),
+            "xattn.out": (row.xattn_adds, "out"),
+            "mid2": self._stream_after("xattn"),
             "ln2.in": (row.ln2, "in"),
             "ln2.out": (row.ln2, "out"),
             "ffn.in": (row.ffn, "in"),
@@ -115,12 +129,17 @@ class Anatomy:
         path, side = found[part]
         return None if path is None else (path, side)
 
-    def _mid(self) -> tuple[str | None, Literal["in", "out"]]:
-        if self.family.kind == "parallel":
+    def _stream_after(self, part: str) -> tuple[str | None, Literal["in", "out"]]:
+        """The stream inside a block: the norm's output (post), or what the next part or its norm reads."""
+        row = self.family
+        norms = {name: norm for name, norm, _ in row.additions()}
+        if row.kind == "parallel" or part not in norms:
             return None, "in"
-        if self.family.kind == "post":
-            return self.family.ln1, "out"
-        return self.family.ln2 or self.family.ffn, "in"
+        if row.kind == "post":
+            return norms[part], "out"
+        if part == "attn" and row.xattn:
+            return row.lnx or row.xattn, "in"
+        return row.ln2 or row.ffn, "in"
 
 
 def _blocks(hf: PreTrainedModel, family: Family) -> list[nn.Module]:

@@ -6,17 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from layerjump.errors import BadText, TextTooShort
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.positions import Positions
+from layerjump.inputs.sequences import Ints, Sequences, cut
 from layerjump.inputs.tokens import Tokens
 
-Ints = NDArray[np.int64]
-
-_DOCUMENTS_AT_ONCE = 256
 _MOST_PADDING = 0.15  # of a batch's cells: a short text has few rows of like length
 
 
@@ -35,46 +32,33 @@ class Batch:
     """The document's index in the corpus."""
     token: Tensor
     """The token that stood at the pick before any masking."""
+    source_ids: Tensor | None = None
+    """(rows, longest source) int64: what an encoder–decoder's encoder reads; the rest is the decoder's."""
+    source_mask: Tensor | None = None
 
     @property
     def n_tokens(self) -> int:
-        return int(self.attention_mask.sum())
+        source = 0 if self.source_mask is None else int(self.source_mask.sum())
+        return int(self.attention_mask.sum()) + source
 
     @property
     def n_picks(self) -> int:
         return len(self.row)
 
 
-def one_batch(ids: Sequence[int]) -> Batch:
-    """A batch of one sequence, special tokens and all, with every position picked."""
+def one_batch(ids: Sequence[int], source: Sequence[int] | None = None) -> Batch:
+    """A batch of one sequence, special tokens and all, with every position picked.
+
+    For an encoder–decoder it is what the decoder reads, and `source` what the encoder does.
+    """
     row = torch.tensor(ids)
     position = torch.arange(len(ids))
     where = torch.zeros_like(position)
-    return Batch(row[None], torch.ones(1, len(ids), dtype=torch.int64), where, position, where, row)
-
-
-@dataclass
-class _Sequences:
-    """Sequences end to end: a million of them are seven arrays, not a million lists of integers."""
-
-    ids: "array[int]" = field(default_factory=lambda: array("i"))
-    start: "array[int]" = field(default_factory=lambda: array("q"))
-    length: "array[int]" = field(default_factory=lambda: array("q"))
-    uncut: "array[int]" = field(default_factory=lambda: array("q"))
-    document: "array[int]" = field(default_factory=lambda: array("q"))
-    number: "array[int]" = field(default_factory=lambda: array("q"))
-    picks: "array[int]" = field(default_factory=lambda: array("q"))
-
-    def add(
-        self, ids: Sequence[int], *, uncut: int, document: int, number: int, picks: int
-    ) -> None:
-        self.start.append(len(self.ids))
-        self.uncut.append(uncut)
-        self.ids.extend(ids)
-        self.length.append(len(ids))
-        self.document.append(document)
-        self.number.append(number)
-        self.picks.append(picks)
+    made = Batch(row[None], torch.ones_like(row[None]), where, position, where, row)
+    if source is None:
+        return made
+    source_ids = torch.tensor(source)[None]
+    return replace(made, source_ids=source_ids, source_mask=torch.ones_like(source_ids))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +68,7 @@ class Batches:
     tokens: Tokens
     positions: Positions
     seed: int
-    sequences: _Sequences = field(repr=False)
+    sequences: Sequences = field(repr=False)
     groups: tuple[Ints, ...] = field(repr=False)
     """The sequences of each batch, by index."""
     look: Positions | None = None
@@ -99,19 +83,21 @@ class Batches:
     def __getitem__(self, index: int) -> Batch:
         chosen = self.groups[index].tolist()
         ids, attention = self._grid(chosen)
+        sources = () if self.tokens.start is None else self._grid(chosen, source=True)
         row, position = self._picks(chosen, self.look or self.positions)
         document = np.array([self.sequences.document[sequence] for sequence in chosen])[row]
         token = ids[row, position]
         if self.tokens.mask is not None and self.positions.masks():
             ids[self._picks(chosen, self.positions)] = self.tokens.mask
-        return Batch(*map(torch.from_numpy, (ids, attention, row, position, document, token)))
+        arrays = (ids, attention, row, position, document, token, *sources)
+        return Batch(*map(torch.from_numpy, arrays))
 
     def look_at(self, positions: Positions) -> "Batches":
         """The same text with the same tokens masked, but with picks at other positions.
 
         A map that is applied everywhere must be fitted everywhere, not at [MASK] alone.
         """
-        around = len(self.tokens.prefix), len(self.tokens.suffix)
+        around = self.tokens.around
         # Of the length that is run: a causal model's sequence ends with its last pick.
         picks = array("q", [positions.count(length, *around) for length in self.sequences.length])
         sequences = replace(self.sequences, picks=picks, uncut=self.sequences.length)
@@ -131,8 +117,14 @@ class Batches:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens, special ones included, padding not."""
+        """Tokens, special ones and the encoder's included, padding not."""
         return sum(map(self._tokens_in, self.groups))
+
+    @property
+    def n_source_tokens(self) -> int:
+        """How many of them an encoder–decoder's encoder reads."""
+        source = np.asarray(self.sequences.source)
+        return int(sum(source[group].sum() for group in self.groups))
 
     @property
     def n_picks(self) -> int:
@@ -148,19 +140,23 @@ class Batches:
     @property
     def padding(self) -> float:
         """The share of all cells that hold padding."""
-        length = np.asarray(self.sequences.length)
-        cells = sum(len(group) * int(length[group].max()) for group in self.groups)
+        # The longest sequence has the longest source too: they are halves of one text.
+        size = self.sequences.sizes()
+        cells = sum(len(group) * int(size[group].max()) for group in self.groups)
         return 1 - self.n_tokens / cells if cells else 0.0
 
     def _tokens_in(self, group: Ints) -> int:
-        return int(np.asarray(self.sequences.length)[group].sum())
+        length, source = np.asarray(self.sequences.length), np.asarray(self.sequences.source)
+        return int(length[group].sum() + source[group].sum())
 
-    def _grid(self, chosen: list[int]) -> tuple[Ints, Ints]:
-        lengths = [self.sequences.length[sequence] for sequence in chosen]
+    def _grid(self, chosen: list[int], *, source: bool = False) -> tuple[Ints, Ints]:
+        sizes = self.sequences.source if source else self.sequences.length
+        lengths = [sizes[sequence] for sequence in chosen]
         ids = np.full((len(chosen), max(lengths)), self.tokens.pad, dtype=np.int64)
         attention = np.zeros_like(ids)
         for row, (sequence, length) in enumerate(zip(chosen, lengths, strict=True)):
             start = self.sequences.start[sequence]
+            start += self.sequences.length[sequence] if source else 0
             ids[row, :length] = self.sequences.ids[start : start + length]
             attention[row, :length] = 1
         return ids, attention
@@ -174,8 +170,7 @@ class Batches:
     def _draw(self, sequence: int, positions: Positions) -> Ints:
         return positions.draw(
             self.sequences.uncut[sequence],
-            len(self.tokens.prefix),
-            len(self.tokens.suffix),
+            *self.tokens.around,
             # With the seed of the masks, a share looked at would hold more masks than the text does.
             seed=self.seed + (positions is self.look),
             document=self.sequences.document[sequence],
@@ -199,22 +194,25 @@ def batches(
     `documents` are taken in the order given, until there are `tokens_wanted` tokens. A batch has at
     most `budget` cells, padding included, unless one sequence alone has more. Batches come in
     random order, so that the first few stand for all.
+
+    For an encoder–decoder a sequence is two rows of at most `max_length`: the encoder reads the first half of its text,
+    the decoder the second half behind its start token. Tokens and cells of both count; picks are the decoder's.
     """
     documents = range(len(corpus.documents)) if documents is None else documents
     _check(corpus, documents, seed=seed, tokens_wanted=tokens_wanted, budget=budget)
-    room = min(max_length, tokens.max_length) - len(tokens.wrap([]))
+    room = tokens.room_in(max_length)
     if room < 1:
         raise BadText(
-            f"max_length given is {max_length}, but the tokenizer adds {len(tokens.wrap([]))} "
-            f"tokens to a text; give at least {len(tokens.wrap([])) + 1}"
+            f"max_length given is {max_length}, but the tokenizer adds {tokens.n_added} "
+            f"tokens to a text; give at least {tokens.n_added + 1}"
         )
-    sequences = _cut(corpus, tokens, positions, documents, tokens_wanted, room, seed)
+    sequences = cut(corpus, tokens, positions, documents, tokens_wanted, room, seed)
     if not sequences.length:
         raise TextTooShort(
             f"no position counts in any of the {len(documents):,} documents of {corpus.name}: "
             f"asked for {positions}, from position {positions.skip_first} on; give longer text"
         )
-    groups = _group(np.asarray(sequences.length), budget)
+    groups = _group(sequences.sizes(), budget)
     order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
     shuffled = tuple(groups[index] for index in order)
     return Batches(tokens, positions, seed, sequences, shuffled)
@@ -238,53 +236,6 @@ def _check(
                 f"document {document} of {corpus.name} was asked for, but it has "
                 f"{len(corpus.documents):,}, counted from 0; split that many"
             )
-
-
-def _cut(
-    corpus: Corpus,
-    tokens: Tokens,
-    positions: Positions,
-    documents: Sequence[int],
-    tokens_wanted: int | None,
-    room: int,
-    seed: int,
-) -> _Sequences:
-    """Documents to sequences, as many as it takes. Those with nothing to draw from are left out.
-
-    What follows the last pick cannot change a causal model's states there, and is not run.
-    """
-    sequences = _Sequences()
-    around = len(tokens.prefix), len(tokens.suffix)
-    ends_early = tokens.mask is None and positions.kind != "all"
-    for document, ids in _encoded(corpus, tokens, documents):
-        end = min(len(ids), room) if positions.first_sequence_only else len(ids)
-        for number, start in enumerate(range(0, end, room)):
-            row = tokens.wrap(ids[start : start + room])
-            if not (picks := positions.count(len(row), *around)):
-                continue
-            end = len(row)
-            if ends_early:
-                which = {"seed": seed, "document": document, "sequence": number}
-                end = int(positions.draw(end, *around, **which)[-1]) + 1
-            sequences.add(row[:end], uncut=len(row), document=document, number=number, picks=picks)
-        if tokens_wanted is not None and len(sequences.ids) >= tokens_wanted:
-            return sequences
-    if tokens_wanted is not None:
-        raise TextTooShort(
-            f"asked for {tokens_wanted:,} tokens of {corpus.name}, but its {len(documents):,} "
-            f"documents have {len(sequences.ids):,}; give more text or ask for at most "
-            f"{len(sequences.ids)}"
-        )
-    return sequences
-
-
-def _encoded(
-    corpus: Corpus, tokens: Tokens, documents: Sequence[int]
-) -> Iterator[tuple[int, list[int]]]:
-    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
-        encoded = tokens.encode([corpus.documents[document] for document in chunk])
-        yield from zip(map(int, chunk), encoded, strict=True)
 
 
 def _group(length: Ints, budget: int) -> list[Ints]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,7 @@ def self_check(model: Model) -> list[Check]:
     with torch.no_grad(), hooks_as_before(model.hf):
         return [
             *_states_checks(model),
+            *(_encoder_checks(model) if model.task == "seq2seq" else ()),
             _causality(model),
             Check(
                 "weights",
@@ -73,16 +74,31 @@ def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
     """A short seeded batch; its last row is padded, and every real position is picked."""
     generator = torch.Generator().manual_seed(0)
     length = min(length, model.max_positions)
-    ids = torch.randint(0, model.hf.config.vocab_size, (rows, length), generator=generator)
+    ids, mask = _padded(model, generator, rows, length, length // 4)
+    row, position = mask.nonzero(as_tuple=True)
+    token = ids[row, position]
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    batch = Batch(ids, mask, row, position, row, token)
+    if model.task != "seq2seq":
+        return batch
+    # Another length and another padding than the decoder's, so that a mix-up of the two shows.
+    source = max(1, length - 3)
+    ids, mask = _padded(model, generator, rows, source, source // 3)
+    return replace(batch, source_ids=ids.to(model.device), source_mask=mask.to(model.device))
+
+
+def _padded(
+    model: Model, generator: torch.Generator, rows: int, length: int, padding: int
+) -> tuple[Tensor, Tensor]:
+    vocabulary = model.hf.config.vocab_size
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     pad = getattr(model.hf.config, "pad_token_id", None) or 0
     # A pad id inside the text would change the positions of families that count from it (RoBERTa).
-    ids[ids == pad] = (pad + 1) % model.hf.config.vocab_size
+    ids[ids == pad] = (pad + 1) % vocabulary
     mask = torch.ones_like(ids)
-    mask[-1, length - length // 4 :] = 0
+    mask[-1, length - padding :] = 0
     ids[mask == 0] = pad
-    row, position = mask.nonzero(as_tuple=True)
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    return Batch(ids, mask, row, position, row, ids[row, position].cpu())
+    return ids, mask
 
 
 def _states_checks(model: Model) -> list[Check]:
@@ -91,21 +107,13 @@ def _states_checks(model: Model) -> list[Check]:
     flat = batch.row * batch.input_ids.shape[1] + batch.position
     with Recorder(anatomy, sites) as recorder:
         recorder.start(flat)
-        output = model.hf(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            output_hidden_states=True,
-        )
+        hidden, logits = _hugging_face(model, batch)
         found = recorder.take()
     row, position = batch.row, batch.position
-    logits = output.logits[row, position]
     levels = [
-        (found[Site(index)], output.hidden_states[index][row, position])
-        for index in range(anatomy.n_blocks)
+        (found[Site(index)], hidden[index][row, position]) for index in range(anatomy.n_blocks)
     ]
-    ours = anatomy.decode(anatomy.to_final(found[Site(anatomy.n_blocks)]))
-    return [
-        _compare("logits", "norm and head of level L give the model's logits", [(ours, logits)]),
+    checks = [
         _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
         _compare(
             "blocks", "the parts of each block add up to the next level", reassembly(model, found)
@@ -114,24 +122,53 @@ def _states_checks(model: Model) -> list[Check]:
             "inputs", "attention and feed-forward read what the row says", readings(model, found)
         ),
     ]
+    if logits is None:
+        return checks
+    ours = anatomy.decode(anatomy.to_final(found[Site(anatomy.n_blocks)]))
+    fact = "norm and head of level L give the model's logits"
+    return [_compare("logits", fact, [(ours, logits[row, position])]), *checks]
+
+
+def _encoder_checks(model: Model) -> list[Check]:
+    found = _states_checks(model.encoder_side())
+    return [replace(check, name=f"encoder {check.name}") for check in found]
+
+
+def _hugging_face(model: Model, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Hidden states and logits as Hugging Face gives them; an encoder beside a decoder has no logits."""
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    if model.task == "encoder":
+        output = model.hf.get_encoder()(**inputs, output_hidden_states=True)
+        return output.hidden_states, None
+    if model.task != "seq2seq":
+        output = model.hf(**inputs, output_hidden_states=True)
+        return output.hidden_states, output.logits
+    output = model.hf(
+        input_ids=batch.source_ids,
+        attention_mask=batch.source_mask,
+        **{f"decoder_{name}": value for name, value in inputs.items()},
+        output_hidden_states=True,
+    )
+    return output.decoder_hidden_states, output.logits
 
 
 def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """(rebuilt, captured) for every block: the family's own order of sums and norms."""
     pairs = []
+    row = model.anatomy.family
     for index, block in enumerate(model.anatomy.blocks, start=1):
         at = {site.part: state for site, state in found.items() if site.index == index}
-        row, before, after = model.anatomy.family, found[Site(index - 1)], at["level"]
-        attn, ffn = at["attn.out"], at["ffn.out"]
+        stream = found[Site(index - 1)]
         if row.kind == "parallel":
-            pairs.append((before + attn + ffn, after))
-        elif row.kind == "post":
-            assert row.ln1 is not None
-            assert row.ln2 is not None
-            ln1, ln2 = block.get_submodule(row.ln1), block.get_submodule(row.ln2)
-            pairs += [(ln1(before + attn), at["mid"]), (ln2(at["mid"] + ffn), after)]
-        else:
-            pairs += [(before + attn, at["mid"]), (at["mid"] + ffn, after)]
+            pairs.append((stream + at["attn.out"] + at["ffn.out"], at["level"]))
+            continue
+        for part, norm, after in row.additions():
+            rebuilt = stream + at[f"{part}.out"]
+            if row.kind == "post":
+                assert norm is not None
+                rebuilt = block.get_submodule(norm)(rebuilt)
+            stream = at[after]
+            pairs.append((rebuilt, stream))
     return pairs
 
 
@@ -143,7 +180,10 @@ def readings(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tens
         at = {site.part: state for site, state in found.items() if site.index == index}
         normed_first = row.kind != "post"
         attn_in = at["ln1.out"] if normed_first and row.ln1 else found[Site(index - 1)]
-        stream = at["ln1.out"] if row.kind == "parallel" else at["mid"]
+        if row.xattn:
+            xattn_in = at["lnx.out"] if normed_first and row.lnx else at["mid"]
+            pairs.append((xattn_in, at["xattn.in"]))
+        stream = at["ln1.out"] if row.kind == "parallel" else at["mid2" if row.xattn else "mid"]
         ffn_in = at["ln2.out"] if normed_first and row.ln2 else stream
         pairs += [(attn_in, at["attn.in"]), (ffn_in, at["ffn.in"])]
         added = at.get("attn_raw", at["attn.out"])
@@ -153,19 +193,20 @@ def readings(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tens
 
 def _causality(model: Model) -> Check:
     fact = "changing a later token changes no earlier state"
-    if model.masked:
+    if not model.causal:
         return Check("causality", fact, None, True, note="not asked of an encoder")
     batch = sample(model, rows=1)
     changed = batch.input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % model.hf.config.vocab_size
     sites = [Site(index) for index in range(model.anatomy.n_blocks + 1)]
     mask = torch.ones_like(batch.attention_mask)
+    source_mask = None if batch.source_ids is None else torch.ones_like(batch.source_ids)
     earlier = torch.arange(changed.shape[1] - 1)
     runs = []
     with Recorder(model.anatomy, sites) as recorder:
         for ids in (batch.input_ids, changed):
             recorder.start(earlier)
-            model.body(ids, mask)
+            model.body(ids, mask, batch.source_ids, source_mask)
             runs.append(recorder.take())
     return _compare("causality", fact, [(runs[0][site], runs[1][site]) for site in sites])
 

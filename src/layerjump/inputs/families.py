@@ -7,17 +7,21 @@ Paths of `ln1 … ffn_adds` start at a block, the others at the model. What a bl
     parallel   out = h + attn + ffn
     sandwich   as pre; attn and ffn are taken after a norm of their own outputs
     post       y = ln1(h + attn);  out = ln2(y + ffn)
+
+A decoder beside an encoder adds cross-attention between the two in the same manner: y + xattn, or lnx(y + xattn).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from layerjump.errors import UnsupportedModel
 
 Kind = Literal["pre", "parallel", "sandwich", "post"]
+Task = Literal["causal", "masked", "seq2seq", "encoder"]
+"""`encoder` is the encoder of a seq2seq model looked at alone; no row has it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,17 @@ class Family:
     """Modules between level L and the vocabulary product; `@gelu` is the bare activation."""
     head: str
     """The vocabulary product."""
-    task: Literal["causal", "masked"] = "causal"
+    task: Task = "causal"
+    lnx: str | None = None
+    xattn: str | None = None
+    xattn_adds: str | None = None
+    """Cross-attention and its norm, as ln1, attn and attn_adds are self-attention's."""
+    encoder: Mapping[str, Any] | None = None
+    """Encoder–decoders: where the encoder keeps its parts, as far as they differ from the decoder's."""
+    final_scale: float = 1.0
+    """What the state is multiplied by just before the vocabulary product."""
+    logits_bias: str | None = None
+    """A buffer added to the logits."""
     softcap: str | None = None
     """The config field of a tanh soft-cap on the logits."""
     needs_bos: bool = False
@@ -57,6 +71,18 @@ class Family:
     def of(self, config: Any) -> Family:
         """This row with the configuration's variant applied."""
         return replace(self, **self.variant(config)) if self.variant else self
+
+    def additions(self) -> list[tuple[str, str | None, str]]:
+        """What a block adds to the stream, one after another: (part, its norm, the stream's name afterwards)."""
+        cross = [("xattn", self.lnx, "mid2")] if self.xattn else []
+        return [("attn", self.ln1, "mid"), *cross, ("ffn", self.ln2, "level")]
+
+    def of_encoder(self) -> Family:
+        """The row of the encoder that an encoder–decoder has beside its decoder."""
+        if self.encoder is None:
+            raise UnsupportedModel("this family has one stack of blocks, so no encoder beside it")
+        bare = replace(self, lnx=None, xattn=None, xattn_adds=None, encoder=None, logits_bias=None)
+        return replace(bare, task="encoder", to_final=(), final_scale=1.0, **self.encoder)
 
 
 def _gpt_neox(config: Any) -> dict[str, Any]:
@@ -80,6 +106,11 @@ def _falcon(config: Any) -> dict[str, Any]:
     return {"kind": "pre", "ln2": "post_attention_layernorm"}
 
 
+def _t5(config: Any) -> dict[str, Any]:
+    # The first T5 divides what it hands to its tied head; version 1.1 does not.
+    return {"final_scale": config.d_model**-0.5} if config.scale_decoder_outputs else {}
+
+
 _GPT2 = Family(
     blocks="transformer.h",
     kind="pre",
@@ -93,6 +124,21 @@ _GPT2 = Family(
     to_final=("transformer.ln_f",),
     head="lm_head",
     before="token + learned position embedding",
+)
+_OPT = Family(
+    blocks="model.decoder.layers",
+    kind="pre",
+    ln1="self_attn_layer_norm",
+    ln2="final_layer_norm",
+    attn="self_attn",
+    attn_adds="self_attn",
+    heads="self_attn.out_proj",
+    ffn="fc1",
+    ffn_adds="fc2",
+    to_final=("model.decoder.final_layer_norm",),
+    head="lm_head",
+    before="token (projected in the 350m) + learned position embedding",
+    variant=_opt,
 )
 _LLAMA = Family(
     blocks="model.layers",
@@ -153,21 +199,7 @@ FAMILIES: dict[str, Family] = {
         head="lm_head",
         variant=_gpt_neox,
     ),
-    "opt": Family(
-        blocks="model.decoder.layers",
-        kind="pre",
-        ln1="self_attn_layer_norm",
-        ln2="final_layer_norm",
-        attn="self_attn",
-        attn_adds="self_attn",
-        heads="self_attn.out_proj",
-        ffn="fc1",
-        ffn_adds="fc2",
-        to_final=("model.decoder.final_layer_norm",),
-        head="lm_head",
-        before="token (projected in the 350m) + learned position embedding",
-        variant=_opt,
-    ),
+    "opt": _OPT,
     "bloom": Family(
         blocks="transformer.h",
         kind="pre",
@@ -262,6 +294,43 @@ FAMILIES: dict[str, Family] = {
         to_final=("predictions.dense", "predictions.activation", "predictions.LayerNorm"),
         head="predictions.decoder",
         before="token + position + type embedding, normed, projected",
+    ),
+    "t5": Family(
+        blocks="decoder.block",
+        kind="pre",
+        ln1="layer.0.layer_norm",
+        ln2="layer.2.layer_norm",
+        attn="layer.0.SelfAttention",
+        attn_adds="layer.0.SelfAttention",
+        heads="layer.0.SelfAttention.o",
+        ffn="layer.2.DenseReluDense",
+        ffn_adds="layer.2.DenseReluDense",
+        to_final=("decoder.final_layer_norm",),
+        head="lm_head",
+        task="seq2seq",
+        lnx="layer.1.layer_norm",
+        xattn="layer.1.EncDecAttention",
+        xattn_adds="layer.1.EncDecAttention",
+        encoder={
+            "blocks": "encoder.block",
+            "ln2": "layer.1.layer_norm",
+            "ffn": "layer.1.DenseReluDense",
+            "ffn_adds": "layer.1.DenseReluDense",
+        },
+        variant=_t5,
+    ),
+    "bart": replace(
+        _OPT,
+        kind="post",
+        to_final=(),
+        task="seq2seq",
+        lnx="encoder_attn_layer_norm",
+        xattn="encoder_attn",
+        xattn_adds="encoder_attn",
+        encoder={"blocks": "model.encoder.layers"},
+        logits_bias="final_logits_bias",
+        before="token + learned position embedding, normed",
+        variant=None,
     ),
 }
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.errors import BadModel, ModelNotFound, NoPredictions
 from layerjump.inputs import builtin
 from layerjump.inputs.anatomy import Anatomy
 from layerjump.inputs.check import require_passed
-from layerjump.inputs.families import family_of
+from layerjump.inputs.families import Task, family_of
 from layerjump.inputs.tokens import Tokens
 
 DTYPES = {
@@ -25,6 +25,11 @@ DTYPES = {
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+}
+CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
 }
 
 
@@ -66,19 +71,35 @@ class Model:
         return self.anatomy.width
 
     @property
+    def task(self) -> Task:
+        return self.anatomy.family.task
+
+    @property
     def masked(self) -> bool:
-        return self.anatomy.family.task == "masked"
+        return self.task == "masked"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a state depends on no later token."""
+        return self.task in ("causal", "seq2seq")
 
     @property
     def device(self) -> torch.device:
         return self.hf.device
 
     @property
+    def stack(self) -> nn.Module:
+        """The module that runs the blocks, once a forward pass."""
+        if self.task == "seq2seq":
+            return self.hf.get_decoder()
+        return self.hf.get_encoder() if self.task == "encoder" else self.hf.base_model
+
+    @property
     def max_positions(self) -> int:
         config = self.hf.config
-        # ALiBi families have no position table; they were trained on `seq_length`, 2048 where that is not said.
-        table: Any = getattr(config, "max_position_embeddings", None)
-        table = table or getattr(config, "seq_length", 2048)
+        # ALiBi families and T5 have no position table; they say what they were trained on, or else nothing.
+        fields = ("max_position_embeddings", "seq_length", "n_positions")
+        table = next((size for name in fields if (size := getattr(config, name, None))), 2048)
         return int(table) - self.anatomy.family.reserved_positions
 
     @property
@@ -91,18 +112,74 @@ class Model:
             max_positions=self.max_positions,
             needs_bos=self.anatomy.family.needs_bos,
             masked=self.masked,
+            both_ways=self.task in ("seq2seq", "encoder"),
+            start=self._start() if self.task == "seq2seq" else None,
         )
 
-    def body(self, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Run everything but the vocabulary product (hooks do the reading)."""
+    def encoder_side(self) -> Model:
+        """An encoder–decoder's encoder: the same weights, with the encoder's blocks and levels."""
+        return replace(
+            self,
+            anatomy=Anatomy(self.hf, encoder=True),
+            name=f"{self.name} (encoder)",
+            no_predictions="an encoder beside a decoder predicts no tokens itself; ask the decoder",
+        )
+
+    def body(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        source_ids: Tensor | None = None,
+        source_mask: Tensor | None = None,
+    ) -> None:
+        """Run everything but the vocabulary product (hooks do the reading).
+
+        An encoder–decoder's encoder reads the source, its decoder the inputs.
+        """
+        if self.task == "seq2seq":
+            if source_ids is None or source_mask is None:
+                raise BadModel(
+                    f"{self.name} is an encoder–decoder, but there is nothing for its encoder to read; give source_ids "
+                    f"and source_mask"
+                )
+            self._encode_and_decode(input_ids, attention_mask, source_ids, source_mask)
+            return
         # Without padding the attention kernels need no mask at all; but where the text itself holds the
         # padding's id, Hugging Face warns of a forgotten one.
         pad = getattr(self.hf.config, "pad_token_id", None)
         looks_padded = pad is not None and bool((input_ids == pad).any())
-        unmasked = bool(attention_mask.all()) and not looks_padded
-        mask = None if unmasked else attention_mask.to(self.device)
-        extra = {} if self.masked else {"use_cache": False}
-        self.hf.base_model(input_ids=input_ids.to(self.device), attention_mask=mask, **extra)
+        mask = attention_mask.to(self.device) if looks_padded else self._mask(attention_mask)
+        extra = {"use_cache": False} if self.task == "causal" else {}
+        self.stack(input_ids=input_ids.to(self.device), attention_mask=mask, **extra)
+
+    def _encode_and_decode(
+        self, input_ids: Tensor, attention_mask: Tensor, source_ids: Tensor, source_mask: Tensor
+    ) -> None:
+        # The two stacks by themselves: the whole of T5, which has no base model, would run its head too.
+        read = self._mask(source_mask)
+        encoded = self.hf.get_encoder()(input_ids=source_ids.to(self.device), attention_mask=read)
+        self.stack(
+            input_ids=input_ids.to(self.device),
+            attention_mask=self._mask(attention_mask),
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=read,
+            use_cache=False,
+        )
+
+    def _mask(self, mask: Tensor) -> Tensor | None:
+        return None if bool(mask.all()) else mask.to(self.device)
+
+    def _start(self) -> int:
+        """The token that the decoder reads first; where none is named it is the padding, as T5's is."""
+        config, generation = self.hf.config, getattr(self.hf, "generation_config", None)
+        for said in (config, generation):
+            if (start := getattr(said, "decoder_start_token_id", None)) is not None:
+                return int(start)
+        if config.pad_token_id is None:
+            raise BadModel(
+                f"{self.name} does not say what its decoder reads first; set decoder_start_token_id in its config"
+            )
+        return int(config.pad_token_id)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits of states at level L, by the model's own norm and head."""
@@ -115,8 +192,7 @@ class Model:
             raise NoPredictions(self.no_predictions)
 
     def __repr__(self) -> str:
-        kind = "masked" if self.masked else "causal"
-        return f"Model({self.name}: {kind}, {self.n_blocks} blocks, d {self.width})"
+        return f"Model({self.name}: {self.task}, {self.n_blocks} blocks, d {self.width})"
 
 
 def load(
@@ -141,10 +217,9 @@ def load(
     with quiet_transformers():
         config = _attempt(name, lambda: AutoConfig.from_pretrained(place, **where))
         family = family_of(config)
-        head = "AutoModelForMaskedLM" if family.task == "masked" else "AutoModelForCausalLM"
         hf, report = _attempt(
             name,
-            lambda: getattr(transformers, head).from_pretrained(
+            lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
                 place,
                 dtype=_dtype(dtype, device),
                 device_map=device_map,
@@ -217,7 +292,14 @@ def _tokenizer(place: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | N
 
 def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:
     """Refuse a checkpoint whose body is incomplete; say why one without its head predicts nothing."""
-    inside = [key for key in missing if key.startswith(f"{hf.base_model_prefix}.")]
+    # T5 has no base model: there all but the head is body.
+    bodiless = hf.base_model is hf
+    inside = [
+        key
+        for key in missing
+        if key.startswith(f"{hf.base_model_prefix}.")
+        or (bodiless and not key.startswith("lm_head."))
+    ]
     if inside:
         raise BadModel(
             f"{name} lacks {len(inside)} weights of its body, {sorted(inside)[0]} among them; the checkpoint is "

@@ -4,6 +4,7 @@
 5.attn.in     the input of attention in block 5       5.attn.out   what attention adds to the stream
 5.ln1.in …    likewise ln1, ln2 and ffn               5.mid        the stream after attention is added
 5.heads       the output projection's input           5.attn_raw   attention's own output, before a post-norm
+5.xattn.in …  cross-attention and its norm lnx        5.mid2       the stream after cross-attention is added
 final         just before the vocabulary product
 """
 
@@ -21,6 +22,11 @@ BLOCK_PARTS = (
     "attn_raw",
     "attn.out",
     "mid",
+    "lnx.in",
+    "lnx.out",
+    "xattn.in",
+    "xattn.out",
+    "mid2",
     "ln2.in",
     "ln2.out",
     "ffn.in",

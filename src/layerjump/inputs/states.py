@@ -106,7 +106,7 @@ class Recorder:
         """The states of the batch's picks at the sites."""
         # Row and position become one index: some modules see (batch · positions, d), most (batch, positions, d).
         self.start(batch.row * batch.input_ids.shape[1] + batch.position)
-        model.body(batch.input_ids, batch.attention_mask)
+        model.body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
         return self.take()
 
     def start(self, rows: Tensor) -> None:

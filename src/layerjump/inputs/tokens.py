@@ -26,6 +26,10 @@ class Tokens:
     pad: int
     mask: int | None
     max_length: int
+    both_ways: bool = False
+    """Read by an encoder without masks: it wants the whole text, its end-of-text token included."""
+    start: int | None = None
+    """What an encoder–decoder's decoder reads first; None for a single stack."""
 
     @classmethod
     def of(
@@ -35,11 +39,14 @@ class Tokens:
         max_positions: int,
         needs_bos: bool = False,
         masked: bool | None = None,
+        both_ways: bool = False,
+        start: int | None = None,
     ) -> "Tokens":
         """Find out what this tokenizer puts around a text.
 
         `needs_bos` adds a BOS that the tokenizer has but does not add. `masked` says whether the
         model is a masked one; unless told, it is if the tokenizer has a mask token.
+        An encoder–decoder is `both_ways`, and gives its decoder's `start` token.
         """
         mask = tokenizer.mask_token_id if masked is not False else None
         if masked and mask is None:
@@ -48,21 +55,40 @@ class Tokens:
         bos = tokenizer.bos_token_id
         if needs_bos and bos is not None and bos not in prefix:
             prefix = (bos, *prefix)
-        if mask is None:
+        if mask is None and not both_ways:
             suffix = ()  # after an end of text, a causal model does not go on with the text
         limit = tokenizer.model_max_length
         max_length = min(max_positions, int(limit)) if limit < _UNLIMITED else max_positions
-        if max_length <= len(prefix) + len(suffix):
+        pad = _padding(tokenizer)
+        found = cls(tokenizer, prefix, suffix, pad, mask, max_length, both_ways, start)
+        if found.room < 1:
             raise BadText(
                 f"sequences of {max_length} tokens leave no room for text beside the "
-                f"{len(prefix) + len(suffix)} the tokenizer adds; allow more positions"
+                f"{found.n_added} the tokenizer adds; allow more positions"
             )
-        return cls(tokenizer, prefix, suffix, _padding(tokenizer), mask, max_length)
+        return found
 
     @property
     def room(self) -> int:
         """How many tokens of text fit in one sequence."""
-        return self.max_length - len(self.prefix) - len(self.suffix)
+        return self.room_in(self.max_length)
+
+    @property
+    def n_added(self) -> int:
+        """How many tokens stand beside the text in one row, at most."""
+        return max(len(self.wrap([])), sum(self.around))
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """How many tokens stand before and after the text in `input_ids`."""
+        if self.start is not None:
+            return 1 + len(self.prefix), 0
+        return len(self.prefix), len(self.suffix)
+
+    def room_in(self, length: int) -> int:
+        """How many tokens of text fit where a row has at most this length; encoder–decoders have two rows."""
+        room = min(length, self.max_length) - self.n_added
+        return room if self.start is None else 2 * room
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the texts in full, with nothing around them."""
@@ -73,6 +99,16 @@ class Tokens:
     def wrap(self, ids: Sequence[int]) -> list[int]:
         """The ids with prefix and suffix around them."""
         return [*self.prefix, *ids, *self.suffix]
+
+    def halves(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """What an encoder–decoder reads of a text: the encoder its first half, the decoder its second.
+
+        The decoder's half stands behind the start token, as it does in training: these are the labels (prefix, text,
+        end of text) moved one place to the right.
+        """
+        assert self.start is not None
+        middle = (len(ids) + 1) // 2
+        return self.wrap(ids[:middle]), [self.start, *self.prefix, *ids[middle:]]
 
     def generation_inputs(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, padded on the left: the next token follows the last."""

@@ -52,7 +52,8 @@ def _pass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     found: list[Tensor] = []
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        # Last, for T5 gives its position bias before them.
+        weights = output[-1] if isinstance(output, tuple) and len(output) > 1 else None
         if isinstance(weights, Tensor) and weights.dim() == 4:
             found.append(_mass(weights, batch))
 

@@ -53,13 +53,16 @@ def context(
 ) -> str:
     """The text around a pick: what a causal model has read, or both sides of a masked model's gap.
 
-    The gap shows what stood there, unless told.
+    The gap shows what stood there, unless told. Of an encoder–decoder: the end of what the encoder read, and what the
+    decoder has.
     """
     tokenizer, position = model.tokens.tokenizer, int(batch.position[pick])
     length = int(batch.attention_mask[batch.row[pick]].sum())
     ids = batch.input_ids[batch.row[pick], :length].tolist()
-    start = len(model.tokens.prefix)
+    start = model.tokens.around[0]
     before = str(tokenizer.decode(ids[start : position + (0 if model.masked else 1)]))
+    if batch.source_ids is not None:
+        return f"{_source(model, batch, pick)[-characters:]} → {before[-characters:]}"
     if not model.masked:
         return before[-characters:]
     after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)]))
@@ -71,6 +74,16 @@ def token_text(tokenizer: Any, token: int) -> str:
     """A token as it stands within a text: alone, SentencePiece drops the blank that tells it from others."""
     alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
     return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
+def _source(model: Model, batch: Batch, pick: int) -> str:
+    """What the encoder read."""
+    assert batch.source_ids is not None
+    assert batch.source_mask is not None
+    row, tokens = batch.row[pick], model.tokens
+    length = int(batch.source_mask[row].sum())
+    inside = slice(len(tokens.prefix), length - len(tokens.suffix))
+    return str(tokens.tokenizer.decode(batch.source_ids[row].tolist()[inside]))
 
 
 def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]:

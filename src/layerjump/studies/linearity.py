@@ -36,6 +36,21 @@ LATER = " without position 0"
 
 
 def run(setup: Setup) -> Result:
+    """Measure the model's blocks; of an encoder–decoder the decoder's, and then the encoder's beside them."""
+    result = _measure(setup)
+    if setup.model.task == "seq2seq":
+        beside = _measure(setup.without_kept(model=setup.model.encoder_side()))
+        result.tables |= {f"encoder {name}": table for name, table in beside.tables.items()}
+        result.settings |= {f"encoder_{name}": value for name, value in beside.settings.items()}
+        result.headline |= {f"encoder_{name}": value for name, value in beside.headline.items()}
+        result.notes.append(
+            "Tables without `encoder` in their names are the decoder's, which reads the second half of a text; the "
+            "encoder is measured on whole texts."
+        )
+    return result
+
+
+def _measure(setup: Setup) -> Result:
     """One pass over fit and test documents, neighbours only."""
     fit, test = _sums(setup, "fit", 0.8), _sums(setup, "test", 0.2)
     levels = range(setup.model.n_blocks)

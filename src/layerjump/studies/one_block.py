@@ -27,14 +27,15 @@ from layerjump.studies.variants import Variants, announce, budgeted, runs
 SHARE = 0.5
 """Of the run's budget: there are many replacements to try."""
 HOW = ("map", "mean", "noise")
+NORMS = ("ln1", "lnx", "ln2")
 
 
 def run(setup: Setup, jumps: Jumps) -> Result:
     """Two tables: `one block` and `why`."""
     model, batches = setup.model, budgeted(setup, SHARE)
     parts = _single_parts(model)
-    both = {"ln1", "ln2"} <= set(parts)
-    each = len(HOW) * len(parts) + both
+    norms = [part for part in parts if part in NORMS]
+    each = len(HOW) * len(parts) + (len(norms) > 1)
     blocks = model.n_blocks
     cost = announce(
         "submodules, one block at a time",
@@ -50,7 +51,7 @@ def run(setup: Setup, jumps: Jumps) -> Result:
             for name, change in changes[block].items():
                 last = rerun.from_level(block - 1, changes=change)
                 variants.add((*name, block), rerun.picked(last))
-    result = Result("submodules", {"one block": _one_block(variants, parts, both, blocks)})
+    result = Result("submodules", {"one block": _one_block(variants, parts, blocks)})
     mass, note = attention_mass(model, batches)
     result.notes += [note] if note else []
     result.tables["why"] = _why(model, batches, jumps, variants, mass)
@@ -82,15 +83,18 @@ def _changes(
             mine["map", part] = {pair: mapped(jumps[pair])}
             mine["mean", part] = {pair: constant(sums.mean(pair[1]))}
             mine["noise", part] = {pair: noisy(jumps[pair], seed=seed)}
-        if {"ln1", "ln2"} <= set(parts):
-            mine["map", "norms"] = mine["map", "ln1"] | mine["map", "ln2"]
+        norms = [part for part in parts if part in NORMS]
+        if len(norms) > 1:
+            mine["map", "norms"] = {k: v for part in norms for k, v in mine["map", part].items()}
         found[block] = mine
     return found
 
 
-def _one_block(variants: Variants, parts: list[str], both: bool, blocks: int) -> list[Row]:
-    norms = {"norms": "norms" if both else next((p for p in ("ln1", "ln2") if p in parts), "")}
-    keys = {"attn": "attn", "ffn": "ffn"} | {name: key for name, key in norms.items() if key}
+def _one_block(variants: Variants, parts: list[str], blocks: int) -> list[Row]:
+    norms = [part for part in parts if part in NORMS]
+    keys = {part: part for part in parts if part not in NORMS}
+    if norms:
+        keys["norms"] = norms[0] if len(norms) == 1 else "norms"
     rows: list[Row] = []
     for name, key in keys.items():
         for block in range(1, blocks + 1):
@@ -136,11 +140,14 @@ def _relative_lengths(
     model: Model, batches: Batches, parts: list[str]
 ) -> dict[tuple[str, int], float]:
     """Mean over positions of ‖a sub-module's output‖ / ‖the stream it reads from or adds to‖."""
-    has_mid = Site(1, "mid") in set(model.anatomy.sites())
+    present = {site.part for site in model.anatomy.sites()}
     blocks = range(1, model.n_blocks + 1)
+    after_attention = [part for part in ("mid2", "mid") if part in present]
 
     def stream(part: str, block: int) -> Site:
-        return Site(block, "mid") if has_mid and part in ("ln2", "ffn") else Site(block - 1)
+        if after_attention and part in ("ln2", "ffn"):
+            return Site(block, after_attention[0])
+        return Site(block, "mid") if part in ("lnx", "xattn") else Site(block - 1)
 
     wanted = {
         (part, block): (_pair(block, part)[1], stream(part, block))

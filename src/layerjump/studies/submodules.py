@@ -2,12 +2,12 @@
 
 `mat_x at level l`: blocks 1 to l run as they are; in all later ones sub-module x is replaced by its fitted map, at all
 positions; sums, the final norm and the head stay exact. Nothing that runs is fitted on the replaced network, so errors
-add up. Both norms are replaced together. Beside it: one block at a time, and why (see `one_block`).
+add up. All norms are replaced together. Beside it: one block at a time, and why (see `one_block`).
 
 The authors define this for GPT-2 alone. For the others the definition is ours. Attention: from what enters it to what
 it adds to the stream (in sandwich blocks, that is after the norm of its own output; that norm goes with it).
-Feed-forward: likewise. Norms: those that attention and feed-forward read through, or, in an encoder's post-norm block,
-those after each sum; each map reads what its norm reads.
+Cross-attention and feed-forward: likewise. Norms: those that attention and feed-forward read through, or, in a
+post-norm block, those after each sum; each map reads what its norm reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from layerjump.studies.variants import Variants, announce, budgeted, runs
 
 LEVELS = 12
 """A deeper model starts from so many evenly spaced levels, and the last."""
-PARTS = {"attn": ("attn",), "ffn": ("ffn",), "norms": ("ln1", "ln2")}
+PARTS = {
+    "attn": ("attn",),
+    "xattn": ("xattn",),
+    "ffn": ("ffn",),
+    "norms": ("ln1", "lnx", "ln2"),
+}
 
 
 def run(setup: Setup) -> Result:

@@ -1,0 +1,332 @@
+"""Encoder–decoders: halves of documents, batches of two rows, both stacks' states, and the studies on them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import words
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model
+
+import layerjump as lj
+from layerjump.errors import BadModel, NoPredictions, UnsupportedModel
+from layerjump.fit.bill import bill
+from layerjump.fit.collect import plan
+from layerjump.fit.pairs import parse_pairs
+from layerjump.inputs.check import sample
+from layerjump.inputs.corpus import Corpus
+from layerjump.inputs.sites import FINAL, Site
+from layerjump.lens.lens import Lens, read_levels
+from layerjump.studies import examples, exits, linearity, predictions, r2
+from layerjump.studies.setup import Setup, settings_of
+
+VOCABULARY = 1007
+EVERY = lj.Positions("all", skip_first=0, special=True)
+TEXT = lj.Positions("all", skip_first=0)
+
+
+def made(family: str, variant: str = "") -> lj.Model:
+    """A tiny model with a tokenizer that puts around a text what the family's own does."""
+    around = {"t5": "$A </s>", "bart": "<s> $A </s>"}[family]
+    named = {"pad_token": "[PAD]", "eos_token": "</s>", "mask_token": "[MASK]"}
+    ids = {"pad_token_id": words.PAD, "eos_token_id": words.EOS}
+    ids["decoder_start_token_id"] = {"t5": words.PAD, "bart": words.EOS}[family]
+    hf = tiny_model(family, variant, vocab_size=VOCABULARY, **ids)
+    return lj.Model.wrap(hf, words.tokenizer(around, **named), name=f"tiny {family}")
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def model(request: pytest.FixtureRequest) -> lj.Model:
+    return made(request.param)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    numbers = random.Random(0)
+    lengths = [numbers.randint(5, 50) for _ in range(60)]
+    documents = (" ".join(str(numbers.randrange(1000)) for _ in range(n)) for n in lengths)
+    return Corpus("numbers", tuple(documents), "")
+
+
+def ids_of(document: str) -> list[int]:
+    return [int(word) + len(words.SPECIALS) for word in document.split()]
+
+
+def by_pick(found, site) -> dict[tuple[int, int], torch.Tensor]:
+    """States by (document, position): documents here are single sequences."""
+    return {
+        (int(document), int(position)): state
+        for states in found
+        for document, position, state in zip(
+            states.batch.document, states.batch.position, states[site], strict=True
+        )
+    }
+
+
+# -- halves
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 9])
+def test_the_decoders_half_is_the_labels_moved_right(model, length):
+    """The model's own convention: labels are what the tokenizer makes of the second half."""
+    tokens, ids = model.tokens, list(range(100, 100 + length))
+    source, row = tokens.halves(ids)
+    middle = (length + 1) // 2
+    assert source == tokens.wrap(ids[:middle])
+    labels = torch.tensor([tokens.wrap(ids[middle:])])
+    assert row == model.hf.prepare_decoder_input_ids_from_labels(labels)[0].tolist()
+    assert tokens.around == (len(row) - (length - middle), 0)
+
+
+def test_a_start_token_that_is_not_named_is_the_padding():
+    hf = tiny_model("t5", decoder_start_token_id=None)
+    model = lj.Model.wrap(hf, words.tokenizer("$A </s>", pad_token="[PAD]", eos_token="</s>"))
+    assert model.tokens.start == hf.config.pad_token_id
+
+
+# -- batches
+
+
+def test_every_token_is_read_once_by_one_of_the_two(model, corpus):
+    found = lj.batches(corpus, model.tokens, TEXT)
+    for batch in found:
+        for row in range(len(batch.input_ids)):
+            document = int(batch.document[batch.row == row][0])
+            source = batch.source_ids[row][batch.source_mask[row] == 1].tolist()
+            target = batch.input_ids[row][batch.attention_mask[row] == 1].tolist()
+            assert (source, target) == model.tokens.halves(ids_of(corpus.documents[document]))
+    seen = Counter(int(token) for batch in found for token in batch.token)
+    second = [ids[(len(ids) + 1) // 2 :] for ids in map(ids_of, corpus.documents)]
+    assert seen == Counter(token for ids in second for token in ids)
+
+
+def test_counts_take_in_both_rows(model, corpus):
+    found = lj.batches(corpus, model.tokens, TEXT, budget=600)
+    assert found.n_tokens == sum(batch.n_tokens for batch in found)
+    assert found.n_source_tokens == sum(int(batch.source_mask.sum()) for batch in found)
+    assert found.n_picks == sum(batch.n_picks for batch in found)
+    cells = [batch.input_ids.numel() + batch.source_ids.numel() for batch in found]
+    assert max(cells) <= 600
+    assert found.padding == pytest.approx(1 - found.n_tokens / sum(cells))
+    assert found.padding < 0.15
+    some = lj.batches(corpus, model.tokens, TEXT, tokens_wanted=500)
+    assert 500 <= some.n_tokens < 560
+
+
+@pytest.mark.parametrize("kind", ["one", "sample=3", "30%", "all"])
+def test_picks_do_not_depend_on_budget_or_shards(model, corpus, kind):
+    def picks(batches):
+        rows = (zip(b.document.tolist(), b.position.tolist(), strict=True) for b in batches)
+        return sorted(pick for row in rows for pick in row)
+
+    positions = lj.Positions.parse(kind)
+    whole = lj.batches(corpus, model.tokens, positions)
+    small = lj.batches(corpus, model.tokens, positions, budget=90)
+    shards = [batch for rank in range(3) for batch in small.shard(rank, 3)]
+    assert picks(whole) == picks(small) == picks(shards)
+    assert min(position for _, position in picks(whole)) == model.tokens.around[0]
+
+
+def test_a_long_document_becomes_several_pairs_of_rows(model, corpus):
+    long = Corpus("long", (" ".join(corpus.documents),), "")
+    found = list(lj.batches(long, model.tokens, EVERY, max_length=12))
+    assert max(batch.input_ids.shape[1] for batch in found) <= 12
+    assert max(batch.source_ids.shape[1] for batch in found) <= 12
+    special = {words.PAD, words.BOS, words.EOS}
+    read = Counter(
+        int(token)
+        for batch in found
+        for ids, mask in (
+            (batch.input_ids, batch.attention_mask),
+            (batch.source_ids, batch.source_mask),
+        )
+        for token in ids[mask == 1]
+    )
+    read = {token: count for token, count in read.items() if token not in special}
+    assert read == Counter(ids_of(long.documents[0]))
+
+
+# -- states
+
+
+def test_states_do_not_depend_on_the_batches(model, corpus):
+    site = Site(model.n_blocks)
+    together = by_pick(lj.states(model, lj.batches(corpus, model.tokens, EVERY), [site]), site)
+    alone = by_pick(
+        lj.states(model, lj.batches(corpus, model.tokens, EVERY, budget=1), [site]), site
+    )
+    assert together.keys() == alone.keys()
+    # T5's norms round to float32 whatever the model's dtype.
+    assert all(torch.allclose(together[pick], alone[pick], rtol=0, atol=1e-5) for pick in alone)
+
+
+def test_the_source_is_asked_for(model):
+    with pytest.raises(BadModel, match="nothing for its encoder to read; give source_ids"):
+        list(lj.states(model, [lj.one_batch([1, 2, 3])], [0]))
+    (found,) = lj.states(model, [lj.one_batch([1, 2, 3], source=[4, 5])], [0])
+    assert found[0].shape == (3, 32)
+
+
+def test_the_encoders_levels_are_hugging_faces(model):
+    side = model.encoder_side()
+    batch = sample(side, rows=3, length=14)
+    (found,) = lj.states(side, [batch], range(side.n_blocks + 1))
+    with torch.no_grad():
+        output = model.hf(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            decoder_input_ids=batch.input_ids[:, :1],
+            output_hidden_states=True,
+        )
+    for level in range(side.n_blocks):
+        theirs = output.encoder_hidden_states[level][batch.row, batch.position]
+        assert torch.allclose(found[level], theirs, rtol=0, atol=1e-12)
+
+
+def test_an_encoders_side_has_no_predictions_and_no_final(model):
+    side = model.encoder_side()
+    assert FINAL not in side.anatomy.sites()
+    assert not any("xattn" in str(site) for site in side.anatomy.sites())
+    with pytest.raises(BadModel, match="no site final"):
+        parse_pairs("0:final", side.anatomy)
+    with pytest.raises(NoPredictions, match="ask the decoder"):
+        side.logits(torch.zeros(1, 32, dtype=torch.float64))
+
+
+def test_an_encoder_reads_whole_texts_with_what_goes_around_them(model, corpus):
+    side = model.encoder_side()
+    (batch,) = lj.batches(Corpus("one", corpus.documents[:1], ""), side.tokens, lj.Positions("one"))
+    assert batch.source_ids is None
+    assert batch.input_ids[0].tolist() == model.tokens.wrap(ids_of(corpus.documents[0]))
+
+
+def test_a_single_stack_has_no_encoder_side():
+    with pytest.raises(UnsupportedModel, match="one stack"):
+        lj.Model.wrap(tiny_model("gpt2"), name="tiny").encoder_side()
+
+
+# -- loading
+
+
+@pytest.mark.parametrize(("family", "variant"), [("t5", ""), ("t5", "gated"), ("bart", "")])
+def test_a_folder_loads_and_predicts(family, variant, tmp_path):
+    hf = tiny_model(family, variant, dtype=torch.float32)
+    hf.save_pretrained(tmp_path)
+    model = lj.load(tmp_path)
+    assert model.no_predictions is None
+    assert (model.task, model.n_blocks, model.width) == ("seq2seq", 3, 32)
+    names = [check.name for check in lj.self_check(model)]
+    assert {"logits", "causality", "encoder levels", "encoder blocks", "encoder inputs"} <= {*names}
+    batch = sample(model)
+    (ours,) = lj.states(model, [batch], [3], logits=True)
+    (theirs,) = lj.states(lj.Model.wrap(hf), [batch], [3], logits=True)
+    assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
+
+
+def test_a_t5_with_a_head_of_its_own_keeps_it(tmp_path):
+    """T5 1.1 is not tied, though its class is."""
+    hf = tiny_model("t5", "gated", dtype=torch.float32)
+    hf.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn_like(tensors["shared.weight"])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = lj.load(tmp_path)
+    assert torch.equal(model.anatomy.head.weight, tensors["lm_head.weight"])
+
+
+def test_a_t5_with_a_missing_body_weight_is_refused(tmp_path):
+    tiny_model("t5", dtype=torch.float32).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["decoder.block.1.layer.1.EncDecAttention.k.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadModel, match=r"lacks 1 weights of its body, decoder.block.1"):
+        lj.load(tmp_path)
+
+
+# -- fits and studies
+
+
+@pytest.fixture(scope="module")
+def setup(model, corpus) -> Setup:
+    return Setup(model, corpus, settings_of("ours", split="60/20/20", score=60))
+
+
+def test_submodules_take_in_cross_attention(model, corpus):
+    jumps = lj.fit(model, corpus, pairs="submodules", estimator="ridge", sizes="60/20/20")
+    for block in range(1, 4):
+        for part in ("ln1", "attn", "lnx", "xattn", "ln2", "ffn"):
+            assert (f"{block}.{part}.in", f"{block}.{part}.out") in jumps
+    assert len(jumps) == 18
+
+
+def test_the_bill_counts_each_token_through_its_own_stack(model, corpus):
+    planned = plan(model, corpus, sizes="60/20/20", select=False)
+    tokens = sum(found.n_tokens for found in planned.batches.values())
+    sources = sum(found.n_source_tokens for found in planned.batches.values())
+    encoder, decoder = (
+        sum(p.numel() for block in side.anatomy.blocks for p in block.parameters())
+        for side in (model.encoder_side(), model)
+    )
+    wanted = 2.0 * (encoder * sources + decoder * (tokens - sources))
+    assert bill(model, planned.moments["fit"], planned.batches).model_flops == wanted
+
+
+def test_every_lens_is_the_model_at_the_last_level(model, setup):
+    jumps = setup.jumps("mat")
+    found = lj.batches(setup.corpus, model.tokens, lj.Positions("one"))
+    readings = read_levels(model, {"identity": Lens(model), "mat": Lens(model, jumps)}, found)
+    assert readings.hits(1)[:, -1].all()
+    assert readings.kl[:, -1].abs().max() < 1e-9
+    for batch in found:
+        with torch.no_grad():
+            logits = model.hf(
+                input_ids=batch.source_ids,
+                attention_mask=batch.source_mask,
+                decoder_input_ids=batch.input_ids,
+                decoder_attention_mask=batch.attention_mask,
+            ).logits[batch.row, batch.position]
+        best = dict(zip(readings.document.tolist(), readings.best.tolist(), strict=True))
+        assert [best[int(d)] for d in batch.document] == logits.argmax(-1).tolist()
+
+
+def test_r2_and_predictions_and_exits_run(setup):
+    found = r2.run(setup)
+    assert len(found.tables["pairs mat"]) == 6
+    scored = predictions.run(setup)
+    last = [row for row in scored.tables["levels"] if row["level"] == 3]
+    assert [(row["p@1"], row["kl"]) for row in last] == [(1.0, pytest.approx(0, abs=1e-9))] * 2
+    assert exits.run(setup).tables["saved"]
+
+
+def test_linearity_measures_both_stacks(setup):
+    result = linearity.run(setup)
+    for name in ("blocks", "levels", "angles"):
+        decoder, encoder = result.tables[name], result.tables[f"encoder {name}"]
+        assert len(decoder) == len(encoder)
+        assert list(decoder[0]) == list(encoder[0])
+        assert decoder != encoder
+    assert result.headline["encoder_mean_with_residual"] != result.headline["mean_with_residual"]
+    numbers = [value for row in result.tables["encoder blocks"] for value in row.values()]
+    assert np.isfinite(numbers).all()
+
+
+def test_examples_show_what_both_have_read(setup):
+    rows = examples.run(setup).tables["examples"]
+    source, arrow, target = rows[0]["context"].partition(" → ")
+    assert arrow
+    documents = [document.split() for document in setup.corpus.documents]
+    ends = [document[: (len(document) + 1) // 2][-1] for document in documents]
+    assert source.split()[-1] in ends
+    assert target.split()
+
+
+def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
+    model = made("t5", "short-encoder")
+    assert (model.n_blocks, model.encoder_side().n_blocks) == (3, 2)
+    result = linearity.run(Setup(model, corpus, settings_of("ours", split="60/20/20")))
+    assert len(result.tables["blocks"]) == 3
+    assert len(result.tables["encoder blocks"]) == 2
