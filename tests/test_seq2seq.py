@@ -21,7 +21,7 @@ from layerjump.inputs.check import sample
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.lens.lens import Lens, read_levels
-from layerjump.studies import examples, exits, linearity, predictions, r2
+from layerjump.studies import examples, exits, linearity, predictions, r2, submodules
 from layerjump.studies.setup import Setup, settings_of
 
 VOCABULARY = 1007
@@ -330,3 +330,12 @@ def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
     result = linearity.run(Setup(model, corpus, settings_of("ours", split="60/20/20")))
     assert len(result.tables["blocks"]) == 3
     assert len(result.tables["encoder blocks"]) == 2
+
+
+def test_cross_attention_is_replaced_beside_self_attention(model, corpus):
+    settings = settings_of("ours", split="60/20/20", budget=200, estimators=("ridge",), score=40)
+    tables = submodules.run(Setup(model, corpus, settings)).tables
+    suffix, why = tables["suffix"], tables["why"]
+    assert {"attn", "xattn", "ffn", "norms"} <= {row["part"] for row in suffix}
+    assert {"lnx", "xattn"} <= {row["part"] for row in why}
+    assert all(row["p@1"] == 1 for row in suffix if row["level"] == model.n_blocks)

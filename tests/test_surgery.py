@@ -92,7 +92,7 @@ def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
     family = model.anatomy.family
     changes = {}
     for block, module in enumerate(model.anatomy.blocks, start=1):
-        for name, path in (("ln1", family.ln1), ("ln2", family.ln2)):
+        for name, path in (("ln1", family.ln1), ("lnx", family.lnx), ("ln2", family.ln2)):
             if path is not None:
                 norm = module.get_submodule(path)
                 changes[Site(block, f"{name}.in"), Site(block, f"{name}.out")] = mapped(
@@ -101,9 +101,12 @@ def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
     assert torch.allclose(rerun.from_level(0, changes=changes), rerun.levels[-1], atol=EXACT)
 
 
-@pytest.mark.parametrize("part", ["attn", "ffn"])
+@pytest.mark.parametrize("part", ["attn", "xattn", "ffn"])
 def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
     """In the last block, against the block's own arithmetic written out."""
+    crossed = model.anatomy.family.xattn is not None
+    if part == ("attn" if crossed else "xattn"):
+        pytest.skip("cross-attention, where there is any, reads what attention gave")
     block = model.n_blocks
     pair = Site(block, f"{part}.in"), Site(block, f"{part}.out")
     zero = constant(torch.zeros(model.width))
@@ -120,6 +123,8 @@ def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
     (found,) = states(model, [rerun.batch], [block - 1, *parts.values()])
     stream = found[block - 1]
     attn, ffn = found[parts["attn.out"]], found[parts["ffn.out"]]
+    if row.xattn is not None:
+        return by_hand_with_cross_attention(model, rerun, without=without)
 
     def norm(path, x):
         return x if path is None else module.get_submodule(path)(x)
@@ -136,11 +141,26 @@ def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
         return stream + feed_forward(model, norm(row.ln2, stream))
 
 
+def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
+    block, row = model.n_blocks, model.anatomy.family
+    (found,) = states(model, [rerun.batch], [Site(block, "mid"), Site(block, "mid2")])
+    lnx, ln2 = (model.anatomy.blocks[-1].get_submodule(path) for path in (row.lnx, row.ln2))
+    with torch.no_grad():
+        if without == "ffn":
+            stream = found[Site(block, "mid2")]
+            return ln2(stream) if row.kind == "post" else stream
+        stream = found[Site(block, "mid")]
+        if row.kind == "post":
+            stream = lnx(stream)
+            return ln2(stream + feed_forward(model, stream))
+        return stream + feed_forward(model, ln2(stream))
+
+
 def feed_forward(model: Model, x: torch.Tensor) -> torch.Tensor:
     """What the last block's feed-forward adds for an input, through its own modules."""
     module, row = model.anatomy.blocks[-1], model.anatomy.family
     kind = model.hf.config.model_type
-    if kind == "opt":
+    if kind in ("opt", "bart"):
         return module.fc2(module.activation_fn(module.fc1(x)))
     if kind in ("bert", "roberta", "electra"):
         return module.output.dense(module.intermediate(x))
