@@ -7,8 +7,8 @@ READY := $(VENV)/ready
 .PHONY: demo test check format clean
 
 demo: $(READY)
-	$(BIN)/layerjump fit smollm2 --text pydoc --tokens 16000 -o demo/jumps
-	$(BIN)/python examples/first_look.py demo/jumps
+	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo
+	@echo "The report is demo/report.html: open it in a browser."
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -5,7 +5,7 @@
 One run, rivals in turn:
   forward      `model(**batch)` over the tokens of the fit and test splits, nothing else
   to-last      plan, pass, `mat` for every level → last, test scores; all positions
-  all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 40 d)
+  all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 44 d)
   scikit-learn LinearRegression(fit_intercept=False) once a pair on 9,000 stored float32 states: a few pairs are
                timed and scaled to all. Beside it: our sums and solutions of all pairs from the same stored states.
 Memory: the peak of a whole process at 20,000 and at 200,000 tokens (`--quick`: 5,000 and 20,000).
@@ -33,7 +33,7 @@ from layerjump.measure.timing import alternate, machine, ratio
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS = {
-    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 72_000, 1),
+    "smollm2": ("smollm2", SHARED / "text/wikitext-2/wikitext2_train_first1MB.txt", 96_000, 1),
     "stories15m": (
         str(SHARED / "models/stories15M"),
         SHARED / "text/tinystories/tinystories_train_sample.txt",
@@ -66,7 +66,7 @@ def main() -> None:
         source, text, tokens, repeats = MODELS[name]
         figures[name] = {}
         if options.only != "memory":
-            figures[name] |= measure(source, text, tokens // (36 if options.quick else 1), repeats)
+            figures[name] |= measure(source, text, tokens // (48 if options.quick else 1), repeats)
         if options.only == "time":
             continue
         sizes = (5_000, 20_000) if options.quick else (20_000, 200_000)

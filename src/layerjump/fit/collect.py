@@ -81,7 +81,7 @@ def plan(
 ) -> Plan:
     """Decide on a run: which documents, positions and sums.
 
-    Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 40 d). Jumps between
+    Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 44 d). Jumps between
     levels skip position 0; maps meant for every position (sub-modules) take it in.
     """
     corpus = text if isinstance(text, Corpus) else read(text)
@@ -134,12 +134,12 @@ def products_on(model: Model) -> torch.dtype:
 
 
 def sampled(available: int, width: int, *, everywhere: bool = False) -> Positions:
-    """All pairs cost more than the model itself, so they sample positions: 15 %, never fewer than 40 d.
+    """All pairs cost more than the model itself, so they sample positions: 15 %, never fewer than 44 d.
 
-    Least squares loses about (1 − R²) · d/n of its R²: at 40 d about a hundredth, and more text lowers it further.
+    Least squares loses about (1 − R²) · d/n of its R²: at 44 d about a hundredth, and more text lowers it further.
     `everywhere` lets position 0 and special tokens be drawn.
     """
-    share = min(1.0, max(0.15, 40 * width / available))
+    share = min(1.0, max(0.15, 44 * width / available))
     first = 0 if everywhere else 1
     if share == 1.0:
         return Positions("all", skip_first=first, special=everywhere)
