@@ -5,7 +5,7 @@
 Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias,
 no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
 rxn-bert (masked) on reactions. Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
-rxn-bert. What differs from the papers is the model and, but for the news, the text.
+rxn-bert. `budget` is the test tokens of the costly studies. What differs from the papers is the model and, but for the news, the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REACTIONS = TEXTS / "reactions.txt"
 
 PAPER = "r2,predictions,exits,submodules"
 RUNS: dict[str, tuple[str, list[Path], str, dict[str, Any]]] = {
-    "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], f"{PAPER},alternation", {"protocol": "paper"}),
+    "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper", "budget": 1_000}),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
     "rxn-bert": (
@@ -40,6 +40,7 @@ RUNS: dict[str, tuple[str, list[Path], str, dict[str, Any]]] = {
         PAPER,
         {"protocol": "paper", "exit_position": 3},
     ),
+    "alternation": ("smollm2", [WIKIPEDIA], "alternation", {"protocol": "paper", "budget": 500}),
     "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours"}),
     "linearity-stories15M": (
         str(MODELS / "stories15M"),
