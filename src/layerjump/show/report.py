@@ -172,6 +172,12 @@ def _headlines(results: Sequence[Results], names: Sequence[str]) -> str:
     )
 
 
+def _differences(run: Results) -> str:
+    """What `--protocol paper` could not do as the authors did."""
+    said = run.get("differs_from_paper") or []
+    return "<br>".join(safe(sentence) for sentence in said) or "another protocol"
+
+
 def _made(results: Sequence[Results], names: Sequence[str]) -> str:
     """What another person needs to get the same numbers."""
     told = [
@@ -180,6 +186,7 @@ def _made(results: Sequence[Results], names: Sequence[str]) -> str:
             **{f"model: {key}": _value(value) for key, value in run["model"].items()},
             **{f"text: {key}": _value(value) for key, value in run["text"].items()},
             "other texts": _value([text["name"] for text in run["other_texts"]] or None),
+            "differs from the paper": _differences(run),
             **{f"setting: {key}": _value(value) for key, value in run["settings"].items()},
             "machine": safe(run["machine"]),
             "layerjump": safe(run["layerjump"]),

@@ -143,6 +143,9 @@ def summary(results: Results) -> str:
     if "exits" in results["studies"] and not results["studies"]["exits"]["skipped"]:
         lines += ["", saved_sentence(results["studies"]["exits"])]
     lines += ["", *_headlines([results], ["value"])]
+    if differs := results.get("differs_from_paper"):
+        lines += ["", "What differs from the paper's protocol:", ""]
+        lines += [f"- {_flat(sentence)}" for sentence in differs]
     if results["command"]:
         lines += [
             "",

@@ -13,6 +13,7 @@ from layerjump.errors import BadArtifact, NewerFormat
 from layerjump.fit.files import read_json, write_json, write_text, writing
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.measure.timing import machine
+from layerjump.studies.protocol import differences
 from layerjump.studies.result import Result, plain
 from layerjump.studies.setup import Setup
 from layerjump.studies.table import Study
@@ -100,6 +101,7 @@ def _fresh(setup: Setup, command: str) -> dict[str, Any]:
             "text": {"name": corpus.name, "sha256": corpus.sha256, "note": corpus.note},
             "other_texts": [{"name": other.name, "sha256": other.sha256} for other in setup.others],
             "settings": asdict(setup.settings),
+            "differs_from_paper": differences(setup),
             "level_pairs": setup.level_pairs,
             "studies": {},
         }
