@@ -10,8 +10,9 @@ demo: $(READY)
 	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo
 	@echo "The report is demo/report.html: open it in a browser."
 
+# Two workers with a thread each: many tests start processes of their own, and threads would fight over the cores.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .
