@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, list[Path], str, dict[str, Any]]] = {
         PAPER,
         {"protocol": "paper", "exit_position": 3},
     ),
-    "alternation": ("smollm2", [WIKIPEDIA], "alternation", {"protocol": "paper", "budget": 500}),
+    "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
     "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours"}),
     "linearity-stories15M": (
         str(MODELS / "stories15M"),
