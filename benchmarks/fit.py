@@ -85,7 +85,6 @@ def main() -> None:
 def gflops(dtype: torch.dtype) -> float:
     """What one core product reaches here: the floor under any method that forms one product a pair."""
     rows = torch.randn(4_096, 576, dtype=dtype)
-    sampled: list[lj.Jumps] = []
     seconds = alternate({"product": lambda: [rows.T @ rows for _ in range(20)]})["product"]
     return 20 * 2 * rows.numel() * 576 / min(seconds) / 1e9
 
@@ -98,6 +97,7 @@ def measure(source: str, text: Path, tokens: int, repeats: int) -> dict[str, flo
     print(
         f"\n{model}, {corpus.name}, {sum(b.n_tokens for b in batches):,} tokens, seed 0, {repeats} repeats"
     )
+    sampled: list[lj.Jumps] = []
     seconds = alternate(
         {
             "forward": lambda: forward(model, batches),
