@@ -62,12 +62,10 @@ def main() -> None:
 @torch.no_grad()
 def least(model: lj.Model, batches: lj.Batches, lenses: int) -> None:
     """The body once, and a bare vocabulary product for every reading."""
-    rows = rows_at_once(model)
-    for found in lj.states(model, batches, ["final"]):
-        for start in range(0, found.batch.n_picks, rows):
-            final = found["final"][start : start + rows]
-            for _ in range(lenses * (model.n_blocks + 1)):
-                model.anatomy.decode(final)
+    final = torch.cat([found["final"] for found in lj.states(model, batches, ["final"])])
+    for rows in final.split(rows_at_once(model)):
+        for _ in range(lenses * (model.n_blocks + 1)):
+            model.anatomy.decode(rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from layerjump.fit.pairs import Pair
 from layerjump.fit.records import parse_pair
 from layerjump.inputs.anatomy import Tap
 from layerjump.inputs.batches import Batch
+from layerjump.inputs.hooks import Hooks
 from layerjump.inputs.models import Model
 
 Changes = Mapping[Pair, Change]
@@ -136,7 +136,7 @@ class _Cut:
     change: Change
 
 
-class _Operation:
+class _Operation(Hooks):
     """Hooks that carry out cuts while the model runs; they are gone when the `with` ends."""
 
     def __init__(self, cuts: Sequence[_Cut]) -> None:
@@ -145,34 +145,13 @@ class _Operation:
             self._by_target[cut.target].append(cut)
         self._sources = {cut.source for cut in cuts}
         taps = [*self._sources, *self._by_target]
-        self._places = list(dict.fromkeys((tap.module, tap.side) for tap in taps))
-        self._handles: list[RemovableHandle] = []
+        super().__init__(dict.fromkeys((tap.module, tap.side) for tap in taps))
         self.start()
 
     def start(self) -> None:
         """A forward pass begins: no module has been called yet."""
         self._calls: dict[tuple[nn.Module, str], int] = defaultdict(int)
         self._seen: dict[Tap, Tensor] = {}
-
-    def __enter__(self) -> _Operation:
-        for module, side in self._places:
-            if side == "in":
-                handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
-            else:
-                handle = module.register_forward_hook(self._after)
-            self._handles.append(handle)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._seen.clear()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = self._visit(module, "in", args[0] if args else kwargs["hidden_states"])

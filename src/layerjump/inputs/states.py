@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from layerjump.errors import BadModel
 from layerjump.inputs.anatomy import Anatomy
 from layerjump.inputs.batches import Batch
+from layerjump.inputs.hooks import Hooks
 from layerjump.inputs.sites import FINAL, Site
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def states(
             del made  # so that two batches' states are not held while the next is run
 
 
-class Recorder:
+class Recorder(Hooks):
     """Hooks that copy the picked rows at sites while a model runs; they are gone when the `with` ends."""
 
     def __init__(self, anatomy: Anatomy, sites: Sequence[Site]) -> None:
@@ -80,26 +79,7 @@ class Recorder:
         self._calls: dict[tuple[nn.Module, str], int] = {}
         self._found: dict[Site, Tensor] = {}
         self._rows: Tensor | None = None
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> Recorder:
-        for module, side in self._wanted:
-            if side == "in":
-                handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
-            else:
-                handle = module.register_forward_hook(self._after)
-            self._handles.append(handle)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().__init__(self._wanted)
 
     @torch.no_grad()
     def run(self, model: Model, batch: Batch) -> dict[Site, Tensor]:

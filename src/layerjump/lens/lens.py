@@ -13,13 +13,14 @@ from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batch
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import FINAL, Site
-from layerjump.inputs.states import states
+from layerjump.inputs.states import States, states
 from layerjump.measure.metrics import KS, Agreement, Truth, agreement, truth
 
 MEMORY = 1 << 30
 """Bytes that rows of logits may take at once, whatever the vocabulary."""
 _BUFFERS = 5
 """Rows of vocabulary size that are alive at once: two of the truth, up to three of an approximation (a soft-cap)."""
+_MOST_ROWS = 512  # more make no product faster
 _AT_LEAST = 4  # bytes a number: half-precision logits are widened
 
 
@@ -98,22 +99,21 @@ def read_levels(
     """Read every level of the batches' picks through every lens, in one forward pass."""
     rows = rows_at_once(model, memory)
     parts: list[Readings] = []
+    waiting: list[States] = []
     for found in states(model, batches, range(model.n_blocks + 1)):
-        batch = found.batch
-        about = torch.stack([batch.document, batch.position, batch.token])
-        for start in range(0, batch.n_picks, rows):
-            these = slice(start, start + rows)
-            levels = [found[level][these] for level in range(model.n_blocks + 1)]
-            parts.append(_read(lenses, levels, model, about[:, these]))
+        waiting.append(found)
+        if sum(each.batch.n_picks for each in waiting) >= rows:
+            parts += _read_all(lenses, waiting, model, rows)
+            waiting = []
         if progress:
-            progress(batch)
-    return _joined(parts)
+            progress(found.batch)
+    return _joined(parts + _read_all(lenses, waiting, model, rows))
 
 
 def rows_at_once(model: Model, memory: int = MEMORY) -> int:
     """How many rows of logits fit in the memory given."""
     size = max(_AT_LEAST, model.hf.dtype.itemsize)
-    return max(1, memory // (_BUFFERS * model.anatomy.vocabulary * size))
+    return max(1, min(_MOST_ROWS, memory // (_BUFFERS * model.anatomy.vocabulary * size)))
 
 
 def _through(jump: nn.Module, states: Tensor) -> Tensor:
@@ -121,6 +121,22 @@ def _through(jump: nn.Module, states: Tensor) -> Tensor:
     weight = next(jump.parameters(), None)
     dtype = states.dtype if weight is None else weight.dtype
     return jump(states.to(dtype)).to(states.dtype)
+
+
+def _read_all(
+    lenses: Mapping[str, Lens], found: list[States], model: Model, rows: int
+) -> list[Readings]:
+    """Readings of several batches' picks together: a vocabulary product of few rows costs as much as one of many."""
+    if not found:
+        return []
+    levels = [torch.cat([each[level] for each in found]) for level in range(model.n_blocks + 1)]
+    about = torch.cat(
+        [torch.stack([b.document, b.position, b.token]) for b in (each.batch for each in found)], 1
+    )
+    slices = [slice(start, start + rows) for start in range(0, about.shape[1], rows)]
+    return [
+        _read(lenses, [level[part] for level in levels], model, about[:, part]) for part in slices
+    ]
 
 
 def _read(
