@@ -25,6 +25,10 @@ ROWS_AT_ONCE = 1024
 """Rows in one float32 product: rounding grows with their number, the cost of adding to float64 falls."""
 
 
+SQUARE_BLOCKS = 4
+"""Blocks a side of a symmetric product: four save three eighths of its cost."""
+
+
 class Moments:
     """Running sums of states at the sites of some pairs."""
 
@@ -193,7 +197,7 @@ class Moments:
                 squares = rows[site].square().sum(0, dtype=torch.float64)
                 self.sums[f"diagonal/{site}"] += squares
         for site in self.squared:
-            _add_product(self.sums[f"square/{site}"], rows[site], rows[site])
+            _add_square(self.sums[f"square/{site}"], rows[site])
         for a, b in self.pairs:
             _add_product(self.sums[f"cross/{a}>{b}"], rows[a], rows[b])
 
@@ -242,6 +246,17 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
         total.addmm_(x.mT, y)  # without a temporary as large as the sum
     else:
         total += x.mT @ y
+
+
+def _add_square(total: Tensor, x: Tensor) -> None:
+    """xᵀx is symmetric: blocks on and above the diagonal are multiplied, those below are copied."""
+    width = x.shape[1]
+    step = -(-width // SQUARE_BLOCKS)
+    for start in range(0, width, step):
+        end = min(start + step, width)
+        block = x[:, start:end].mT @ x[:, start:]
+        total[start:end, start:] += block
+        total[end:, start:end] += block[:, end - start :].mT
 
 
 def _require_finite(rows: Mapping[Site, Tensor]) -> None:
