@@ -4,7 +4,7 @@
 
 One run, rivals in turn:
   forward      `model(**batch)` over the tokens of the fit and test splits, nothing else
-  to-last      plan, pass, `mat` for every level → last, test scores; all positions; in turns on a fourth of the tokens
+  to-last      plan, pass, `mat` for every level → last, test scores; all positions; in turns on half of the tokens
   all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 44 d)
   scikit-learn LinearRegression(fit_intercept=False) once a pair on 9,000 stored float32 states: a few pairs are
                timed and scaled to all. Beside it: our sums and solutions of all pairs from the same stored states.
@@ -44,7 +44,7 @@ MODELS = {
 }
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
-TURNS, FEWER = 3, 4  # levels → last: so many turns, on a fourth of the tokens
+TURNS, FEWER = 2, 2  # levels → last: so many turns, on half of the tokens
 SETTINGS: dict[str, Any] = {"select": False, "sizes": "90/0/10"}
 
 
