@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 1024
 
 
 SQUARE_BLOCKS = 4
-"""Blocks a side of a symmetric product: four save three eighths of its cost."""
+"""Blocks a side of a symmetric product: four save three eighths of its arithmetic."""
 
 
 class Moments:
