@@ -42,6 +42,11 @@ MODELS = {
         3,
     ),
 }
+LONG = {
+    "smollm2": SHARED / "text/leipzig/eng_wikipedia_2016_10K-sentences.txt",
+    "stories15m": MODELS["stories15m"][1],
+}
+"""Texts of more than 200,000 tokens, for memory."""
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
 TURNS, FEWER = 2, 2  # levels → last: so many turns, on half of the tokens
@@ -79,7 +84,7 @@ def main() -> None:
         sizes = (5_000, 20_000) if options.quick else (20_000, 200_000)
         if options.quick and name == "smollm2":
             sizes = (1_000, 2_000)
-        few, many = (peak(source, text, size) for size in sizes)
+        few, many = (peak(source, LONG[name], size) for size in sizes)
         print(f"  peak memory at {sizes[0]:,} tokens {few:,.0f} MB, at {sizes[1]:,} {many:,.0f} MB")
         figures[name]["rss_growth"] = many / few - 1
     print(json.dumps(figures))
