@@ -5,8 +5,8 @@
 Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias,
 no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
 rxn-bert (masked) on reactions. Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
-rxn-bert. `budget` is the test tokens of the costly studies. What differs from the papers is the model and, but for the
-news, the text.
+rxn-bert. What differs from the papers is the model and, but for the news, the text. `budget` is the test tokens of the
+costly studies; `demo` is what `make demo` runs, for the README.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerjump.measure.timing import machine
 from layerjump.show.report import write_report
 from layerjump.studies.run import run_studies
 from layerjump.studies.setup import Setup, settings_of
-from layerjump.studies.table import chosen
+from layerjump.studies.table import MAIN, chosen
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS, TEXTS = SHARED / "models", SHARED / "text"
@@ -31,16 +31,12 @@ STORIES = TEXTS / "tinystories/tinystories_valid_sample.txt"
 REACTIONS = TEXTS / "reactions.txt"
 
 PAPER = "r2,predictions,exits,submodules"
-RUNS: dict[str, tuple[str, list[Path], str, dict[str, Any]]] = {
+RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
+    "demo": ("smollm2", ["pydoc"], ",".join(MAIN), {"protocol": "ours", "tokens": 16_000}),
     "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper", "budget": 1_000}),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
-    "rxn-bert": (
-        str(MODELS / "rxn-bert"),
-        [REACTIONS],
-        PAPER,
-        {"protocol": "paper", "exit_position": 3},
-    ),
+    "rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], PAPER, {"protocol": "paper"}),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
     "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours"}),
     "linearity-stories15M": (
@@ -83,7 +79,7 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     results = run_studies(
         setup, chosen(studies), folder, command=f"benchmarks/paper.py --only {name}"
     )
-    print(f"\n## {name}: {setup.model}, {', '.join(text.name for text in texts)}, seed 0")
+    print(f"\n## {name}: {setup.model}, {', '.join(map(str, texts))}, seed 0")
     print(write_report(results, folder)[-1].read_text(encoding="utf-8"))
     return {study: result["headline"] for study, result in results["studies"].items()}
 
