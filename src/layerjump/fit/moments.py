@@ -8,7 +8,7 @@ in float32 (`products`); there rows of outlying norm (attention sinks) still go 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class Moments:
         self.pairs = list(pairs)
         self.sites = sites_of(self.pairs)
         self.sources = list(dict.fromkeys(source for source, _ in self.pairs))
+        self._targets = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
         self.full_targets = full_targets
         # Σ x xᵀ is kept for sources; for mere targets its diagonal will do, unless a study needs more.
         self.squared = list(self.sites) if full_targets else self.sources
@@ -103,7 +104,7 @@ class Moments:
     def source(self, site: Site) -> Source:
         """The centred sums of a source site."""
         total, n = self.sums[f"sum/{site}"], max(self.n, 1)
-        scatter = self.sums[f"square/{site}"] - torch.outer(total, total) / n
+        scatter = _mirrored(self.sums[f"square/{site}"]) - torch.outer(total, total) / n
         return Source(self.n, self.mean(site), scatter)
 
     def target(self, source: Site, target: Site) -> Target:
@@ -116,7 +117,7 @@ class Moments:
             self.sums[f"cross/{source}>{target}"] - torch.outer(x, y) / n,
             # Rounding may leave a constant coordinate a hair below zero.
             (diagonal - y.square() / n).clamp(min=0),
-            None if square is None else square - torch.outer(y, y) / n,
+            None if square is None else _mirrored(square) - torch.outer(y, y) / n,
         )
 
     def mean(self, site: Site) -> Tensor:
@@ -171,35 +172,35 @@ class Moments:
         self.sums["angle"] += torch.stack(angles)
 
     def _add_products(self, states: Mapping[Site, Tensor]) -> None:
+        _require_finite(states)
         if self.products == torch.float64:
-            rows = {site: states[site].double() - self.shift[site] for site in self.sites}
-            _require_finite(rows)
-            self._multiply(rows)
+            self._multiply(lambda site: states[site].double() - self.shift[site])
         else:
             self._add_rough_products(states)
 
     def _add_rough_products(self, states: Mapping[Site, Tensor]) -> None:
         """In float32, except for rows so long that their rounding would cover the others."""
         shifted = {site: states[site] - self.shift[site].to(states[site]) for site in self.sites}
-        _require_finite(shifted)
         outlying = self._outlying(shifted)
-        exact = {s: states[s][outlying].double() - self.shift[s] for s in self.sites}
-        self._multiply(exact)
+        self._multiply(lambda site: states[site][outlying].double() - self.shift[site])
         for state in shifted.values():
             state[outlying] = 0
         for start in range(0, len(outlying), ROWS_AT_ONCE):
-            self._multiply({s: x[start : start + ROWS_AT_ONCE] for s, x in shifted.items()})
+            part = {site: state[start : start + ROWS_AT_ONCE] for site, state in shifted.items()}
+            self._multiply(part.__getitem__)
 
-    def _multiply(self, rows: Mapping[Site, Tensor]) -> None:
+    def _multiply(self, shifted: Callable[[Site], Tensor]) -> None:
+        """Targets' rows are held for all their sources; a mere source's rows are made, used and let go."""
+        held = {site: shifted(site) for site in dict.fromkeys(target for _, target in self.pairs)}
         for site in self.sites:
-            self.sums[f"sum/{site}"] += rows[site].sum(0, dtype=torch.float64)
-            if site not in self.squared:
-                squares = rows[site].square().sum(0, dtype=torch.float64)
-                self.sums[f"diagonal/{site}"] += squares
-        for site in self.squared:
-            _add_square(self.sums[f"square/{site}"], rows[site])
-        for a, b in self.pairs:
-            _add_product(self.sums[f"cross/{a}>{b}"], rows[a], rows[b])
+            rows = held[site] if site in held else shifted(site)
+            self.sums[f"sum/{site}"] += rows.sum(0, dtype=torch.float64)
+            if site in self.squared:
+                _add_square(self.sums[f"square/{site}"], rows)
+            else:
+                self.sums[f"diagonal/{site}"] += rows.square().sum(0, dtype=torch.float64)
+            for target in self._targets.get(site, ()):
+                _add_product(self.sums[f"cross/{site}>{target}"], rows, held[target])
 
     def _outlying(self, shifted: Mapping[Site, Tensor]) -> Tensor:
         """Rows of outlying norm at any site."""
@@ -249,20 +250,27 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _add_square(total: Tensor, x: Tensor) -> None:
-    """xᵀx is symmetric: blocks on and above the diagonal are multiplied, those below are copied."""
-    width = x.shape[1]
+    """xᵀx is symmetric: only blocks on and above the diagonal are added; `_mirrored` gives the rest."""
+    for start, end in _square_blocks(x.shape[1]):
+        _add_product(total[start:end, start:], x[:, start:end], x[:, start:])
+
+
+def _mirrored(total: Tensor) -> Tensor:
+    whole = total.clone()
+    for start, end in _square_blocks(len(total)):
+        whole[end:, start:end] = total[start:end, end:].mT
+    return whole
+
+
+def _square_blocks(width: int) -> list[tuple[int, int]]:
     step = -(-width // SQUARE_BLOCKS)
-    for start in range(0, width, step):
-        end = min(start + step, width)
-        block = x[:, start:end].mT @ x[:, start:]
-        total[start:end, start:] += block
-        total[end:, start:end] += block[:, end - start :].mT
+    return [(start, min(start + step, width)) for start in range(0, width, step)]
 
 
-def _require_finite(rows: Mapping[Site, Tensor]) -> None:
+def _require_finite(states: Mapping[Site, Tensor]) -> None:
     """Before anything is added: a NaN or infinity makes the sum of its rows one."""
-    for site, state in rows.items():
-        if not torch.isfinite(state.sum()):
+    for site, state in states.items():
+        if not torch.isfinite(state.sum(dtype=torch.float64)):
             raise BadMoments(f"the states at site {site} hold NaN or infinite values")
 
 

@@ -19,41 +19,56 @@ class Reservoir:
 
     def __init__(self, sites: Sequence[Site], size: int) -> None:
         self.sites, self.size = list(sites), size
-        self.keys = torch.empty(0, dtype=torch.int64)
-        self.states: dict[Site, Tensor] = {}
+        self._keys = torch.empty(0, dtype=torch.int64)
+        self._states: dict[Site, Tensor] = {}
+        # Offered rows wait until as many have come as the reservoir holds: sorting them in moves every kept row.
+        self._waiting: list[tuple[Tensor, dict[Site, Tensor]]] = []
+
+    @property
+    def keys(self) -> Tensor:
+        self._settle()
+        return self._keys
+
+    @property
+    def states(self) -> dict[Site, Tensor]:
+        """The kept rows, those with the smallest keys first."""
+        self._settle()
+        return self._states
+
+    def load(self, keys: Tensor, states: Mapping[Site, Tensor]) -> None:
+        """Start from rows that were kept before."""
+        self._keys, self._states, self._waiting = keys, dict(states), []
 
     def add(self, states: Mapping[Site, Tensor], keys: Tensor) -> None:
         """Offer rows; those with small enough keys stay."""
         if not self.sites or not self.size:
             return
         keys = keys.cpu()
-        # Once full, few rows get in: only those are copied.
-        chosen = (
-            keys < self.keys.max()
-            if len(self.keys) == self.size
-            else torch.ones(len(keys), dtype=torch.bool)
-        )
+        chosen = torch.ones(len(keys), dtype=torch.bool)
+        if len(self._keys) == self.size:
+            chosen = keys < self._keys[-1]  # once full, few rows get in: only those are copied
         if chosen.any():
-            self._keep(
-                keys[chosen], {site: states[site][chosen].float().cpu() for site in self.sites}
-            )
+            rows = {site: states[site][chosen].float().cpu() for site in self.sites}
+            self._waiting.append((keys[chosen], rows))
+        if sum(len(waiting) for waiting, _ in self._waiting) >= self.size:
+            self._settle()
 
     def merge(self, other: Reservoir) -> None:
         """Offer another reservoir's rows."""
         if len(other.keys) and self.sites:
-            self._keep(other.keys, other.states)
+            self._waiting.append((other.keys, other.states))
 
-    def _keep(self, keys: Tensor, states: Mapping[Site, Tensor]) -> None:
-        together = torch.cat([self.keys, keys])
+    def _settle(self) -> None:
+        if not self._waiting:
+            return
+        offered = [(self._keys, self._states), *self._waiting] if self._states else self._waiting
+        self._waiting = []
+        together = torch.cat([keys for keys, _ in offered])
         order = torch.argsort(together, stable=True)[: self.size]
-        self.keys = together[order]
-        for site in self.sites:
-            rows = (
-                torch.cat([self.states[site], states[site]])
-                if site in self.states
-                else states[site]
-            )
-            self.states[site] = rows[order]
+        self._keys = together[order]
+        self._states = {
+            site: torch.cat([states[site] for _, states in offered])[order] for site in self.sites
+        }
 
 
 def keys_of(document: Tensor, position: Tensor, *, seed: int) -> Tensor:
