@@ -57,7 +57,8 @@ def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill
     tokens = sum(split.n_tokens for split in batches.values())
     most = max((int(split.most_picks) for split in batches.values()), default=0)
     return Bill(
-        sums_bytes=len(batches) * (8 * entries + 4 * kept),
+        # a reservoir may hold its size once more, of rows that wait to be sorted in
+        sums_bytes=len(batches) * (8 * entries + 2 * 4 * kept),
         # states as captured, and their shifted copies in float64
         batch_bytes=(4 + 8) * most * sum(width.values()),
         sums_flops=2.0 * entries * positions,
