@@ -30,13 +30,24 @@ NEWS = TEXTS / "leipzig/eng_news_2020_10K-sentences.txt"
 STORIES = TEXTS / "tinystories/tinystories_valid_sample.txt"
 REACTIONS = TEXTS / "reactions.txt"
 
-PAPER = "r2,predictions,exits,submodules"
+PAPER = "r2,predictions,exits"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
     "demo": ("smollm2", ["pydoc"], ",".join(MAIN), {"protocol": "ours", "tokens": 16_000}),
-    "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper", "budget": 1_000}),
+    "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper"}),
+    "smollm2-submodules": (
+        "smollm2",
+        [WIKIPEDIA],
+        "submodules",
+        {"protocol": "paper", "budget": 1_000},
+    ),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
-    "rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], PAPER, {"protocol": "paper"}),
+    "rxn-bert": (
+        str(MODELS / "rxn-bert"),
+        [REACTIONS],
+        f"{PAPER},submodules",
+        {"protocol": "paper"},
+    ),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
     "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours"}),
     "linearity-stories15M": (
