@@ -52,13 +52,12 @@ def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill
     width = {site: site_width(model, site) for site in moments.sites}
     products = [(site, site) for site in moments.squared] + moments.pairs
     entries = sum(width[a] * width[b] for a, b in products)
-    kept = sum(width[site] for site in moments.reservoir.sites) * moments.reservoir.size
+    kept = sum(width[site] for site in moments.reservoir.sites) * moments.reservoir.room
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
     most = max((int(split.most_picks) for split in batches.values()), default=0)
     return Bill(
-        # a reservoir may hold its size once more, of rows that wait to be sorted in
-        sums_bytes=len(batches) * (8 * entries + 2 * 4 * kept),
+        sums_bytes=len(batches) * (8 * entries + 4 * kept),
         # states as captured, and their shifted copies in float64
         batch_bytes=(4 + 8) * most * sum(width.values()),
         sums_flops=2.0 * entries * positions,

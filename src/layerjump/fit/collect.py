@@ -45,6 +45,14 @@ class Plan:
     def bill(self) -> Bill:
         return bill(self.model, self.moments["fit"], self.batches)
 
+    @property
+    def in_order(self) -> list[str]:
+        """The splits as they are run, the largest last.
+
+        The peak of memory is then in its pass, where all sums are there already, however long the text is.
+        """
+        return sorted(self.batches, key=lambda name: self.batches[name].n_tokens)
+
     def run(
         self,
         *,
@@ -59,9 +67,9 @@ class Plan:
         steps = dict.fromkeys(self.batches, 0)
         if checkpoint is not None:
             done, steps = checkpoint.restore(done, steps)
-        for name, split_batches in self.batches.items():
+        for name in self.in_order:
             one_pass = _Pass(self, name, done, steps, progress, checkpoint)
-            one_pass.run(split_batches.shard(group.rank, group.world), group)
+            one_pass.run(self.batches[name].shard(group.rank, group.world), group)
         for moments in done.splits.values():
             group.reduce(moments)
         return done
@@ -234,7 +242,7 @@ class _Pass:
             self.checkpoint.save_now_and_then(self.done, self.steps)
 
     def _tokens_before(self) -> int:
-        earlier = list(self.plan.batches)[: list(self.plan.batches).index(self.split)]
+        earlier = self.plan.in_order[: self.plan.in_order.index(self.split)]
         return sum(self.plan.batches[name].n_tokens for name in earlier)
 
     def _stopped(self, tokens: int) -> RunStopped:

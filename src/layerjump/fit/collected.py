@@ -151,7 +151,7 @@ def _unpack(
         if name.startswith("reservoir/")
     }
     if reservoir:
-        moments.reservoir.load(mine.pop("reservoir-keys"), reservoir)
+        moments.reservoir.add(reservoir, mine.pop("reservoir-keys"))
     shift = {site: mine.pop(f"shift/{site}") for site in moments.sites}
     moments.set_shift(shift)
     shapes = {name: tuple(total.shape) for name, total in moments.sums.items()}

@@ -15,60 +15,72 @@ from layerjump.inputs.sites import Site
 
 
 class Reservoir:
-    """The rows with the `size` smallest keys, at some sites."""
+    """The rows with the `size` smallest keys, at some sites.
+
+    Its memory is taken once, for a quarter more: offered rows gather behind the kept ones until there is no room, and
+    only then are all sorted.
+    """
 
     def __init__(self, sites: Sequence[Site], size: int) -> None:
         self.sites, self.size = list(sites), size
+        self.room = size + -(-size // 4)
         self._keys = torch.empty(0, dtype=torch.int64)
-        self._states: dict[Site, Tensor] = {}
-        # Offered rows wait until as many have come as the reservoir holds: sorting them in moves every kept row.
-        self._waiting: list[tuple[Tensor, dict[Site, Tensor]]] = []
+        self._rows: dict[Site, Tensor] = {}
+        self._filled = 0
+        self._limit: int | None = None  # the largest key that was kept, once as many as fit were
 
     @property
     def keys(self) -> Tensor:
         self._settle()
-        return self._keys
+        return self._keys[: self._filled]
 
     @property
     def states(self) -> dict[Site, Tensor]:
         """The kept rows, those with the smallest keys first."""
         self._settle()
-        return self._states
-
-    def load(self, keys: Tensor, states: Mapping[Site, Tensor]) -> None:
-        """Start from rows that were kept before."""
-        self._keys, self._states, self._waiting = keys, dict(states), []
+        return {site: rows[: self._filled] for site, rows in self._rows.items()}
 
     def add(self, states: Mapping[Site, Tensor], keys: Tensor) -> None:
         """Offer rows; those with small enough keys stay."""
         if not self.sites or not self.size:
             return
         keys = keys.cpu()
-        chosen = torch.ones(len(keys), dtype=torch.bool)
-        if len(self._keys) == self.size:
-            chosen = keys < self._keys[-1]  # once full, few rows get in: only those are copied
-        if chosen.any():
-            rows = {site: states[site][chosen].float().cpu() for site in self.sites}
-            self._waiting.append((keys[chosen], rows))
-        if sum(len(waiting) for waiting, _ in self._waiting) >= self.size:
-            self._settle()
+        if self._limit is not None:  # once full, few rows get in: only those are copied
+            chosen = (keys < self._limit).nonzero()[:, 0]
+            states = {site: states[site][chosen.to(states[site].device)] for site in self.sites}
+            keys = keys[chosen]
+        step = max(1, self.room - self.size)
+        for start in range(0, len(keys), step):
+            part = slice(start, start + step)
+            self._gather(keys[part], {site: states[site][part] for site in self.sites})
 
     def merge(self, other: Reservoir) -> None:
         """Offer another reservoir's rows."""
-        if len(other.keys) and self.sites:
-            self._waiting.append((other.keys, other.states))
+        if len(other.keys):
+            self.add(other.states, other.keys)
+
+    def _gather(self, keys: Tensor, states: Mapping[Site, Tensor]) -> None:
+        """Take in as many rows as there is room for beside the kept ones, or fewer."""
+        if not self._rows:
+            self._keys = torch.empty(self.room, dtype=torch.int64)
+            self._rows = {s: torch.empty(self.room, states[s].shape[-1]) for s in self.sites}
+        if self._filled + len(keys) > self.room:
+            self._settle()
+        place = slice(self._filled, self._filled + len(keys))
+        self._keys[place] = keys
+        for site in self.sites:
+            self._rows[site][place] = states[site]
+        self._filled += len(keys)
 
     def _settle(self) -> None:
-        if not self._waiting:
-            return
-        offered = [(self._keys, self._states), *self._waiting] if self._states else self._waiting
-        self._waiting = []
-        together = torch.cat([keys for keys, _ in offered])
-        order = torch.argsort(together, stable=True)[: self.size]
-        self._keys = together[order]
-        self._states = {
-            site: torch.cat([states[site] for _, states in offered])[order] for site in self.sites
-        }
+        """Sort, and let go of what has no room."""
+        order = torch.argsort(self._keys[: self._filled], stable=True)[: self.size]
+        self._filled = len(order)
+        self._keys[: self._filled] = self._keys[order]
+        for rows in self._rows.values():
+            rows[: self._filled] = rows[order]
+        if self._filled == self.size:
+            self._limit = int(self._keys[self.size - 1])
 
 
 def keys_of(document: Tensor, position: Tensor, *, seed: int) -> Tensor:
