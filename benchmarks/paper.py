@@ -42,14 +42,20 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
     ),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
-    "rxn-bert": (
+    "rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], PAPER, {"protocol": "paper"}),
+    "rxn-bert-submodules": (
         str(MODELS / "rxn-bert"),
         [REACTIONS],
-        f"{PAPER},submodules",
-        {"protocol": "paper"},
+        "submodules",
+        {"protocol": "paper", "budget": 1_000},
     ),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
-    "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours"}),
+    "linearity-smollm2": (
+        "smollm2",
+        [WIKIPEDIA],
+        "linearity",
+        {"protocol": "ours", "tokens": 60_000},
+    ),
     "linearity-stories15M": (
         str(MODELS / "stories15M"),
         [STORIES],

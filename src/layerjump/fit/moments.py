@@ -45,6 +45,8 @@ class Moments:
         self.sites = sites_of(self.pairs)
         self.sources = list(dict.fromkeys(source for source, _ in self.pairs))
         self._targets = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
+        self._met = list(dict.fromkeys(target for _, target in self.pairs))
+        self._rooms: dict[object, Tensor] = {}
         self.full_targets = full_targets
         # Σ x xᵀ is kept for sources; for mere targets its diagonal will do, unless a study needs more.
         self.squared = list(self.sites) if full_targets else self.sources
@@ -174,9 +176,20 @@ class Moments:
     def _add_products(self, states: Mapping[Site, Tensor]) -> None:
         _require_finite(states)
         if self.products == torch.float64:
-            self._multiply(lambda site: states[site].double() - self.shift[site])
+            self._multiply(lambda site: self._shifted(site, states[site]))
         else:
             self._add_rough_products(states)
+
+    def _shifted(self, site: Site, states: Tensor) -> Tensor:
+        """In float64, in memory kept from batch to batch: taken anew each time, it frays the heap of a long run.
+
+        Targets are needed together; mere sources take turns in one place.
+        """
+        place = site if site in self._met else (states.shape[-1], states.device)
+        room = self._rooms.get(place)
+        if room is None or len(room) < len(states):
+            room = self._rooms[place] = torch.empty_like(states, dtype=torch.float64)
+        return torch.sub(states, self.shift[site], out=room[: len(states)])
 
     def _add_rough_products(self, states: Mapping[Site, Tensor]) -> None:
         """In float32, except for rows so long that their rounding would cover the others."""
@@ -191,7 +204,7 @@ class Moments:
 
     def _multiply(self, shifted: Callable[[Site], Tensor]) -> None:
         """Targets' rows are held for all their sources; a mere source's rows are made, used and let go."""
-        held = {site: shifted(site) for site in dict.fromkeys(target for _, target in self.pairs)}
+        held = {site: shifted(site) for site in self._met}
         for site in self.sites:
             rows = held[site] if site in held else shifted(site)
             self.sums[f"sum/{site}"] += rows.sum(0, dtype=torch.float64)
