@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
         ["families"],
         ["fit", "--help"],
         ["show", "-h"],
+        ["lens", "--help"],
         ["study", "--help"],
         ["report", "-h"],
         ["plausibility", "score", "--help"],

@@ -5,12 +5,18 @@
     text = lj.read("pydoc")                       # or a file, a hub dataset, a list of strings
     jumps = lj.fit(model, text)                   # every level → last, in one pass, in closed form
     jumps[12, 30](states)                         # level 12 as level 30
+    lj.Lens(model, jumps)("The capital of")       # what every level would predict
 
 The rooms, in the order in which data flows (a module imports only from earlier rooms):
 
     inputs/    text → tokens → states: models, families, self-check, corpora, batches, forward hooks
     measure/   metrics, timing
     fit/       states → moments → jumps: sums, estimators, scores, files
+    lens/      levels → predictions: trajectories of a text, readings of many positions, directions
+    decode/    exit rules
+    compress/  parts of a running model replaced by maps
+    studies/   experiments: protocol → numbers
+    show/      numbers → figures, report, summary
     cli/       the command line
 
 Names are loaded on first use, so that `import layerjump` costs nothing.
@@ -40,6 +46,8 @@ if TYPE_CHECKING:
     from layerjump.inputs.positions import Positions as Positions
     from layerjump.inputs.sites import Site as Site
     from layerjump.inputs.states import states as states
+    from layerjump.lens.lens import Lens as Lens
+    from layerjump.lens.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0.dev0"
 
@@ -49,10 +57,12 @@ _HOME = {
     "Collected": "fit.collected",
     "Corpus": "inputs.corpus",
     "Jumps": "fit.jumps",
+    "Lens": "lens.lens",
     "Model": "inputs.models",
     "Moments": "fit.moments",
     "Positions": "inputs.positions",
     "Site": "inputs.sites",
+    "Trajectory": "lens.trajectory",
     "batches": "inputs.batches",
     "collect": "fit.collect",
     "load": "inputs.models",

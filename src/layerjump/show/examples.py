@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from layerjump.lens.words import visible
 from layerjump.show.look import number, safe
 from layerjump.show.panel import Panel, Row, Study, listed, mean
 from layerjump.show.tables import html_table
-
-# White space that a reader must see; everything else a token holds is shown as it is.
-_SEEN = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 def examples(study: Study) -> list[Panel]:
@@ -51,14 +49,9 @@ def _sentence(rows: Sequence[Row], lenses: Sequence[str]) -> str:
 
 def _tokens(tokens: Sequence[str], own: str) -> str:
     return " ".join(
-        f'<span class="token{" own" if token == own else ""}">{visible(token)}</span>'
+        f'<span class="token{" own" if token == own else ""}">{safe(visible(token))}</span>'
         for token in tokens
     )
-
-
-def visible(token: str) -> str:
-    """A token as HTML, its white space made visible."""
-    return "".join(_SEEN.get(letter, safe(letter)) for letter in token) or "∅"
 
 
 def first_right(rows: Sequence[Row], lens: str) -> int:

@@ -1,0 +1,110 @@
+"""Directions of tokens: what the lens reads more of along them, and what the model does without them."""
+
+import pytest
+import torch
+
+import layerjump as lj
+from layerjump.errors import BadModel
+
+TEXTS = [
+    "Once upon a time, there was a little girl named",
+    "One day, Tom went to the park with his",
+    "She said, I like your red",
+    "They played with the ball all",
+    "The dog was very happy and ran to the",
+    "Her mom smiled and gave her a",
+]
+TOKENS = [" the", " a", " dog", " big", " and", " her", " day"]
+
+
+@pytest.fixture(scope="module")
+def model(data_folder):
+    return lj.load(data_folder / "tiny-gpt2", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return lj.read("pydoc", limit=150)
+
+
+@pytest.fixture(scope="module")
+def lens(model, text):
+    return lj.Lens(model, lj.fit(model, text, sizes="100/0/0"))
+
+
+def state_at(model, level, text):
+    ids = model.tokens.wrap(model.tokens.encode([text])[0])
+    (found,) = lj.states(model, [lj.one_batch(ids)], [level])
+    return found[level][-1]
+
+
+def test_a_direction_is_the_lens_gradient_but_for_the_norms_length(lens, model):
+    """The norm divides by the length: its gradient has nothing along the mapped state, and is the direction's rest."""
+    token, level = model.tokens.one(" dog"), 2
+    found = lens.direction(" dog", level)
+    assert float(found.norm()) == pytest.approx(1)
+    weight = lens.jumps[level, 4].weight.double()
+    mapped = (weight @ state_at(model, level, TEXTS[0])).requires_grad_()
+    logits = model.logits(mapped)
+    (gradient,) = torch.autograd.grad(logits[token] - logits.mean(), mapped)
+    at_last = lj.Lens(model).direction(token, 4)
+    along = mapped.detach() - mapped.detach().mean()
+    along = along / along.norm()
+    rest = at_last - (at_last @ along) * along
+    assert float(torch.cosine_similarity(rest, gradient, dim=0)) == pytest.approx(1, abs=1e-4)
+    pulled = weight.mT @ at_last
+    torch.testing.assert_close(found, pulled / pulled.norm())
+
+
+def test_at_the_last_level_the_model_does_what_the_lens_says(lens):
+    found = lens.check_direction(TOKENS, 4, TEXTS)
+    assert found.real.shape == (len(TEXTS), len(TOKENS))
+    assert found.real.abs().max() > 0.1
+    torch.testing.assert_close(found.predicted, found.real, rtol=1e-9, atol=1e-9)
+
+
+def test_at_late_levels_the_model_changes_as_the_lens_predicts(lens, model):
+    ids = torch.tensor([model.tokens.encode([TEXTS[0]])[0]])
+    before = model.hf(ids).logits
+    late = lens.check_direction(TOKENS, 3, TEXTS)
+    assert late.correlation > 0.9
+    assert late.real.abs().max() > 0.5
+    assert torch.equal(model.hf(ids).logits, before)  # no hook is left
+
+
+def test_on_stories_the_directions_are_causal_too(real_folder, text):
+    model = lj.load(real_folder("stories15M"))
+    found = lj.Lens(model).check_direction(TOKENS, 5, TEXTS)
+    assert found.correlation > 0.8
+    early = lj.Lens(model).check_direction(TOKENS, 0, TEXTS)
+    assert early.correlation < found.correlation
+
+
+def test_one_token_of_one_text_is_enough(lens):
+    one = lens.check_direction(" dog", 3, TEXTS[4])
+    many = lens.check_direction(TOKENS, 3, TEXTS)
+    torch.testing.assert_close(one.predicted[0, 0], many.predicted[4, 2])
+    torch.testing.assert_close(one.real[0, 0], many.real[4, 2])
+
+
+def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
+    model = lj.load(data_folder / "tiny-bert", dtype="float64")
+    with pytest.raises(BadModel, match="3:final"):
+        lj.Lens(model).direction("dog", 3)
+    jumps = lj.fit(model, text, pairs="3:final", positions="15%", sizes="100/0/0")
+    lens, prompt = lj.Lens(model, jumps), "Lily had a [MASK] ball."
+    found = lens.check_direction("dog", 3, prompt)
+    # The head alone is linear, so the prediction is known on paper.
+    ids = model.tokenizer(prompt)["input_ids"]
+    (at,) = lj.states(model, [lj.one_batch(ids)], [3])
+    state = at[3][ids.index(model.tokenizer.mask_token_id)]
+    head = model.anatomy.head.weight.double()
+    row = head[model.tokens.one("dog")] - head.mean(0)
+    pulled = jumps[3, "final"].weight.double().mT @ row
+    wanted = -(state @ pulled)
+    torch.testing.assert_close(found.predicted[0, 0], wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_level_that_is_not_there_is_refused(lens):
+    with pytest.raises(BadModel, match="give one from 0 to 4"):
+        lens.check_direction(" dog", 5, TEXTS[0])

@@ -1,0 +1,319 @@
+"""Trajectories: the model's own words at level L, norm and head of its hidden states below, cell by cell."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import words
+from tiny import tiny_model
+
+import layerjump as lj
+from layerjump.errors import BadJumps, BadModel, BadText
+from layerjump.lens.cells import Asked, read_cells
+from layerjump.lens.trajectory import decided_at, read
+
+STORY = "Once upon a time, there was a little girl named Lily. She had a red ball."
+GAP = "Lily went to the [MASK] with her mom and saw a [MASK] dog."
+NUMBERS = "3 1 4 1 5 9 2 6 5 35"
+
+
+@pytest.fixture(scope="module")
+def gpt2(data_folder):
+    return lj.load(data_folder / "tiny-gpt2", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def bert(data_folder):
+    return lj.load(data_folder / "tiny-bert", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return lj.read("pydoc", limit=80)
+
+
+@pytest.fixture(scope="module")
+def jumps(gpt2, text):
+    pairs = "0:4,1:4,2:4,3:4,2.mid:4,0:2,1:3"
+    return lj.fit(gpt2, text, pairs=pairs, sizes="100/0/0")
+
+
+def made(family: str, variant: str = "") -> lj.Model:
+    """A tiny random model of a family, with a tokenizer of numbers."""
+    masked = family in ("bert", "albert", "distilbert", "roberta")
+    tokenizer = words.bert() if masked else words.llama()
+    hf = tiny_model(family, variant, vocab_size=1007, pad_token_id=words.PAD)
+    return lj.Model.wrap(hf, tokenizer, name=f"tiny {family}")
+
+
+def naive(model: lj.Model, ids, jumps=None) -> torch.Tensor:
+    """(levels, positions, vocabulary): Hugging Face's own hidden states through norm and head; its logits at L."""
+    with torch.no_grad():
+        out = model.hf(input_ids=torch.tensor([ids]), output_hidden_states=True)
+        hidden = [states[0] for states in out.hidden_states[: model.n_blocks]]
+        if jumps is not None:
+            hidden = [jumps[i, model.n_blocks](h.float()).double() for i, h in enumerate(hidden)]
+        return torch.stack([*(model.logits(h) for h in hidden), out.logits[0]])
+
+
+def assert_equals_naive(found, logits):
+    """Every number of a trajectory against its definition, in double precision; jumps are float32."""
+    rtol = 1e-6 if found.name == "identity" else 1e-4
+    atol = rtol / 1000
+    logits = logits[:, list(found.positions)]
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    top = p.topk(found.asked.k)
+    assert torch.equal(found.top, top.indices)
+    wanted = {
+        "probability": top.values,
+        "confidence": p.topk(2).values @ torch.tensor([1.0, -1.0], dtype=torch.float64),
+        "entropy": -(p * log_p).sum(-1),
+        "kl": (p[-1] * (log_p[-1] - log_p)).sum(-1),
+    }
+    for name, value in wanted.items():
+        torch.testing.assert_close(getattr(found, name), value, rtol=rtol, atol=atol, msg=name)
+    middle = ((p + p[-1]) / 2).log()
+    js = ((p * (log_p - middle)).sum(-1) + (p[-1] * (log_p[-1] - middle)).sum(-1)) / 2
+    torch.testing.assert_close(found.jensen_shannon(), js, rtol=rtol, atol=atol)
+    for level, site in enumerate(found.levels):
+        for row, place in enumerate(found.positions):
+            one = found.distribution(site, place)
+            torch.testing.assert_close(one, p[level, row], rtol=rtol, atol=atol)
+            mine = logits[level, row]
+            for each in found.followed:
+                assert int(each.rank[level, row]) == int((mine > mine[each.id]).sum())
+                share = float(p[level, row, each.id])
+                assert float(each.probability[level, row]) == pytest.approx(share, rel=rtol)
+    assert found.decided_at.tolist() == [
+        min(
+            start
+            for start in range(len(logits))
+            if (found.top[start:, row, 0] == logits[-1, row].argmax()).all()
+        )
+        for row in range(len(found.positions))
+    ]
+
+
+def test_the_plain_lens_is_norm_and_head_of_hugging_faces_hidden_states(gpt2):
+    found = lj.Lens(gpt2)(STORY, tokens=[" ball", "."], js=True)
+    ids = gpt2.tokenizer(STORY)["input_ids"]
+    assert list(found.prompt.ids) == ids
+    assert "".join(found.tokens) == STORY
+    logits = naive(gpt2, ids)
+    hf = gpt2.hf.transformer
+    with torch.no_grad():
+        hidden = gpt2.hf(torch.tensor([ids]), output_hidden_states=True).hidden_states[2][0]
+        torch.testing.assert_close(logits[2], gpt2.hf.lm_head(hf.ln_f(hidden)))
+    assert_equals_naive(found, logits)
+    following = -logits.log_softmax(-1)[:, range(len(ids) - 1), ids[1:]]
+    torch.testing.assert_close(found.cross_entropy[:, :-1], following, rtol=1e-6, atol=1e-9)
+    assert found.cross_entropy[:, -1].isnan().all()
+    assert found.kl[-1].max() < 1e-12
+    assert found.fitted_from == 0
+
+
+def test_a_fitted_lens_reads_the_mapped_states(gpt2, jumps):
+    found = lj.Lens(gpt2, jumps)(STORY, k=3, tokens=[5])
+    assert_equals_naive(found, naive(gpt2, found.prompt.ids, jumps))
+    assert (
+        found.fitted_from == jumps.provenance.skip_first == 0
+    )  # a sub-module site is among the pairs
+    assert found.name == "mat"
+
+
+def test_masks_are_read_and_nothing_else(bert):
+    found = lj.Lens(bert)(GAP)
+    ids = bert.tokenizer(GAP)["input_ids"]
+    assert list(found.prompt.ids) == ids
+    assert [ids[place] for place in found.positions] == [bert.tokenizer.mask_token_id] * 2
+    assert_equals_naive(found, naive(bert, ids))
+    assert found.cross_entropy.isnan().all()
+    everywhere = lj.Lens(bert)("Lily went to the park.")
+    assert everywhere.positions == tuple(range(len(everywhere.prompt.ids)))
+    assert_equals_naive(everywhere, naive(bert, everywhere.prompt.ids))
+
+
+CASES = ["gemma2", "opt projected", "opt 350m", "albert", "gpt_neox", "falcon", "llama"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_is_read_as_hugging_face_runs_it(case):
+    """Soft-caps, projections, shared blocks, parallel blocks."""
+    model = made(*case.split())
+    text = NUMBERS.replace("9", "[MASK]") if model.masked else NUMBERS
+    found = lj.Lens(model)(text, tokens=["35"])
+    assert_equals_naive(found, naive(model, found.prompt.ids))
+
+
+@pytest.mark.parametrize("memory", [1, 100_000])
+def test_neither_memory_nor_long_texts_change_the_numbers(memory, gpt2, jumps):
+    found = lj.Lens(gpt2, jumps)(STORY * 5, js=True)
+    assert len(found.positions) > 64
+    routes = {"mat": [found.lens.route(site) for site in found.states.sites]}
+    best, again = read_cells(gpt2, routes, found.states, Asked(10, js=True), memory=memory)
+    assert torch.equal(best, found.best)
+    assert torch.equal(again["mat"].top, found.top)
+    for name in ("kl", "entropy", "cross_entropy", "js"):
+        one, other = getattr(again["mat"], name), getattr(found.cells, name)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7, equal_nan=True)
+    assert_equals_naive(found, naive(gpt2, found.prompt.ids, jumps))
+
+
+def test_several_texts_are_read_as_each_alone(gpt2, bert):
+    for model, texts in ((gpt2, [STORY, "The", STORY * 4, "One day"]), (bert, [GAP, "A [MASK]."])):
+        lens = lj.Lens(model)
+        for text, found in zip(texts, lens(texts, k=2), strict=True):
+            alone = lens(text, k=2)
+            assert found.prompt.ids == alone.prompt.ids
+            assert torch.equal(found.top, alone.top)
+            torch.testing.assert_close(found.kl, alone.kl, rtol=1e-6, atol=1e-9)
+
+
+def test_several_lenses_share_one_forward_pass(gpt2, jumps):
+    runs = []
+    handle = gpt2.stack.register_forward_hook(lambda *_: runs.append(1))
+    both = read(gpt2, {"plain": lj.Lens(gpt2), "mat": lj.Lens(gpt2, jumps)}, STORY, k=4)
+    handle.remove()
+    assert len(runs) == 1
+    assert torch.equal(both["plain"].top, lj.Lens(gpt2)(STORY, k=4).top)
+    assert torch.equal(both["mat"].top, lj.Lens(gpt2, jumps)(STORY, k=4).top)
+    assert both["plain"].states is both["mat"].states
+
+
+def test_sites_inside_blocks_are_read(gpt2, jumps):
+    sites = ["0", "2.mid", "2.attn.out", 2, "final", 4]
+    found = lj.Lens(gpt2)(STORY, levels=sites)
+    assert found.levels == ("0", "2.mid", "2.attn.out", "2", "final", "4")
+    batch = lj.one_batch(found.prompt.ids)
+    (at,) = lj.states(gpt2, [batch], ["2.mid", "2.attn.out"])
+    for place, site in ((1, "2.mid"), (2, "2.attn.out")):
+        assert torch.equal(found.top[place, :, 0], gpt2.logits(at[site]).argmax(-1))
+    assert torch.equal(found.top[4], found.top[5])
+    mapped = lj.Lens(gpt2, jumps)(STORY, levels=["2.mid"])
+    through = gpt2.logits(jumps["2.mid", 4](at["2.mid"].float()).double())
+    assert torch.equal(mapped.top[0, :, 0], through.argmax(-1))
+    with pytest.raises(BadJumps, match=r"fit with --pairs 3\.mid:4"):
+        lj.Lens(gpt2, jumps)(STORY, levels=["3.mid"])
+
+
+def test_any_pair_is_read_as_another_level(gpt2, jumps):
+    lens = lj.Lens(gpt2, jumps)
+    between = lens.at(1, 3)
+    found = between(STORY, k=3)
+    assert found.levels == ("1",)
+    (at,) = lj.states(gpt2, [lj.one_batch(found.prompt.ids)], [1])
+    mapped = jumps[3, 4](jumps[1, 3](at[1].float())).double()
+    assert torch.equal(found.top[0], gpt2.logits(mapped).topk(3).indices)
+    assert torch.equal(between.states(at[1]), jumps[1, 3](at[1].float()).double())
+    assert torch.equal(lens.at(2, 4)(STORY).top, lens(STORY, levels=[2]).top)
+    assert torch.equal(lj.Lens(gpt2).at(1, 3)(STORY).top, lj.Lens(gpt2)(STORY, levels=[1]).top)
+    with pytest.raises(BadJumps, match="fit with --pairs 2:3,3:4"):
+        lens.at(2, 3)(STORY)
+
+
+def test_decided_at_is_where_the_answer_stays():
+    top = torch.tensor([[7, 7, 1, 2], [7, 3, 1, 2], [7, 7, 7, 7], [7, 7, 7, 9]])
+    assert decided_at(top, torch.tensor([7, 7, 7, 7])).tolist() == [0, 2, 2, -1]
+
+
+def test_levels_without_the_last_may_never_decide(gpt2):
+    found = lj.Lens(gpt2)(STORY, levels=[0])
+    right = found.top[0, :, 0] == found.best
+    assert found.decided_at.tolist() == [0 if fine else -1 for fine in right]
+    assert None in found.to_dict()["decided_at"]
+
+
+def test_any_token_is_followed_afterwards(gpt2):
+    found = lj.Lens(gpt2)(STORY)
+    later, asked = found.follow(" ball"), lj.Lens(gpt2)(STORY, tokens=[" ball"]).followed[0]
+    assert (later.id, later.text) == (asked.id, " ball")
+    assert torch.equal(later.rank, asked.rank)
+    assert torch.equal(later.probability, asked.probability)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_any_precision_is_read(dtype, data_folder, gpt2, jumps):
+    model = lj.load(data_folder / "tiny-gpt2", dtype=dtype)
+    found, wanted = lj.Lens(model, jumps)(STORY), lj.Lens(gpt2, jumps)(STORY)
+    assert (found.kl - wanted.kl).abs().mean() < (1e-3 if dtype == "float32" else 0.1)
+    assert found.kl[-1].max() < 1e-5
+
+
+def test_what_cannot_be_read_is_said_in_one_line(gpt2, jumps, data_folder):
+    lens = lj.Lens(gpt2)
+    longest = gpt2.tokens.max_length
+    for action, error, message in (
+        (lambda: lens("ball " * 200), BadText, rf"reads at most {longest}; shorten"),
+        (lambda: lens(""), BadText, "no tokens"),
+        (lambda: lens("a", k=0), BadText, "give 1 or more"),
+        (lambda: lens("a", levels=[]), BadText, "at least one"),
+        (lambda: lens("a", levels=[9]), BadModel, "levels 0 to 4"),
+        (lambda: lens("a", tokens=["once upon"]), BadText, r"makes \d of it \('.*'\)"),
+        (lambda: lens("a", tokens=[99_999]), BadText, "vocabulary has 1,024"),
+        (lambda: lens("a").distribution(2, 7), BadText, "was not read"),
+        (lambda: lj.Lens(made("llama"), jumps), BadJumps, "4 blocks"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            action()
+        assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_decoder_is_refused():
+    hf = tiny_model("t5", vocab_size=1007)
+    model = lj.Model.wrap(hf, words.tokenizer("$A </s>", pad_token="[PAD]", eos_token="</s>"))
+    with pytest.raises(BadModel, match="encoder–decoder"):
+        lj.Lens(model)(NUMBERS)
+
+
+def test_on_a_trained_model_the_map_reads_better_than_the_state_itself(gpt2, text):
+    """Held-out stories are the models' own language; the map was fitted on other text."""
+    lens = lj.Lens(gpt2, lj.fit(gpt2, text, sizes="100/0/0"))
+    assert lens.fitted_from == 1
+    plain, mapped = lj.Lens(gpt2)(STORY), lens(STORY)
+    assert mapped.kl[1:-1, 1:].mean() < plain.kl[1:-1, 1:].mean()
+    assert mapped.entropy.max() <= math.log(gpt2.anatomy.vocabulary) + 1e-9
+
+
+PEAK = """
+import torch, layerjump as lj
+from pathlib import Path
+from tiny import tiny_model
+from layerjump.lens.cells import Asked, TextStates, read_cells
+
+def peak():
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024
+
+model = lj.Model.wrap(tiny_model("gpt2", vocab_size=30_000, dtype=torch.float32))
+sites = tuple(lj.Site(level) for level in range(4))
+routes = {"identity": [lj.Lens(model).route(site) for site in sites]}
+
+def read(n):
+    states = torch.randn(4, n, 32)
+    text = TextStates(sites, tuple(states), states[-1], torch.full((n,), -1))
+    return read_cells(model, routes, text, Asked(10, (5, 6), js=True), memory=BUDGET)
+
+read(3)  # what is loaded on first use
+before = peak()
+assert read(700)[1]["identity"].top.shape == (4, 700, 10)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's high-water mark")
+def test_peak_memory_keeps_to_the_budget_whatever_the_vocabulary():
+    """700 positions at 4 levels are 336 MB of logits a buffer; the budget is 170 MB for all buffers together."""
+    budget = 170_000_000
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK.replace("BUDGET", str(budget))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert int(done.stdout) < 1.2 * budget
