@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 import layerjump as lj
-from layerjump.lens.lens import Lens, read_levels, rows_at_once
+from layerjump.lens.lens import Lens, rows_at_once
+from layerjump.lens.readings import read_levels
 from layerjump.measure.timing import alternate, machine, ratio
 
 TEXTS = Path(__file__).parents[2] / "shared/text"

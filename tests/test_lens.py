@@ -11,7 +11,8 @@ from transformers import BertModel
 
 import layerjump as lj
 from layerjump.errors import BadJumps, NoPredictions
-from layerjump.lens.lens import Lens, Readings, read_levels, rows_at_once
+from layerjump.lens.lens import Lens, rows_at_once
+from layerjump.lens.readings import Readings, read_levels
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,8 @@ PEAK = """
 import torch, layerjump as lj
 from pathlib import Path
 from tiny import tiny_model
-from layerjump.lens.lens import Lens, read_levels
+from layerjump.lens.lens import Lens
+from layerjump.lens.readings import read_levels
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()

@@ -20,7 +20,8 @@ from layerjump.fit.pairs import parse_pairs
 from layerjump.inputs.check import sample
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.sites import FINAL, Site
-from layerjump.lens.lens import Lens, read_levels
+from layerjump.lens.lens import Lens
+from layerjump.lens.readings import read_levels
 from layerjump.studies import examples, exits, linearity, predictions, r2, submodules
 from layerjump.studies.setup import Setup, settings_of
 

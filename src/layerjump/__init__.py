@@ -11,6 +11,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     inputs/    text → tokens → states: models, families, self-check, corpora, batches, forward hooks
     measure/   metrics, timing
     fit/       states → moments → jumps: sums, estimators, scores, files
+    serve/     the local page
     cli/       the command line
 
 Names are loaded on first use, so that `import layerjump` costs nothing.

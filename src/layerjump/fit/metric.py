@@ -22,7 +22,7 @@ def unembedding_metric(model: Model, target: Site) -> Tensor:
     metric = embedding.mT @ embedding
     if target == FINAL:
         return metric
-    weight = _norm_weight(model)
+    weight = norm_weight(model)
     if target != Site(model.n_blocks) or weight is None:
         raise BadEstimator(
             f"the unembedding's metric is known at the last level of models with one final norm, and at final; "
@@ -31,7 +31,7 @@ def unembedding_metric(model: Model, target: Site) -> Tensor:
     return weight[:, None] * metric * weight
 
 
-def _norm_weight(model: Model) -> Tensor | None:
+def norm_weight(model: Model) -> Tensor | None:
     """The scale the final norm gives each coordinate, if a single norm is all there is before the product."""
     steps = model.anatomy.final_steps
     if len(steps) != 1 or not isinstance(steps[0], nn.Module) or not hasattr(steps[0], "weight"):

@@ -1,8 +1,9 @@
 """A tokenizer, and what goes around a text so that the model sees what it was trained on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1_000  # texts a call: enough to keep the tokenizer's threads busy
 _UNLIMITED = 10**9  # tokenizers write "no limit" as a number of about 1e30
+_known: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]]" = WeakKeyDictionary()
+"""Texts of tokens looked up before: a trajectory names thousands of them, and decoding is slow."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,21 @@ class Tokens:
         middle = (len(ids) + 1) // 2
         return self.wrap(ids[:middle]), [self.start, *self.prefix, *ids[middle:]]
 
+    def one(self, text: str) -> int:
+        """The token that is this text; " Paris" is the token after a blank, however the tokenizer writes it."""
+        ids = self.encode([text])[0]
+        if len(ids) != 1 and text.startswith(" "):
+            # SentencePiece puts a blank before every text by itself.
+            bare = self.encode([text[1:]])[0]
+            ids = bare if token_texts(self.tokenizer, bare) == [text] else ids
+        if len(ids) != 1:
+            pieces = ", ".join(repr(piece) for piece in token_texts(self.tokenizer, ids)) or "none"
+            raise BadText(
+                f"{text!r} was given as one token, but this tokenizer makes {len(ids)} of it ({pieces}); give one of "
+                f"these"
+            )
+        return ids[0]
+
     def generation_inputs(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, padded on the left: the next token follows the last."""
         rows = [self.wrap(ids) for ids in self.encode(texts)]
@@ -131,6 +149,22 @@ class Tokens:
             )
         if length == 0:
             raise BadText(f"the prompt {text!r} has no tokens; give at least one word")
+
+
+def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Iterable[int]) -> list[str]:
+    """Tokens as they stand within a text: alone, SentencePiece drops the blank that tells a token from others."""
+    ids = list(ids)
+    known = _known.setdefault(tokenizer, {})
+    new = [token for token in dict.fromkeys(ids) if token not in known]
+    for token in new:
+        alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+        known[token] = twice[len(alone) :] if twice.startswith(alone) else alone
+    return [known[token] for token in ids]
+
+
+def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    """One token as it stands within a text."""
+    return token_texts(tokenizer, [token])[0]
 
 
 def _encode(

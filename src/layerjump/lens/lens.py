@@ -1,20 +1,28 @@
-"""A lens: states at a level → logits, through a jump and the model's own norm and head."""
+"""A lens: states at a site → logits, through a jump and the model's own norm and head.
+
+lens = Lens(model, jumps)             # without jumps: the logit lens
+trajectory = lens("The capital of")   # every position at every level
+lens.at(5, 20)("The capital of")      # level 5 read as if it were level 20
+lens.direction(" Paris", 20)          # what the lens looks for at level 20
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
-from layerjump.errors import BadJumps
+from layerjump.errors import BadJumps, BadModel
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs.batches import Batch
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import FINAL, Site
-from layerjump.inputs.states import States, states
-from layerjump.measure.metrics import KS, Agreement, Truth, agreement, truth
+
+if TYPE_CHECKING:
+    from layerjump.lens.direction import Removed
+    from layerjump.lens.trajectory import Trajectory
 
 MEMORY = 1 << 30
 """Bytes that rows of logits may take at once, whatever the vocabulary."""
@@ -22,6 +30,26 @@ _BUFFERS = 5
 """Rows of vocabulary size that are alive at once: two of the truth, up to three of an approximation (a soft-cap)."""
 _MOST_ROWS = 512  # more make no product faster
 _AT_LEAST = 4  # bytes a number: half-precision logits are widened
+
+SiteName = Site | str | int
+Route = Callable[[Tensor], Tensor]
+"""From states at a site to the states just before the vocabulary product."""
+
+
+class Reader(Protocol):
+    """What a trajectory is read through."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def fitted_from(self) -> int:
+        """The first position that its maps were fitted on."""
+        ...
+
+    def route(self, site: SiteName) -> Route:
+        """How a site is read; an error if it cannot be."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,81 +61,185 @@ class Lens:
 
     def __post_init__(self) -> None:
         self.model.require_predictions()
+        if self.jumps is None:
+            return
+        known = self.jumps.provenance
+        if (known.n_blocks, known.width) != (self.model.n_blocks, self.model.width):
+            raise BadJumps(
+                f"{self.jumps} are of a model with {known.n_blocks} blocks, but {self.model} was given; fit jumps on "
+                f"it, or give the model they were fitted on"
+            )
 
-    def logits(self, level: int, states: Tensor) -> Tensor:
-        """Logits of states at a level; at level L they are the model's own."""
-        last = self.model.n_blocks
-        if self.jumps is None or level == last:
-            return self.model.logits(states)
-        source = Site(level)
-        if (source, Site(last)) in self.jumps:
-            return self.model.logits(_through(self.jumps[source, last], states))
-        if (source, FINAL) in self.jumps:
-            return self.model.anatomy.decode(_through(self.jumps[source, FINAL], states))
-        raise BadJumps(
-            f"{self.jumps} has no jump from level {level} to the last level or to `final`, so nothing can be read "
-            f"there; fit with pairs to-last"
+    @overload
+    def __call__(
+        self,
+        text: str,
+        k: int = 10,
+        levels: Sequence[SiteName] | None = None,
+        tokens: Sequence[str | int] = (),
+        js: bool = False,
+    ) -> Trajectory: ...
+
+    @overload
+    def __call__(
+        self,
+        text: list[str] | tuple[str, ...],
+        k: int = 10,
+        levels: Sequence[SiteName] | None = None,
+        tokens: Sequence[str | int] = (),
+        js: bool = False,
+    ) -> list[Trajectory]: ...
+
+    def __call__(
+        self,
+        text: str | list[str] | tuple[str, ...],
+        k: int = 10,
+        levels: Sequence[SiteName] | None = None,
+        tokens: Sequence[str | int] = (),
+        js: bool = False,
+    ) -> Trajectory | list[Trajectory]:
+        """Read a text, or each of several: the k best tokens and more at every position and level.
+
+        `levels` are levels or other sites (all levels unless told), `tokens` are followed through them, `js` asks for
+        the Jensen–Shannon divergence too.
+        """
+        from layerjump.lens.trajectory import read_all
+
+        texts = [text] if isinstance(text, str) else text
+        found = read_all(
+            self.model, {self.name: self}, texts, k=k, levels=levels, tokens=tokens, js=js
         )
+        trajectories = [each[self.name] for each in found]
+        return trajectories[0] if isinstance(text, str) else trajectories
+
+    @property
+    def name(self) -> str:
+        """The estimator of its jumps, or `identity`."""
+        return "identity" if self.jumps is None else self.jumps.provenance.estimator
+
+    @property
+    def fitted_from(self) -> int:
+        """The first position that its jumps were fitted on; 0 where nothing was fitted."""
+        return 0 if self.jumps is None else self.jumps.provenance.skip_first
+
+    def logits(self, site: SiteName, states: Tensor) -> Tensor:
+        """Logits of states at a level or another site; at level L they are the model's own."""
+        return self.model.anatomy.decode(self.route(site)(states))
+
+    def route(self, site: SiteName) -> Route:
+        """How states at a site come before the vocabulary product: by a jump to level L or to `final`, or as they are.
+
+        Level L and `final` need no jump. Without jumps, any site as wide as the model is taken for a level L.
+        """
+        site, last = Site.parse(site), Site(self.model.n_blocks)
+        anatomy = self.model.anatomy
+        anatomy.tap(site)  # an error where the model has no such site
+        if site == FINAL:
+            return lambda states: states
+        if site == last or self.jumps is None:
+            return lambda states: anatomy.to_final(self._as_wide(site, states))
+        if (site, last) in self.jumps:
+            to_last = self.jumps[site, last]
+            return lambda states: anatomy.to_final(through(to_last, states))
+        if (site, FINAL) in self.jumps:
+            to_final = self.jumps[site, FINAL]
+            return lambda states: through(to_final, states)
+        where, pairs = f"{site}", f"{site}:{last}"
+        if site.part == "level":
+            where, pairs = f"level {site}", "to-last"
+        raise BadJumps(
+            f"{self.jumps} has no jump from {where} to the last level or to `final`, so nothing can be read there; "
+            f"fit with --pairs {pairs}"
+        )
+
+    def at(self, source: SiteName, target: SiteName) -> Between:
+        """A reader of one site as another: jump from the source to the target, then this lens as it reads the target.
+
+        Read so, level i shows what it has of level j. For the last level it is the lens itself.
+        """
+        return Between(self, Site.parse(source), Site.parse(target))
+
+    def direction(self, token: str | int, site: SiteName) -> Tensor:
+        """The direction at a site, of unit length, along which the lens reads more of a token."""
+        from layerjump.lens.direction import direction
+
+        return direction(self, token, site)
+
+    def check_direction(
+        self, tokens: str | int | Sequence[str | int], level: int, texts: str | Sequence[str]
+    ) -> Removed:
+        """Take tokens' directions out of a level and run on: does the model change as the lens says?"""
+        from layerjump.lens.direction import remove
+
+        tokens = [tokens] if isinstance(tokens, str | int) else tokens
+        return remove(self, tokens, level, [texts] if isinstance(texts, str) else texts)
+
+    def _as_wide(self, site: Site, states: Tensor) -> Tensor:
+        if states.shape[-1] != self.model.width:
+            raise BadModel(
+                f"{site} is {states.shape[-1]} wide and the model {self.model.width}, so its norm and head cannot read "
+                f"it; give a site of the stream, such as {site.index}.mid"
+            )
+        return states
 
 
 @dataclass(frozen=True)
-class Readings:
-    """What lenses read at every level of some positions, beside what the model says there itself.
+class Between:
+    """Reads one site as another; made by `Lens.at`."""
 
-    The first five are (lenses, levels, examples), the others (examples,). At level L every lens is the model.
-    """
-
-    lenses: tuple[str, ...]
-    top: Tensor
-    place: Tensor
-    surprisal: Tensor
-    kl: Tensor
-    confidence: Tensor
-    document: Tensor
-    position: Tensor
-    token: Tensor
-    """The token at the position (before masking)."""
-    best: Tensor
-    """The model's own best token."""
-    entropy: Tensor
-    """Of the model's own distribution, in nats."""
+    lens: Lens
+    source: Site
+    target: Site
 
     @property
-    def n_levels(self) -> int:
-        return self.top.shape[1]
+    def model(self) -> Model:
+        return self.lens.model
 
     @property
-    def n_examples(self) -> int:
-        return self.top.shape[2]
+    def name(self) -> str:
+        return f"{self.lens.name} {self.source}→{self.target}"
 
-    def hits(self, k: int = 1) -> Tensor:
-        """Whether the lens' best token is among the model's k best, (lenses, levels, examples)."""
-        if k > max(KS):
-            raise ValueError(f"k given is {k}; hits are known up to {max(KS)}")
-        return self.place < k
+    @property
+    def fitted_from(self) -> int:
+        return self.lens.fitted_from
 
+    def __call__(
+        self, text: str, k: int = 10, tokens: Sequence[str | int] = (), js: bool = False
+    ) -> Trajectory:
+        """Read a text at the source; the trajectory has this one level."""
+        from layerjump.lens.trajectory import read
 
-@torch.no_grad()
-def read_levels(
-    model: Model,
-    lenses: Mapping[str, Lens],
-    batches: Iterable[Batch],
-    *,
-    memory: int = MEMORY,
-    progress: Callable[[Batch], None] | None = None,
-) -> Readings:
-    """Read every level of the batches' picks through every lens, in one forward pass."""
-    rows = rows_at_once(model, memory)
-    parts: list[Readings] = []
-    waiting: list[States] = []
-    for found in states(model, batches, range(model.n_blocks + 1)):
-        waiting.append(found)
-        if sum(each.batch.n_picks for each in waiting) >= rows:
-            parts += _read_all(lenses, waiting, model, rows)
-            waiting = []
-        if progress:
-            progress(found.batch)
-    return _joined(parts + _read_all(lenses, waiting, model, rows))
+        found = read(
+            self.model, {self.name: self}, text, k=k, levels=[self.source], tokens=tokens, js=js
+        )
+        return found[self.name]
+
+    def states(self, states: Tensor) -> Tensor:
+        """States at the source as states at the target."""
+        jumps = self.lens.jumps
+        if jumps is None or self.source == self.target:
+            return states
+        if (self.source, self.target) not in jumps:
+            last = Site(self.model.n_blocks)
+            pairs = [(self.source, self.target), (self.target, last)]
+            fit = ",".join(f"{a}:{b}" for a, b in pairs if a != b)
+            raise BadJumps(
+                f"{jumps} has no jump {self.source} → {self.target}; fit with --pairs {fit}"
+            )
+        return through(jumps[self.source, self.target], states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of states at the source."""
+        return self.model.anatomy.decode(self.route(self.source)(states))
+
+    def route(self, site: SiteName) -> Route:
+        """How the source is read; no other site is."""
+        if Site.parse(site) != self.source:
+            raise BadJumps(f"this lens reads {self.source} alone, but {site} was given")
+        if self.target == Site(self.model.n_blocks):
+            return self.lens.route(self.source)
+        onward = self.lens.route(self.target)
+        return lambda states: onward(self.states(states))
 
 
 def rows_at_once(model: Model, memory: int = MEMORY) -> int:
@@ -116,64 +248,13 @@ def rows_at_once(model: Model, memory: int = MEMORY) -> int:
     return max(1, min(_MOST_ROWS, memory // (_BUFFERS * model.anatomy.vocabulary * size)))
 
 
-def _through(jump: nn.Module, states: Tensor) -> Tensor:
+def through(jump: nn.Module, states: Tensor) -> Tensor:
     """Jumps are float32; the model's states may be half or double precision."""
     weight = next(jump.parameters(), None)
     dtype = states.dtype if weight is None else weight.dtype
     return jump(states.to(dtype)).to(states.dtype)
 
 
-def _read_all(
-    lenses: Mapping[str, Lens], found: list[States], model: Model, rows: int
-) -> list[Readings]:
-    """Readings of several batches' picks together: a vocabulary product of few rows costs as much as one of many."""
-    if not found:
-        return []
-    levels = [torch.cat([each[level] for each in found]) for level in range(model.n_blocks + 1)]
-    about = torch.cat(
-        [torch.stack([b.document, b.position, b.token]) for b in (each.batch for each in found)], 1
-    )
-    slices = [slice(start, start + rows) for start in range(0, about.shape[1], rows)]
-    return [
-        _read(lenses, [level[part] for level in levels], model, about[:, part]) for part in slices
-    ]
-
-
-def _read(
-    lenses: Mapping[str, Lens], levels: list[Tensor], model: Model, about: Tensor
-) -> Readings:
-    true = truth(_wide(model.logits(levels[-1])))
-    last = agreement(true.logits, true)
-    found = [
-        [_held(lens, level, state, true) for level, state in enumerate(levels[:-1])] + [last]
-        for lens in lenses.values()
-    ]
-    columns = {
-        name: torch.stack(
-            [torch.stack([getattr(cell, name).cpu() for cell in row]) for row in found]
-        )
-        for name in Agreement._fields
-    }
-    return Readings(
-        lenses=tuple(lenses),
-        **columns,
-        document=about[0],
-        position=about[1],
-        token=about[2],
-        best=last.top.cpu(),
-        entropy=-true.negative_entropy.cpu(),
-    )
-
-
-def _held(lens: Lens, level: int, state: Tensor, true: Truth) -> Agreement:
-    return agreement(_wide(lens.logits(level, state)), true)
-
-
-def _wide(logits: Tensor) -> Tensor:
+def wide(logits: Tensor) -> Tensor:
+    """Logits in at least single precision."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-
-
-def _joined(parts: list[Readings]) -> Readings:
-    names = [field.name for field in fields(Readings) if field.name != "lenses"]
-    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names}
-    return Readings(lenses=parts[0].lenses, **joined)

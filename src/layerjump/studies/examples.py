@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from layerjump.inputs.batches import Batch
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import states
+from layerjump.inputs.tokens import token_text
 from layerjump.studies.result import Result, Row
 from layerjump.studies.setup import Setup
 
@@ -68,12 +68,6 @@ def context(
     after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)]))
     gap = gap or f"[{tokenizer.decode([int(batch.token[pick])])}]"
     return f"{before[-characters:]} {gap} {after[:characters]}"
-
-
-def token_text(tokenizer: Any, token: int) -> str:
-    """A token as it stands within a text: alone, SentencePiece drops the blank that tells it from others."""
-    alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
-    return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 def _source(model: Model, batch: Batch, pick: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerjump.decode.rules import FINE, GRID, ConfidenceRule
-from layerjump.lens.lens import Readings
+from layerjump.lens.readings import Readings
 from layerjump.measure.bootstrap import mean_interval, statistic_interval
 from layerjump.studies.result import Result, Row
 from layerjump.studies.setup import Setup

@@ -17,8 +17,9 @@ from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batches
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import states
-from layerjump.lens.lens import Readings
-from layerjump.studies.examples import context, token_text
+from layerjump.inputs.tokens import token_text
+from layerjump.lens.readings import Readings
+from layerjump.studies.examples import context
 from layerjump.studies.result import Result, Row
 from layerjump.studies.setup import Setup
 

@@ -14,7 +14,8 @@ import torch
 
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import states
-from layerjump.studies.examples import context, token_text
+from layerjump.inputs.tokens import token_text
+from layerjump.studies.examples import context
 from layerjump.studies.result import Result
 from layerjump.studies.setup import Setup
 from layerjump.studies.sheet import BEST, KEY, SHEET, Item, write_key, write_sheet

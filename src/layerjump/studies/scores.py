@@ -13,7 +13,7 @@ from layerjump.fit.modules import to_affine
 from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair
 from layerjump.fit.score import R2, r2
-from layerjump.lens.lens import Readings
+from layerjump.lens.readings import Readings
 from layerjump.studies.result import Row
 
 

@@ -17,7 +17,8 @@ from layerjump.inputs.batches import Batch, Batches, batches
 from layerjump.inputs.corpus import Corpus, Splits, split
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import Positions
-from layerjump.lens.lens import Lens, Readings, read_levels
+from layerjump.lens.lens import Lens
+from layerjump.lens.readings import Readings, read_levels
 
 Progress = Callable[[int, int], None]
 """Called with the tokens done and the tokens to do."""

@@ -13,7 +13,8 @@ from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair
 from layerjump.fit.score import R2
 from layerjump.inputs.corpus import Corpus
-from layerjump.lens.lens import Lens, Readings
+from layerjump.lens.lens import Lens
+from layerjump.lens.readings import Readings
 from layerjump.measure.bootstrap import mean_interval
 from layerjump.studies.result import Result, Row
 from layerjump.studies.scores import hits_below_last, maps_of, mean_r2, r2_on
