@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,6 +19,16 @@ hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = [
+    "--no-sandbox",  # Chromium refuses to run as root otherwise
+    "--headless=new",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +74,28 @@ def study_setup(request, data_folder, study_text):
     settings = settings_of("ours", tokens=6_000, score=120)
     model = lj.load(data_folder / request.param)
     return Setup(model, study_text, settings, level_pairs="all")
+
+
+def missing(what):
+    if os.environ.get("LAYERJUMP_REQUIRE_BROWSER") == "1":
+        pytest.fail(f"{what}, but LAYERJUMP_REQUIRE_BROWSER=1 asks for the browser tests")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real Chromium: the one that CHROMIUM names, or one on the path."""
+    given = os.environ.get("CHROMIUM")
+    program = (
+        shutil.which(given) if given else next(filter(None, map(shutil.which, BROWSERS)), None)
+    )
+    if program is None:
+        missing(f"there is no Chromium ({given or ', '.join(BROWSERS)})")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright is not installed")
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=program, args=ARGUMENTS)
+        yield chromium
+        chromium.close()

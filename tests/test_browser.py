@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 from reported import small_run, with_more
 
 from layerjump.show.report import write_comparison, write_report
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-ARGUMENTS = [
-    "--no-sandbox",  # Chromium refuses to run as root otherwise
-    "--headless=new",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
-
-
-def missing(what):
-    if os.environ.get("LAYERJUMP_REQUIRE_BROWSER") == "1":
-        pytest.fail(f"{what}, but LAYERJUMP_REQUIRE_BROWSER=1 asks for the browser tests")
-    pytest.skip(what)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        missing(f"none of {', '.join(NAMES)} is installed")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing("playwright is not installed")
-    with sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=program, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
         ["lens", "--help"],
         ["study", "--help"],
         ["report", "-h"],
+        ["serve", "--help"],
         ["plausibility", "score", "--help"],
     ],
 )

@@ -17,6 +17,7 @@ ROOMS = [
     "train",
     "studies",
     "show",
+    "serve",
     "cli",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -17,6 +17,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     compress/  parts of a running model replaced by maps
     studies/   experiments: protocol → numbers
     show/      numbers → figures, report, summary
+    serve/     the local page
     cli/       the command line
 
 Names are loaded on first use, so that `import layerjump` costs nothing.

@@ -16,6 +16,7 @@
     │   ├── NewerFormat        its format is newer than this library
     │   └── WrongModel         it was fitted on other weights than the model given
     ├── BadStudy               no such study, or one that cannot be done as asked
+    ├── CannotServe            the page cannot be served as asked
     ├── TooLarge               a run would not fit in memory
     └── RunStopped             somebody stopped the run, or one of its processes died
 
@@ -87,6 +88,10 @@ class WrongModel(BadArtifact):
 
 class BadStudy(LayerjumpError):
     """There is no such study, or it cannot be done as asked."""
+
+
+class CannotServe(LayerjumpError):
+    """The page cannot be served as asked: the port is taken, or an option makes no sense."""
 
 
 class TooLarge(LayerjumpError):

@@ -13,6 +13,7 @@ from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
 from layerjump.cli.lens import lens
 from layerjump.cli.plausibility import plausibility
+from layerjump.cli.serve import serve
 from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped
 
@@ -43,7 +44,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, lens, families):
+for command in (study, report, fit, show, lens, serve, families):
     app.command()(command)
 app.add_typer(plausibility, name="plausibility")
 

@@ -1,0 +1,1 @@
+"""The local page: a small server on this machine alone, and the files that a browser gets from it."""

@@ -1,0 +1,242 @@
+"""The application: the page, and the same answers as JSON under `/api`."""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+from collections.abc import Callable, Hashable
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from layerjump import __version__
+from layerjump.serve.answers import UNFORESEEN, Answer, encode, refusal
+from layerjump.serve.guard import Guard
+from layerjump.serve.jobs import Job, Jobs
+from layerjump.serve.library import FITTED, Library, Question, Shelf
+
+PATIENCE = 2.0
+"""Seconds that a request waits for its turn before it is told its place in line."""
+BUSY: dict[int | str, dict[str, Any]] = {
+    202: {
+        "description": "busy: the question waits in line, at the position said; ask the same again"
+    },
+    503: {"description": "too many questions wait"},
+}
+MOST_CHARACTERS, MOST_K, MOST_FOLLOWED, MOST_LENSES = 20_000, 50, 16, 4
+
+Name = Annotated[str, Field(max_length=300)]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+
+
+class Problem(BaseModel):
+    """Why a question was not answered."""
+
+    error: str
+
+
+class LensRequest(BaseModel):
+    """A text, and what to read of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name = Field(description="One of the names that /api/models gives.")
+    text: str = Field(min_length=1, max_length=MOST_CHARACTERS)
+    lenses: list[Name] = Field(
+        default=["identity"],
+        min_length=1,
+        max_length=MOST_LENSES,
+        description="identity, an estimator, or a jump set's name.",
+    )
+    k: int = Field(default=10, ge=1, le=MOST_K, strict=True, description="Best tokens a cell.")
+    tokens: list[TokenId | Word] = Field(
+        default=[],
+        max_length=MOST_FOLLOWED,
+        description="Tokens to follow through the levels: ids, or texts of one token.",
+    )
+    js: bool = Field(default=False, strict=True, description="Jensen–Shannon divergence too.")
+
+
+class LoadRequest(BaseModel):
+    """Which model to load."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name
+
+
+class FitRequest(BaseModel):
+    """Which jumps to fit on the built-in text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name
+    estimators: list[Name] = Field(default=list(FITTED), min_length=1, max_length=len(FITTED))
+
+
+def make_app(library: Library) -> FastAPI:
+    """The application that answers for a library of models."""
+    app = FastAPI(
+        title="layerjump",
+        version=__version__,
+        description="What hidden levels predict. Loopback only; errors are {error: one sentence}.",
+        openapi_url="/api/openapi.json",
+        docs_url=None,  # they would load their scripts from the network; /api/docs is our own
+        redoc_url=None,
+        responses={422: {"description": "refused; `error` says why", "model": Problem}},
+    )
+    app.add_middleware(Guard)
+    _add_errors(app)
+    _add_page(app)
+    _add_lens(app, library)
+    _add_fit(app, library)
+    return app
+
+
+def _add_lens(app: FastAPI, library: Library) -> None:
+    @app.get("/api/healthz", summary="Whether the server answers")
+    async def healthz() -> Response:
+        return _json({"ok": True, "version": __version__})
+
+    @app.get("/api/models", summary="Models, their lenses, and how far they are loaded")
+    async def models() -> Response:
+        limits = {"characters": MOST_CHARACTERS, "k": MOST_K, "followed": MOST_FOLLOWED}
+        shelves = [shelf.about() for shelf in library.shelves.values()]
+        return _json({"models": shelves, "fitted_here": FITTED, "limits": limits})
+
+    @app.post(
+        "/api/lens",
+        summary="What every level predicts at every position of a text",
+        responses={
+            409: {"description": "a lens is not fitted yet: see /api/fit"},
+            **BUSY,
+        },
+    )
+    async def lens(asked: LensRequest) -> Response:
+        shelf = _shelf(library, asked.model)
+        for name in asked.lenses:
+            _require_lens(library, name)
+        question = Question(
+            asked.text, tuple(dict.fromkeys(asked.lenses)), asked.k, tuple(asked.tokens), asked.js
+        )
+        return await _in_turn(shelf, (shelf.name, question), lambda: shelf.answer(question))
+
+    @app.post("/api/load", summary="Load a model, and say which lenses it has", responses=BUSY)
+    async def load(asked: LoadRequest) -> Response:
+        shelf = _shelf(library, asked.model)
+        if shelf.state == "ready":
+            return _json(shelf.about())
+        return await _in_turn(shelf, ("load", shelf.name), shelf.loaded)
+
+
+async def _in_turn(shelf: Shelf, key: Hashable, work: Callable[[], Answer]) -> Response:
+    """The answer if it is known or comes soon, and else the place in line."""
+    known = shelf.desk.answers.get(key)
+    if known is not None:
+        return _response(known, cached=True)
+    future = shelf.desk.ask(key, work)
+    if future is None:
+        return _response(refusal(503, "too many questions are waiting; ask again in a while"))
+    waiting = asyncio.wrap_future(future)
+    await asyncio.wait([waiting], timeout=PATIENCE)
+    if waiting.done():
+        return _response(waiting.result(), cached=False)
+    place = shelf.desk.place(key)
+    doing = "loading the model" if shelf.state == "loading" else shelf.desk.doing
+    said = {"busy": True, "position": place, "doing": doing, "said": f"busy, position {place}"}
+    return _response(Answer(202, encode(said)), cached=False, **{"Retry-After": "1"})
+
+
+def _add_fit(app: FastAPI, library: Library) -> None:
+    jobs = Jobs()
+
+    @app.post("/api/fit", status_code=202, summary="Fit jumps on the built-in text, once")
+    async def fit(asked: FitRequest) -> Response:
+        shelf = _shelf(library, asked.model)
+        for name in asked.estimators:
+            if name not in FITTED:
+                raise HTTPException(
+                    422, f"no estimator {name!r} is fitted here; known are {', '.join(FITTED)}"
+                )
+        estimators = tuple(name for name in FITTED if name in asked.estimators)
+        job = jobs.same(shelf.name, estimators)
+        if job is None:
+            job = jobs.add(Job(shelf.name, estimators))
+            made: Job = job
+            doing = f"fitting {', '.join(estimators)}"
+            shelf.desk.ask(("fit", job.id), lambda: shelf.fit(made), doing=doing, lasting=True)
+        return _json(job.about(), 202)
+
+    @app.get("/api/jobs/{id}", summary="How far a fit is")
+    async def job(id: str) -> Response:
+        found = jobs.get(id)
+        if found is None:
+            raise HTTPException(404, "there is no such job; the server may have been started anew")
+        return _json(found.about())
+
+
+def _add_page(app: FastAPI) -> None:
+    # Read once, by name: no request ever becomes a path.
+    folder = resources.files("layerjump.serve") / "page"
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response(files["index.html"], media_type="text/html; charset=utf-8")
+
+    @app.get("/api/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(files["docs.html"], media_type="text/html; charset=utf-8")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, f"the page has no file {name[:80]!r}")
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return Response(files[name], media_type="text/javascript" if name.endswith(".js") else kind)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        said = f"{request.method} {request.url.path[:80]} is not known here; see /api/docs"
+        generic = error.detail in ("Not Found", "Method Not Allowed")
+        return _response(refusal(error.status_code, said if generic else str(error.detail)))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = " → ".join(str(part) for part in first["loc"] if part != "body")
+        return _response(refusal(422, f"{where or 'the request'}: {first['msg']}"))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return _response(refusal(500, UNFORESEEN))  # the server logs the error itself
+
+
+def _shelf(library: Library, name: str) -> Shelf:
+    if name not in library.shelves:
+        known = ", ".join(library.shelves)
+        raise HTTPException(404, f"there is no model {name[:80]!r} here; known are {known}")
+    return library.shelves[name]
+
+
+def _require_lens(library: Library, name: str) -> None:
+    if name not in library.lens_names:
+        known = ", ".join(library.lens_names)
+        raise HTTPException(404, f"there is no lens {name[:80]!r} here; known are {known}")
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return _response(Answer(status, encode(content)))
+
+
+def _response(answer: Answer, *, cached: bool | None = None, **headers: str) -> Response:
+    if cached is not None:
+        headers["X-Layerjump-Cache"] = "hit" if cached else "miss"
+    return Response(answer.body, answer.status, headers, "application/json")

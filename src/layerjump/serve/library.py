@@ -1,0 +1,214 @@
+"""The models and jump sets that were given at the start, under names; loaded on first use, read one at a time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from layerjump.errors import BadText, CannotServe, LayerjumpError
+from layerjump.fit.fingerprint import fingerprint
+from layerjump.fit.jumps import Jumps
+from layerjump.fit.kept import has_kept, kept_jumps
+from layerjump.inputs.models import Model, load
+from layerjump.lens.lens import Lens
+from layerjump.lens.trajectory import read
+from layerjump.serve.answers import NOT_YET, UNFORESEEN, Answer, Answers, encode, refusal
+from layerjump.serve.desk import Desk
+from layerjump.serve.jobs import Job
+
+FITTED = ("mat", "affine", "ridge")
+"""Estimators that the page fits itself, all in one pass over the built-in text."""
+MOST_TOKENS = 256
+"""Positions of a text that are read: a grid of more is neither quick to make nor possible to look at."""
+
+State = Literal["not loaded", "loading", "ready", "failed"]
+_NAME = re.compile(r"[\w.+-]{1,60}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `/api/lens` was asked."""
+
+    text: str
+    lenses: tuple[str, ...]
+    k: int = 10
+    tokens: tuple[int | str, ...] = ()
+    js: bool = False
+
+
+@dataclass
+class Shelf:
+    """One model: its desk, its lenses, and how far it is loaded. Only its desk's thread changes it."""
+
+    name: str
+    source: str
+    sets: Mapping[str, Jumps]
+    desk: Desk
+    state: State = "not loaded"
+    error: str | None = None
+    model: Model | None = None
+    lenses: dict[str, Lens] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    """Estimators whose jumps are on disk but not in memory yet."""
+
+    def load(self) -> Model:
+        """The model, loaded on the first call."""
+        if self.model is not None:
+            return self.model
+        self.state, self.error = "loading", None
+        try:
+            model = load(self.source)
+            model.require_predictions()
+            _most_tokens(model)  # an error if there is no tokenizer
+            self._take_lenses(model)
+        except Exception as error:
+            known = isinstance(error, LayerjumpError)
+            self.state, self.error = "failed", str(error) if known else UNFORESEEN
+            raise
+        self.model, self.state = model, "ready"
+        return model
+
+    def loaded(self) -> Answer:
+        """Load the model, and say what it has."""
+        self.load()
+        return Answer(200, encode(self.about()))
+
+    def _take_lenses(self, model: Model) -> None:
+        own = fingerprint(model.hf)
+        self.lenses["identity"] = Lens(model)
+        for name, jumps in self.sets.items():
+            if jumps.provenance.fingerprint == own:
+                self.lenses[name] = Lens(model, jumps)
+        self.kept = {name for name in FITTED if has_kept(model, (name,))}
+
+    def answer(self, question: Question) -> Answer:
+        """Read a text through the lenses asked for."""
+        model = self.load()
+        refused = self._refused(question.lenses)
+        if refused is not None:
+            return refused
+        self._fetch([name for name in question.lenses if name not in self.lenses])
+        _check_length(model, question.text)
+        lenses = {name: self.lenses[name] for name in question.lenses}
+        start = time.perf_counter()
+        found = read(
+            model, lenses, question.text, k=question.k, tokens=question.tokens, js=question.js
+        )
+        content = {
+            "model": self.name,
+            "lenses": {name: trajectory.to_dict() for name, trajectory in found.items()},
+            "seconds": round(time.perf_counter() - start, 4),
+        }
+        return Answer(200, encode(content))
+
+    def _refused(self, lenses: Sequence[str]) -> Answer | None:
+        """Why a text cannot be read through these, if it cannot."""
+        by_state = {self.lens_state(name): name for name in lenses}
+        if "other weights" in by_state:
+            name = by_state["other weights"]
+            return refusal(422, f"the jumps {name} were fitted on another model than {self.name}")
+        unfitted = [name for name in lenses if self.lens_state(name) == "not fitted"]
+        if not unfitted:
+            return None
+        said = f"{' and '.join(unfitted)} must be fitted for {self.name} first: ask /api/fit"
+        return refusal(NOT_YET, said, unfitted=unfitted)
+
+    def fit(self, job: Job) -> Answer:
+        """Fit what the job asks for, and tell it how far that is."""
+        with job:
+            model = self.load()
+            found = kept_jumps(model, job.estimators, progress=job.progress)
+            for name, jumps in found.items():
+                self.lenses[name] = Lens(model, jumps)
+        return Answer(200, b"")
+
+    def _fetch(self, names: Sequence[str]) -> None:
+        """Read kept jumps from disk, once."""
+        if names and self.model is not None:
+            for name, jumps in kept_jumps(self.model, tuple(names)).items():
+                self.lenses[name] = Lens(self.model, jumps)
+
+    def lens_state(self, name: str) -> str:
+        """`ready`, `not fitted`, `other weights`; before the model is loaded, `unknown`."""
+        if name in self.lenses or name in self.kept or name == "identity":
+            return "ready"
+        if self.model is None:
+            return "unknown"
+        return "not fitted" if name in FITTED else "other weights"
+
+    def about(self) -> dict[str, Any]:
+        """What the page shows of it."""
+        model = self.model
+        names = ("identity", *FITTED, *self.sets)
+        return {
+            "name": self.name,
+            "state": self.state,
+            "error": self.error,
+            "doing": self.desk.doing,
+            "task": model and model.task,
+            "n_blocks": model and model.n_blocks,
+            "most_tokens": model and _most_tokens(model),
+            "mask": model and model.masked and model.tokens.tokenizer.mask_token,
+            "lenses": [{"name": name, "state": self.lens_state(name)} for name in names],
+        }
+
+
+class Library:
+    """All shelves by name. Only what was given at the start can ever be asked for."""
+
+    def __init__(self, sources: Sequence[str], sets: Mapping[str, Jumps]) -> None:
+        self.sets = dict(sets)
+        self.shelves: dict[str, Shelf] = {}
+        answers = Answers()
+        for source in sources:
+            name = self._free_name(source)
+            self.shelves[name] = Shelf(name, source, self.sets, Desk(answers))
+
+    @property
+    def lens_names(self) -> tuple[str, ...]:
+        return ("identity", *FITTED, *self.sets)
+
+    @property
+    def working(self) -> bool:
+        """Whether a thread is reading, loading or fitting."""
+        return any(shelf.desk.doing is not None for shelf in self.shelves.values())
+
+    def _free_name(self, source: str) -> str:
+        """A folder or file goes by its own name, without the way to it; twice the same gets a number."""
+        path = Path(source).expanduser()
+        name = path.resolve().name if path.exists() else source
+        taken = [other for other in self.shelves if other == name or other.startswith(f"{name} (")]
+        return f"{name} ({len(taken) + 1})" if taken else name
+
+
+def jump_sets(given: Sequence[str]) -> dict[str, Jumps]:
+    """Read `NAME=FOLDER` options."""
+    found: dict[str, Jumps] = {}
+    for option in given:
+        name, equals, folder = option.partition("=")
+        if not equals or not folder or not _NAME.fullmatch(name):
+            raise CannotServe(
+                f"--jumps {option!r} was given; write NAME=FOLDER, the name of letters, digits and . _ + -"
+            )
+        if name in found or name in ("identity", *FITTED):
+            raise CannotServe(f"two lenses would be called {name!r}; give the jumps another name")
+        found[name] = Jumps.from_pretrained(folder)
+    return found
+
+
+def _most_tokens(model: Model) -> int:
+    return min(MOST_TOKENS, model.tokens.max_length)
+
+
+def _check_length(model: Model, text: str) -> None:
+    tokens = model.tokens
+    length, most = len(tokens.wrap(tokens.encode([text])[0])), _most_tokens(model)
+    if length > most:
+        raise BadText(
+            f"the text has {length:,} tokens, and up to {most:,} can be shown; shorten it to about "
+            f"{len(text) * most // length:,} characters"
+        )

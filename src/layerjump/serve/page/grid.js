@@ -1,0 +1,166 @@
+// A grid of tokens × levels: rows are levels with the last on top, columns are positions.
+
+import { colourOf, gradient } from "./colours.js";
+import { element, number, visible } from "./words.js";
+
+export class Grid {
+  // `chosen(level, column)` is called when a cell is moved to, `opened()` and `pinned(id)` for Enter and P.
+  constructor(reading, name, { chosen, opened, pinned }) {
+    this.reading = reading;
+    this.name = name;
+    this.last = reading.levels.length - 1;
+    this.cells = reading.levels.map(() => []);
+    this.at = null;
+    this.scroll = element("div", { className: "scroll", children: [this.#table()] });
+    this.bar = element("span", { className: "bar" });
+    this.from = element("span");
+    this.to = element("span");
+    const scale = element("span", { className: "scale quiet", children: [this.from, this.bar, this.to] });
+    const title = element("h2", { text: `${name === "identity" ? "identity (logit lens)" : name}` });
+    const caption = element("figcaption", { children: [title, scale] });
+    this.figure = element("figure", { className: "grid", "data-lens": name, children: [caption, this.scroll] });
+    const table = this.scroll.firstChild;
+    table.addEventListener("click", (event) => this.#touched(event.target.closest("td"), chosen));
+    table.addEventListener("dblclick", (event) => event.target.closest("td") && opened());
+    table.addEventListener("mouseover", (event) => this.#hinted(event.target.closest("td")));
+    table.addEventListener("keydown", (event) => this.#pressed(event, chosen, opened, pinned));
+  }
+
+  #table() {
+    const { reading } = this;
+    const heads = reading.positions.map((position) => {
+      const text = reading.tokens[position].text;
+      return element("th", { scope: "col", dir: "auto", text: visible(text), title: `${position}: ${visible(text)}` });
+    });
+    const corner = element("th", { scope: "col", className: "corner", text: "level" });
+    const head = element("thead", { children: [element("tr", { children: [corner, ...heads] })] });
+    const body = element("tbody");
+    for (let level = this.last; level >= 0; level -= 1) body.append(this.#row(level));
+    const label = `What ${this.name} reads, levels by positions`;
+    return element("table", { role: "grid", "aria-label": label, children: [head, body] });
+  }
+
+  #row(level) {
+    const { reading } = this;
+    const head = element("th", { scope: "row", text: reading.levels[level] });
+    const row = element("tr", { children: [head] });
+    reading.positions.forEach((position, column) => {
+      const best = reading.top[level][column][0];
+      const cell = element("td", { role: "gridcell", tabindex: "-1", dir: "auto", text: visible(reading.words[best]) });
+      cell.dataset.at = `${level},${column}`;
+      if (best === reading.top[this.last][column][0]) cell.classList.add("own");
+      if (reading.decided_at[column] === level) cell.classList.add("decided");
+      if (position < reading.fitted_from && level < this.last) cell.classList.add("unfitted");
+      this.cells[level][column] = cell;
+      row.append(cell);
+    });
+    return row;
+  }
+
+  paint(measure, most) {
+    this.cells.forEach((row, level) => row.forEach((cell, column) => {
+      const colour = colourOf(measure, measure.value(this.reading, level, column) ?? 0, most);
+      cell.style.backgroundColor = colour.background;
+      cell.style.color = colour.ink;
+    }));
+    this.bar.style.backgroundImage = gradient(measure);
+    this.bar.title = measure.about;
+    this.from.textContent = `${measure.title} 0`;
+    this.to.textContent = `${number(most, 2)}${measure.end}`;
+  }
+
+  // Rings around the cells where positions would stop; one that runs to the end has none.
+  ring(levels) {
+    for (const cell of this.scroll.querySelectorAll(".leaves")) cell.classList.remove("leaves");
+    levels?.forEach((level, column) => {
+      if (level !== null && level < this.last) this.cells[level][column].classList.add("leaves");
+    });
+  }
+
+  choose(level, column, { focus = false } = {}) {
+    if (this.at) {
+      this.at.removeAttribute("aria-selected");
+      this.at.tabIndex = -1;
+    }
+    const cell = this.cells[level][column];
+    cell.setAttribute("aria-selected", "true");
+    cell.setAttribute("aria-label", this.said(level, column));
+    cell.tabIndex = 0;
+    this.at = cell;
+    if (focus) cell.focus({ preventScroll: true });
+    this.#reveal(cell);
+  }
+
+  said(level, column) {
+    const { reading } = this;
+    const token = visible(reading.tokens[reading.positions[column]].text);
+    const best = reading.top[level][column][0];
+    const marks = [
+      best === reading.top[this.last][column][0] ? "the model’s answer" : "",
+      this.cells[level][column].classList.contains("leaves") ? "would stop here" : "",
+      this.cells[level][column].classList.contains("unfitted") ? "not fitted" : "",
+    ].filter(Boolean);
+    const facts = `probability ${number(reading.probability[level][column][0])}`;
+    return [`${visible(reading.words[best])}, ${facts}`, `level ${reading.levels[level]} after ${token}`, ...marks].join("; ");
+  }
+
+  // Scrolls the grid itself, never the page.
+  #reveal(cell) {
+    const { scroll } = this;
+    const head = scroll.querySelector(".corner");
+    const left = cell.offsetLeft - head.offsetWidth;
+    const right = cell.offsetLeft + cell.offsetWidth - scroll.clientWidth;
+    const top = cell.offsetTop - head.offsetHeight;
+    const bottom = cell.offsetTop + cell.offsetHeight - scroll.clientHeight;
+    scroll.scrollLeft = Math.max(right, Math.min(left, scroll.scrollLeft));
+    scroll.scrollTop = Math.max(bottom, Math.min(top, scroll.scrollTop));
+  }
+
+  #touched(cell, chosen) {
+    if (cell) chosen(...place(cell));
+  }
+
+  #hinted(cell) {
+    if (cell && !cell.title) cell.title = this.said(...place(cell));
+  }
+
+  #pressed(event, chosen, opened, pinned) {
+    const cell = event.target.closest("td");
+    if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
+    const [level, column] = place(cell);
+    const right = this.reading.positions.length - 1;
+    const moves = {
+      ArrowUp: [level + 1, column], ArrowDown: [level - 1, column],
+      ArrowLeft: [level, column - 1], ArrowRight: [level, column + 1],
+      Home: [level, 0], End: [level, right], PageUp: [this.last, column], PageDown: [0, column],
+    };
+    if (event.key in moves) {
+      const [toLevel, toColumn] = moves[event.key];
+      chosen(clamp(toLevel, this.last), clamp(toColumn, right));
+    } else if (event.key === "Enter" || event.key === " ") opened();
+    else if (event.key === "p" || event.key === "P") pinned(this.reading.top[level][column][0]);
+    else return;
+    event.preventDefault();
+  }
+}
+
+// Two grids scroll together.
+export function linkScrolling(grids) {
+  for (const grid of grids) {
+    grid.scroll.addEventListener("scroll", () => {
+      for (const other of grids) {
+        if (other === grid) continue;
+        other.scroll.scrollLeft = grid.scroll.scrollLeft;
+        other.scroll.scrollTop = grid.scroll.scrollTop;
+      }
+    });
+  }
+}
+
+function place(cell) {
+  return cell.dataset.at.split(",").map(Number);
+}
+
+function clamp(value, most) {
+  return Math.min(Math.max(value, 0), most);
+}

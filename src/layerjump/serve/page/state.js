@@ -1,0 +1,33 @@
+// What the page shows, as the part of its address after #: the server never sees it there, and it may be long.
+
+export const START = {
+  model: "", lens: "mat", other: "", colour: "probability", text: "", level: null, column: null, pins: [], strength: 0.9,
+};
+
+export function fromHash(hash) {
+  const given = new URLSearchParams(hash.replace(/^#/, ""));
+  const at = /^(\d{1,6}),(\d{1,6})$/.exec(given.get("at") ?? "");
+  const strength = Number(given.get("exit") ?? START.strength);
+  return {
+    model: given.get("model") ?? START.model,
+    lens: given.get("lens") ?? START.lens,
+    other: given.get("with") ?? START.other,
+    colour: given.get("colour") ?? START.colour,
+    text: given.get("text") ?? START.text,
+    level: at ? Number(at[1]) : null,
+    column: at ? Number(at[2]) : null,
+    pins: given.getAll("pin").filter((id) => /^\d{1,9}$/.test(id)).map(Number).slice(0, 16),
+    strength: strength >= 0 && strength <= 1.12 ? strength : START.strength,
+  };
+}
+
+export function toHash(state) {
+  const written = new URLSearchParams({ model: state.model, lens: state.lens });
+  if (state.other) written.set("with", state.other);
+  if (state.colour !== START.colour) written.set("colour", state.colour);
+  if (state.level !== null) written.set("at", `${state.level},${state.column}`);
+  for (const id of state.pins) written.append("pin", id);
+  if (state.strength !== START.strength) written.set("exit", state.strength);
+  written.set("text", state.text);
+  return `#${written}`;
+}

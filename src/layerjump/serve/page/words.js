@@ -1,0 +1,44 @@
+// Tokens as a reader can see them. Whatever a token holds is only ever shown as text, never as markup.
+
+const SEEN = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
+// Control characters, and those that turn the direction of what stands around them.
+const CONTROLS = /[\p{Cc}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/gu;
+const NOTHING_TO_SEE = /^[\p{Cf}\p{Cn}\p{Zs}\p{Zl}\p{Zp}]*$/u;
+
+export function visible(text) {
+  if (text === "") return "∅";
+  const shown = text.replace(/[ \n\t\r]/g, (letter) => SEEN[letter]).replace(CONTROLS, code);
+  return NOTHING_TO_SEE.test(shown) ? [...shown].map(code).join("") : shown;
+}
+
+function code(letter) {
+  return `⟨${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
+}
+
+// Numbers as a reader wants them: no more digits than matter.
+export function number(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1000) return String(Math.round(value));
+  if (size < 0.001) return value.toExponential(0).replaceAll("-", "−");
+  return String(Number(value.toPrecision(digits))).replace("-", "−");
+}
+
+export function percent(share) {
+  return `${number(100 * share)} %`;
+}
+
+export function listed(names) {
+  return names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`;
+}
+
+// An element with a class and text or children; text never becomes markup.
+export function element(name, { className = "", text = null, children = [], ...attributes } = {}) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text !== null) made.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
