@@ -126,7 +126,7 @@ def prompts(model: lj.Model, count: int) -> list[str]:
 
 
 class Client:
-    """One connection, kept open, as a browser does."""
+    """A new connection a question: one that waits for its rival's turn would be closed by the server."""
 
     def __init__(self, port: int) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
@@ -135,7 +135,9 @@ class Client:
         headers = {"Content-Type": "application/json"}
         self.connection.request("POST", "/api/lens", json.dumps(question), headers)
         response = self.connection.getresponse()
-        return response.status, response.getheader("X-Layerjump-Cache", ""), response.read()
+        found = response.status, response.getheader("X-Layerjump-Cache", ""), response.read()
+        self.connection.close()
+        return found
 
     def patiently(
         self, question: dict[str, Any], busy: Counter[str] | None = None
