@@ -40,6 +40,8 @@ def folder(tmp_path_factory):
         ["show", "-h"],
         ["study", "--help"],
         ["report", "-h"],
+        ["generate", "--help"],
+        ["calibrate", "--help"],
         ["plausibility", "score", "--help"],
     ],
 )

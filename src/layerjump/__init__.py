@@ -11,6 +11,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     inputs/    text → tokens → states: models, families, self-check, corpora, batches, forward hooks
     measure/   metrics, timing
     fit/       states → moments → jumps: sums, estimators, scores, files
+    decode/    early exit: rules, caches, generation, calibration
     cli/       the command line
 
 Names are loaded on first use, so that `import layerjump` costs nothing.
@@ -22,6 +23,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerjump.decode.calibrate import calibrate as calibrate
+    from layerjump.decode.generate import early_exit as early_exit
+    from layerjump.decode.generate import generate as generate
     from layerjump.fit.collect import collect as collect
     from layerjump.fit.collected import Collected as Collected
     from layerjump.fit.fit import fit as fit
@@ -54,7 +58,10 @@ _HOME = {
     "Positions": "inputs.positions",
     "Site": "inputs.sites",
     "batches": "inputs.batches",
+    "calibrate": "decode.calibrate",
     "collect": "fit.collect",
+    "early_exit": "decode.generate",
+    "generate": "decode.generate",
     "load": "inputs.models",
     "one_batch": "inputs.batches",
     "read": "inputs.corpus",

@@ -16,6 +16,7 @@
     │   ├── NewerFormat        its format is newer than this library
     │   └── WrongModel         it was fitted on other weights than the model given
     ├── BadStudy               no such study, or one that cannot be done as asked
+    ├── BadExit                an exit rule, or a way of generating, that cannot be had here
     ├── TooLarge               a run would not fit in memory
     └── RunStopped             somebody stopped the run, or one of its processes died
 
@@ -87,6 +88,10 @@ class WrongModel(BadArtifact):
 
 class BadStudy(LayerjumpError):
     """There is no such study, or it cannot be done as asked."""
+
+
+class BadExit(LayerjumpError):
+    """An exit rule that this model cannot follow, or a way of generating that early exit does not have."""
 
 
 class TooLarge(LayerjumpError):
