@@ -42,6 +42,8 @@ def folder(tmp_path_factory):
         ["study", "--help"],
         ["report", "-h"],
         ["serve", "--help"],
+        ["generate", "--help"],
+        ["calibrate", "--help"],
         ["plausibility", "score", "--help"],
     ],
 )

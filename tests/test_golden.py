@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerjump as lj
-from layerjump.decode.rules import ConfidenceRule
+from layerjump.decode.rules import SoftmaxGap
 from layerjump.studies import exits, linearity, predictions, r2
 from layerjump.studies.setup import Settings, Setup
 
@@ -102,8 +102,8 @@ def test_exits_at_an_examples_own_position(case):
     readings = case.setup.readings()
     for place, lens in enumerate(readings.lenses):
         for row in case.golden["exits"][lens]:
-            rule = ConfidenceRule(row["at"], case.golden["N"])
-            stops = rule.levels(readings.confidence[place], readings.position)
+            rule = SoftmaxGap(row["at"], case.golden["N"])
+            stops = rule.replay(readings.confidence[place], readings.position)
             assert float(stops.double().mean()) == close(row["blocks"], 1e-12)
 
 

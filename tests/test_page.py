@@ -9,7 +9,7 @@ import torch
 from serving import serving
 
 import layerjump as lj
-from layerjump.decode.rules import ConfidenceRule
+from layerjump.decode.rules import SoftmaxGap
 
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 TEXT = "Once upon a time, there was a little girl named Lily. One day, Lily went to the"
@@ -189,7 +189,7 @@ def test_the_slider_is_the_exit_rule(opened, server, strength):
     wanted = reading(server)
     lead = torch.tensor(wanted["confidence"], dtype=torch.float64)[:, 1:]
     position = torch.arange(1, lead.shape[1] + 1)
-    rule = ConfidenceRule(strength, float((position + 1).double().mean()))
+    rule = SoftmaxGap(strength, float((position + 1).double().mean()))
     levels = rule.levels(lead, position).tolist()
     ringed = page.evaluate(
         "[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)"

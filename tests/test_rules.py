@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import random
 
-from layerjump.decode.rules import FINE, GRID, NEVER, ConfidenceRule
+from layerjump.decode.rules import FINE, GRID, NEVER, SoftmaxGap
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -21,7 +21,7 @@ def confidences(levels=6, examples=40, seed=0):
 def test_thresholds_are_the_papers():
     known = json.loads((GOLDEN / "thresholds.json").read_text())
     positions = torch.tensor([row["t"] for row in known["rows"]])
-    found = ConfidenceRule(known["lambda"], known["N"]).threshold(positions)
+    found = SoftmaxGap(known["lambda"], known["N"]).threshold(positions)
     assert found.tolist() == pytest.approx([row["threshold"] for row in known["rows"]], rel=1e-12)
     assert found.tolist() == pytest.approx([1.0, 0.930, 0.902, 0.900], abs=5e-4)
 
@@ -36,10 +36,10 @@ def test_the_grid_is_the_authors():
 @pytest.mark.parametrize("clip", [False, True])
 def test_the_ends_of_the_grid_never_stop_and_always_stop(confidence, clip):
     position = torch.arange(40)
-    never = ConfidenceRule(NEVER, 20.5, clip=clip).levels(confidence, position)
+    never = SoftmaxGap(NEVER, 20.5, clip=clip).replay(confidence, position)
     assert (never == 5).all()
     if not clip:
-        assert (ConfidenceRule(-NEVER, 20.5).levels(confidence, position) == 1).all()
+        assert (SoftmaxGap(-NEVER, 20.5).replay(confidence, position) == 1).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -51,9 +51,9 @@ def test_the_ends_of_the_grid_never_stop_and_always_stop(confidence, clip):
 )
 def test_it_is_the_first_level_from_one_on_that_is_sure(strength, seed, levels, strict):
     confidence, position = confidences(levels, 12, seed), torch.arange(12)
-    rule = ConfidenceRule(strength, 6.5, strict=strict)
+    rule = SoftmaxGap(strength, 6.5, strict=strict)
     enough = rule.threshold(position)
-    for example, found in enumerate(rule.levels(confidence, position).tolist()):
+    for example, found in enumerate(rule.replay(confidence, position).tolist()):
         lead = confidence[:, example]
         sure = lead > enough[example] if strict else lead >= enough[example]
         wanted = next((level for level in range(1, levels) if sure[level]), levels - 1)
@@ -62,20 +62,20 @@ def test_it_is_the_first_level_from_one_on_that_is_sure(strength, seed, levels, 
 
 def test_stricter_never_stops_earlier():
     confidence, position = confidences(), torch.arange(40)
-    stops = [ConfidenceRule(value, 20.5).levels(confidence, position) for value in sorted(GRID)]
+    stops = [SoftmaxGap(value, 20.5).replay(confidence, position) for value in sorted(GRID)]
     assert all((a <= b).all() for a, b in zip(stops, stops[1:], strict=False))
 
 
 def test_strict_and_not_differ_exactly_at_the_threshold():
     confidence = torch.tensor([[0.0], [0.9], [0.0]], dtype=torch.float64)
     far = torch.tensor([10**6])  # where the second term is gone
-    assert ConfidenceRule(1, 10).threshold(far).item() == 0.9
-    assert ConfidenceRule(1, 10).levels(confidence, far).item() == 2
-    assert ConfidenceRule(1, 10, strict=False).levels(confidence, far).item() == 1
+    assert SoftmaxGap(1, 10).threshold(far).item() == 0.9
+    assert SoftmaxGap(1, 10).replay(confidence, far).item() == 2
+    assert SoftmaxGap(1, 10, strict=False).replay(confidence, far).item() == 1
 
 
 def test_confidences_are_left_as_they_were():
     confidence = confidences()
     kept = confidence.clone()
-    ConfidenceRule(0.5, 20.5).levels(confidence, torch.arange(40))
+    SoftmaxGap(0.5, 20.5).replay(confidence, torch.arange(40))
     assert torch.equal(confidence, kept)

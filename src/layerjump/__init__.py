@@ -13,7 +13,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     measure/   metrics, timing
     fit/       states → moments → jumps: sums, estimators, scores, files
     lens/      levels → predictions: trajectories of a text, readings of many positions, directions
-    decode/    exit rules
+    decode/    early exit: rules, caches, generation, calibration
     compress/  parts of a running model replaced by maps
     studies/   experiments: protocol → numbers
     show/      numbers → figures, report, summary
@@ -29,6 +29,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerjump.decode.calibrate import calibrate as calibrate
+    from layerjump.decode.generate import early_exit as early_exit
+    from layerjump.decode.generate import generate as generate
     from layerjump.fit.collect import collect as collect
     from layerjump.fit.collected import Collected as Collected
     from layerjump.fit.fit import fit as fit
@@ -65,7 +68,10 @@ _HOME = {
     "Site": "inputs.sites",
     "Trajectory": "lens.trajectory",
     "batches": "inputs.batches",
+    "calibrate": "decode.calibrate",
     "collect": "fit.collect",
+    "early_exit": "decode.generate",
+    "generate": "decode.generate",
     "load": "inputs.models",
     "one_batch": "inputs.batches",
     "read": "inputs.corpus",

@@ -17,6 +17,7 @@
     │   └── WrongModel         it was fitted on other weights than the model given
     ├── BadStudy               no such study, or one that cannot be done as asked
     ├── CannotServe            the page cannot be served as asked
+    ├── BadExit                an exit rule, or a way of generating, that cannot be had here
     ├── TooLarge               a run would not fit in memory
     └── RunStopped             somebody stopped the run, or one of its processes died
 
@@ -92,6 +93,10 @@ class BadStudy(LayerjumpError):
 
 class CannotServe(LayerjumpError):
     """The page cannot be served as asked: the port is taken, or an option makes no sense."""
+
+
+class BadExit(LayerjumpError):
+    """An exit rule that this model cannot follow, or a way of generating that early exit does not have."""
 
 
 class TooLarge(LayerjumpError):

@@ -11,6 +11,7 @@ import typer
 from layerjump import __version__
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
+from layerjump.cli.generate import calibrate, generate
 from layerjump.cli.lens import lens
 from layerjump.cli.plausibility import plausibility
 from layerjump.cli.serve import serve
@@ -44,7 +45,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, lens, serve, families):
+for command in (study, report, fit, show, lens, serve, generate, calibrate, families):
     app.command()(command)
 app.add_typer(plausibility, name="plausibility")
 

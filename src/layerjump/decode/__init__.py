@@ -1,1 +1,1 @@
-"""When to stop early."""
+"""Stopping early: rules, generation that follows them, and calibration that finds them."""

@@ -1,11 +1,26 @@
-"""Exit rules: at which level to stop. Here the rule of CALM (arXiv 2207.07061) as the authors of `mat` coded it."""
+"""Exit rules: tiny classes that say, at the levels they check, which rows of a batch may stop there.
+
+SoftmaxGap   the best token's probability leads the second's by enough (CALM, arXiv 2207.07061; `mat`)
+MaxProb      the best token is likely enough
+Entropy      the distribution is narrow enough
+Agree        the best token has been the same at so many checked levels
+Fixed        always at one level
+Never        the whole model
+Gate         a linear probe of the state says so, without a vocabulary product   (gates.py)
+TwoStage     the gate says when a product is worth it, gate and gap then decide  (gates.py)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from layerjump.errors import BadExit
 
 NEVER = 1.112
 """0.9 · 1.112 > 1: no confidence reaches it, so the whole model runs. Its negative always stops at level 1."""
@@ -15,12 +30,90 @@ FINE = tuple(1 + 0.112 * step / 10 for step in range(1, 10))
 """Nine more λ between 1 and `NEVER`, which the authors use for identity."""
 
 
+@dataclass
+class Look:
+    """What a rule may see at a level: the state of the newest token of every row, and on demand what it predicts."""
+
+    level: int
+    state: Tensor
+    """(rows, d)."""
+    position: Tensor
+    """(rows,), 0-based, padding not counted."""
+    read: Callable[[int, Tensor], Tensor] = field(repr=False)
+    """(level, states) → logits: a vocabulary product, made only if a rule asks for it."""
+    earlier: tuple[Tensor, ...] = ()
+    """The best tokens at the levels that were looked at before."""
+    gates: int = 0
+    """Gate evaluations made."""
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """(rows, vocabulary)."""
+        return self.read(self.level, self.state)
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the vocabulary product has been made."""
+        return "logits" in self.__dict__
+
+    @cached_property
+    def best(self) -> Tensor:
+        """The two largest probabilities, (rows, 2)."""
+        two = self.logits.topk(2).values
+        return (two - self.logits.logsumexp(-1, keepdim=True)).exp()
+
+    @property
+    def gap(self) -> Tensor:
+        """By how much the best probability leads the second, (rows,)."""
+        return self.best[:, 0] - self.best[:, 1]
+
+    @cached_property
+    def top(self) -> Tensor:
+        """The best token, (rows,)."""
+        return self.logits.argmax(-1)
+
+
+class Rule(Protocol):
+    """What `generate` asks of a rule."""
+
+    @property
+    def at(self) -> tuple[int, ...] | None:
+        """The levels to check, rising; None: every level from 1 to L − 1."""
+
+    def stops(self, look: Look) -> Tensor:
+        """Which rows may stop here, (rows,) booleans."""
+
+
 @dataclass(frozen=True)
-class ConfidenceRule:
+class Never:
+    """The whole model, always."""
+
+    at: tuple[int, ...] = ()
+
+    def stops(self, look: Look) -> Tensor:
+        return torch.zeros(len(look.state), dtype=torch.bool, device=look.state.device)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always at one level."""
+
+    level: int
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        return (self.level,)
+
+    def stops(self, look: Look) -> Tensor:
+        return torch.ones(len(look.state), dtype=torch.bool, device=look.state.device)
+
+
+@dataclass(frozen=True)
+class SoftmaxGap:
     """Stop at the first level, from 1 on, where the best probability leads the second best by enough.
 
     Enough is 0.9 λ + 0.1 exp(−τ t / N): strict at first, looser as the text goes on. `strict` compares with >, as the
-    authors' code does; CALM's paper has ≥ and a threshold clipped to [0, 1].
+    authors of `mat` do in their code; CALM's paper has ≥ and a threshold clipped to [0, 1].
     """
 
     strength: float
@@ -31,6 +124,7 @@ class ConfidenceRule:
     """τ."""
     strict: bool = True
     clip: bool = False
+    at: tuple[int, ...] | None = None
 
     def threshold(self, position: Tensor) -> Tensor:
         """The lead asked for at 0-based positions t."""
@@ -38,14 +132,102 @@ class ConfidenceRule:
         found = 0.9 * self.strength + 0.1 * looser
         return found.clamp(0, 1) if self.clip else found
 
-    def levels(self, confidence: Tensor, position: Tensor) -> Tensor:
+    def sure(self, gap: Tensor, position: Tensor) -> Tensor:
+        """Whether leads are enough."""
+        lead, enough = gap.double(), self.threshold(position)
+        return lead > enough if self.strict else lead >= enough
+
+    def stops(self, look: Look) -> Tensor:
+        return self.sure(look.gap, look.position)
+
+    def replay(self, confidence: Tensor, position: Tensor) -> Tensor:
         """Where each example stops, from its confidence at every level: (levels, examples) → (examples,).
 
         Level 0 never stops; if no level below L is sure enough, the whole model runs.
         """
-        enough = self.threshold(position)
-        lead = confidence.double()
-        sure = lead > enough if self.strict else lead >= enough
+        sure = self.sure(confidence, position)
         sure[0] = False
         sure[-1] = True
         return sure.int().argmax(0)
+
+
+@dataclass(frozen=True)
+class MaxProb:
+    """Stop where the best token has at least this probability."""
+
+    threshold: float
+    at: tuple[int, ...] | None = None
+
+    def stops(self, look: Look) -> Tensor:
+        return look.best[:, 0] >= self.threshold
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """Stop where the distribution has at most this entropy, in nats."""
+
+    threshold: float
+    at: tuple[int, ...] | None = None
+
+    def stops(self, look: Look) -> Tensor:
+        entropy = torch.special.entr(look.logits.softmax(-1)).sum(-1)
+        return entropy <= self.threshold
+
+
+@dataclass(frozen=True)
+class Agree:
+    """Stop where the best token has been the same at so many checked levels in a row, this one included."""
+
+    times: int
+    at: tuple[int, ...] | None = None
+
+    def stops(self, look: Look) -> Tensor:
+        if len(look.earlier) < self.times - 1:
+            return torch.zeros_like(look.top, dtype=torch.bool)
+        before = look.earlier[len(look.earlier) - self.times + 1 :]
+        return torch.stack([look.top, *before]).eq(look.top).all(0)
+
+
+def levels_of(rule: Rule, n_blocks: int) -> tuple[int, ...]:
+    """The levels a rule checks in a model of so many blocks; an error if the model does not have them."""
+    if rule.at is None:
+        return tuple(range(1, n_blocks))
+    wrong = [level for level in rule.at if not 0 <= level < n_blocks]
+    if wrong:
+        raise BadExit(
+            f"the rule {rule} checks level {wrong[0]}, but this model can stop at levels 0 to {n_blocks - 1}; "
+            f"give one of these"
+        )
+    return tuple(sorted(rule.at))
+
+
+def parse(text: str) -> Rule:
+    """A rule from its short name: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; `@8,16,24` adds levels.
+
+    `gap:0.9` asks for the same lead at every position from 1 on.
+    """
+    name, _, rest = text.partition(":")
+    value, _, levels = rest.partition("@")
+    try:
+        at = tuple(sorted(int(level) for level in levels.split(","))) if levels else None
+        if name == "never" and not rest:
+            return Never()
+        if name == "fixed" and at is None:
+            return Fixed(int(value))
+        made: dict[str, Callable[[], Rule]] = {
+            "gap": lambda: _constant_gap(float(value), at),
+            "maxprob": lambda: MaxProb(float(value), at),
+            "entropy": lambda: Entropy(float(value), at),
+            "agree": lambda: Agree(int(value), at),
+        }
+        return made[name]()
+    except (KeyError, ValueError):
+        raise BadExit(
+            f"the exit rule given is {text!r}; give never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5 or agree:3, "
+            f"with the levels to check where not all: gap:0.9@8,16,24"
+        ) from None
+
+
+def _constant_gap(lead: float, at: tuple[int, ...] | None) -> SoftmaxGap:
+    """With N → 0 the part of the threshold that falls is gone from position 1 on."""
+    return SoftmaxGap(lead / 0.9, length=1e-9, at=at)

@@ -64,7 +64,7 @@ def load(
         _check_copy(data, description, folder)
     jumps = _assemble(tensors, description, tensor_file)
     if model is not None:
-        _check_model(jumps, model, allow_other_weights)
+        check_model(jumps, model, allow_other_weights)
     return jumps
 
 
@@ -151,7 +151,8 @@ def _check_finite(tensors: dict[str, Tensor], problem: str, remedy: str) -> None
             raise BadArtifact(f"{problem}: {name} holds NaN or infinite values; {remedy}")
 
 
-def _check_model(jumps: Jumps, model: Model, allow_other_weights: bool) -> None:
+def check_model(jumps: Jumps, model: Model, allow_other_weights: bool) -> None:
+    """Raise `WrongModel` if jumps were fitted on another model, or on other weights unless that is allowed."""
     known = jumps.provenance
     if (known.n_blocks, known.width) != (model.n_blocks, model.width):
         raise WrongModel(

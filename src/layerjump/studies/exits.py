@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerjump.decode.rules import FINE, GRID, ConfidenceRule
+from layerjump.decode.rules import FINE, GRID, SoftmaxGap
 from layerjump.lens.readings import Readings
 from layerjump.measure.bootstrap import mean_interval, statistic_interval
 from layerjump.studies.result import Result, Row
@@ -74,7 +74,7 @@ def _replay(
     readings: Readings, place: int, position: Tensor, strength: float, length: float
 ) -> tuple[Tensor, Tensor]:
     """Where each example stops under one λ, and whether it gives the model's token there."""
-    levels = ConfidenceRule(strength, length).levels(readings.confidence[place], position)
+    levels = SoftmaxGap(strength, length).replay(readings.confidence[place], position)
     return levels, readings.hits(1)[place].gather(0, levels[None])[0]
 
 

@@ -1,4 +1,4 @@
-// The exit rule, as layerjump.decode.rules.ConfidenceRule has it: stop at the first level, from 1 on, where the best
+// The exit rule, as layerjump.decode.rules.SoftmaxGap has it: stop at the first level, from 1 on, where the best
 // probability leads the second best by more than 0.9 λ + 0.1 exp(−4 t / N).
 
 const DECAY = 4;

@@ -1,0 +1,255 @@
+"""What early exit gains on the clock: tokens a second beside `model.generate` and its own rivals, in one run.
+
+    python benchmarks/decode.py [--model smollm2 --model stories15m] [--quick]
+
+Prompts are the first words of documents of Wikipedia, news and TinyStories (all in `../shared/text`); jumps are fitted
+and rules calibrated on other documents of the same texts. Every prompt is gone on with by all rivals in turn, forwards
+then backwards, so that whatever else the machine does meets all of them alike; ratios are medians over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import layerjump as lj
+from layerjump.decode.calibrate import Calibration
+from layerjump.decode.result import Generated
+from layerjump.measure.timing import machine
+from layerjump.studies import exits
+from layerjump.studies.setup import Setup, settings_of
+
+SHARED = Path(__file__).parents[2] / "shared"
+TEXTS = {
+    "wikipedia": "leipzig/eng_wikipedia_2016_10K-sentences.txt",
+    "news": "leipzig/eng_news_2020_10K-sentences.txt",
+    "stories": "tinystories/tinystories_valid_sample.txt",
+}
+FOLDERS = {"stories15m": "models/stories15M"}
+WORDS = 10
+"""Words of a prompt."""
+
+
+@dataclass
+class Rival:
+    """One way to generate, and what it has done so far."""
+
+    run: Callable[[dict[str, torch.Tensor]], Any]
+    seconds: list[float] = field(default_factory=list)
+    made: list[Any] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", action="append", choices=["smollm2", "stories15m"])
+    parser.add_argument("--text", type=Path, default=SHARED / "text")
+    parser.add_argument("--prompts", type=int, default=40, help="of each text")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens a prompt")
+    parser.add_argument("--fit", type=int, default=100_000, help="tokens to fit jumps on")
+    parser.add_argument("--documents", type=int, default=4_000, help="to calibrate on, at most")
+    parser.add_argument(
+        "--quick", action="store_true", help="few of everything: to see that it runs"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.prompts, options.tokens, options.fit, options.documents = 1, 12, 6_000, 600
+    figures = {}
+    for name in options.model or ["stories15m", "smollm2"]:
+        figures[name] = measure(name, options)
+    print(json.dumps(figures))
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
+    """Everything about one model; prints its tables, returns its figures."""
+    model = lj.load(SHARED / FOLDERS[name] if name in FOLDERS else name)
+    print(f"\n{machine()}\n{model}, {options.tokens} new tokens, seed 0")
+    text, prompts = texts(options)
+    jumps = lj.fit(model, text, tokens=options.fit)
+    found = lj.calibrate(
+        model, jumps, text, target=0.95, documents=options.documents, say=lambda line: print(line)
+    )
+    print(found)
+    print("cost on select documents over the full model's:", found.about["select_cost"])
+    bound(model, found)
+    figures = replayed(model, text, options)
+    for size in (1, 8):
+        figures |= race(model, jumps, found, prompts, size, options.tokens)
+    return figures
+
+
+def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
+    """One text of all three for fitting and calibrating, and prompts from what is left."""
+    documents, prompts = [], []
+    for path in TEXTS.values():
+        read = [d for d in lj.read(options.text / path).documents if len(d.split()) > WORDS]
+        prompts += [" ".join(d.split()[:WORDS]) for d in read[: options.prompts]]
+        documents.append(read[options.prompts :])
+    # One of each in turn, so that any first so many hold all three.
+    mixed = [d for row in zip(*documents, strict=False) for d in row]
+    return lj.Corpus("mixed", tuple(mixed), "one document of each text in turn"), prompts
+
+
+def replayed(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> dict[str, float]:
+    """Blocks saved at 95 % by the paper's rule, as the `exits` study replays it."""
+    settings = settings_of("ours", tokens=options.fit, score=120 if options.quick else 2_000)
+    saved = exits.run(Setup(model, text, settings)).headline
+    shares = {
+        f"layers_saved_p95_{short}": float(saved[f"dynamic_{lens}_at_0.95"]) / model.n_blocks
+        for short, lens in (("map", "mat"), ("identity", "identity"))
+    }
+    print("share of blocks saved at 95 % in the replay, all levels checked:", shares)
+    return shares
+
+
+def bound(model: lj.Model, found: Calibration) -> None:
+    """The least time of a token: its weights are read once."""
+    weights = sum(p.nbytes for p in model.anatomy.blocks[0].parameters()) * model.n_blocks
+    head = model.anatomy.head.get_parameter("weight").nbytes
+    start = time.perf_counter()
+    for _ in range(5):
+        model.anatomy.head.get_parameter("weight").sum()
+    rate = 5 * head / (time.perf_counter() - start)
+    print(
+        f"a token reads {(weights + head) / 1e6:.0f} MB of weights; summing the vocabulary matrix goes at "
+        f"{rate / 1e9:.1f} GB/s, so at that rate {1e3 * (weights + head) / rate:.1f} ms a token; measured parts: "
+        f"{found.about['costs']}"
+    )
+
+
+def race(
+    model: lj.Model, jumps: lj.Jumps, found: Calibration, prompts: list[str], size: int, tokens: int
+) -> dict[str, float]:
+    """All rivals on all prompts, so many at a time."""
+    settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    settings["pad_token_id"] = model.tokens.pad
+    batches = [
+        model.tokens.generation_inputs(prompts[start : start + size])
+        for start in range(0, len(prompts), size)
+    ]
+    rivals = field_of(model, jumps, found, settings, size, batches[0])
+    for rival in rivals.values():
+        rival.run(batches[0])  # warm
+    for turn, inputs in enumerate(batches):
+        for rival in list(rivals.values())[:: 1 if turn % 2 == 0 else -1]:
+            start = time.perf_counter()
+            made = rival.run(inputs)
+            rival.seconds.append(time.perf_counter() - start)
+            rival.made.append(made)
+    full = [
+        made[:, inputs["input_ids"].shape[1] :]
+        for made, inputs in zip(rivals["hf"].made, batches, strict=True)
+    ]
+    print(
+        f"\nbatch {size}, {len(prompts)} prompts\n{'rival':12} {'tokens/s':>9} {'over hf':>8} {'over never':>10}"
+    )
+    for name, rival in rivals.items():
+        rate = size * tokens / statistics.median(rival.seconds)
+        ratios = f"{over(rivals, name, 'hf'):8.3f} {over(rivals, name, 'never'):10.3f}"
+        print(f"{name:12} {rate:9.1f} {ratios}  {said(rival, full)}")
+    if size > 1:
+        return {}
+    return {
+        "lossless_over_hf": over(rivals, "lossless", "hf"),
+        "p95_over_hf": over(rivals, "p95", "hf"),
+        "lossless_over_never": over(rivals, "lossless", "never"),
+        "p95_over_never": over(rivals, "p95", "never"),
+        "agreement_p95": agreement(model, rivals["p95"].made, batches),
+    }
+
+
+def field_of(
+    model: lj.Model,
+    jumps: lj.Jumps,
+    found: Calibration,
+    settings: dict[str, Any],
+    size: int,
+    first: dict[str, torch.Tensor],
+) -> dict[str, Rival]:
+    """The rivals; Hugging Face's own early exit at whichever level is fastest on the first prompt."""
+
+    def ours(**how: Any) -> Rival:
+        return Rival(lambda inputs: lj.generate(model, jumps, inputs, **how, **settings))
+
+    hf: Any = model.hf
+
+    def theirs(**how: Any) -> Rival:
+        return Rival(lambda inputs: hf.generate(**inputs, **settings, **how))
+
+    rivals = {
+        "hf": theirs(),
+        "never": ours(exit="never"),
+        "p95": ours(exit=found.rule),
+        "p95 copy": ours(exit=found.rule, cache="copy"),
+        "lossless": ours(exit=found.lossless, verify=True, unverified=found.unverified),
+    }
+    if size > 1:
+        return rivals
+    rivals["lookup"] = theirs(prompt_lookup_num_tokens=3)
+    levels = sorted({max(1, model.n_blocks * k // 6) for k in range(1, 6)})
+    tried = {}
+    for level in levels:
+        start = time.perf_counter()
+        theirs(assistant_early_exit=level).run(first)
+        tried[level] = time.perf_counter() - start
+    rivals["hf exit"] = theirs(assistant_early_exit=min(tried, key=lambda level: tried[level]))
+    return rivals
+
+
+def over(rivals: dict[str, Rival], name: str, other: str) -> float:
+    """How many times as fast: the median over prompts."""
+    pairs = zip(rivals[other].seconds, rivals[name].seconds, strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def said(rival: Rival, full: list[torch.Tensor]) -> str:
+    """What our own loops have to say about themselves."""
+    if not isinstance(rival.made[0], Generated):
+        return ""
+    results: list[Generated] = rival.made
+    spent = {
+        part: sum(r.counts.seconds[part] for r in results) for part in results[0].counts.seconds
+    }
+    shares = ", ".join(
+        f"{part} {seconds / sum(spent.values()):.0%}" for part, seconds in spent.items()
+    )
+    saved = statistics.mean(r.blocks_saved for r in results)
+    same = [
+        a == b
+        for r, ids in zip(results, full, strict=True)
+        for ours, theirs in zip(r.ids, ids.tolist(), strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    heads = sum(r.counts.heads for r in results) / sum(r.n_tokens for r in results)
+    return (
+        f"blocks not waited for {saved:.1%}, same token as hf {statistics.mean(same):.1%}, "
+        f"products a token {heads:.2f}; {shares}"
+    )
+
+
+@torch.no_grad()
+def agreement(
+    model: lj.Model, made: list[Generated], batches: list[dict[str, torch.Tensor]]
+) -> float:
+    """How often an emitted token is the full model's, given the same prefix."""
+    hits = []
+    for result, inputs in zip(made, batches, strict=True):
+        prompt = inputs["input_ids"]
+        ids = torch.cat([prompt, torch.tensor(result.ids)], 1)
+        logits = model.hf(input_ids=ids[:, :-1]).logits[:, prompt.shape[1] - 1 :]
+        if (end := model.hf.generation_config.eos_token_id) is not None:
+            logits[..., end] = -torch.inf  # no rival was allowed to end
+        best = logits.argmax(-1)
+        hits += (best == ids[:, prompt.shape[1] :]).reshape(-1).tolist()
+    return statistics.mean(hits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""`layerjump generate` and `layerjump calibrate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerjump.cli.options import AsJson, Device, Dtype, ModelName, Revision, Trust, print_table
+
+if TYPE_CHECKING:
+    from layerjump.decode.calibrate import Calibration
+    from layerjump.decode.result import Generated
+    from layerjump.fit.jumps import Jumps
+    from layerjump.inputs.models import Model
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--jumps", help="Folder of jumps (default: levels are read as they stand)."),
+]
+
+
+def generate(
+    model: ModelName,
+    prompt: Annotated[
+        list[str], typer.Argument(help="What to go on with; `-` reads it from standard input.")
+    ],
+    jumps: Folder = None,
+    exit: Annotated[
+        str | None,
+        typer.Option(
+            help="never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; with levels: gap:0.9@8,16 "
+            "(default: what `calibrate` left in the folder of jumps, else never)."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Lossless: the full model's own text.")
+    ] = False,
+    unverified: Annotated[
+        int | None,
+        typer.Option(help="Tokens that may wait for --verify (default: calibrated, or 4)."),
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(help="Skipped blocks: exact, jump (predicted) or copy.")
+    ] = "exact",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random.")] = False,
+    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print tokens as they come (one prompt).")
+    ] = False,
+    colour: Annotated[
+        bool, typer.Option("--colour", help="Colour tokens by the level they left at.")
+    ] = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write text, each token leaving at the first level that is sure.
+
+    [bold]layerjump generate smollm2 "The capital of France is"[/]                        the whole model
+    [bold]layerjump generate smollm2 "Once" --jumps jumps --exit gap:0.9@20,25 --colour[/]  stop early
+    [bold]layerjump generate smollm2 "Once" --jumps jumps --verify --stream[/]              calibrated, lossless
+    """
+    import torch
+
+    from layerjump.decode.generate import generate as write
+    from layerjump.inputs.models import load
+
+    loaded = load(
+        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    read, rule, most = _rule(loaded, jumps, exit, verify)
+    torch.manual_seed(seed)
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    prompts = [sys.stdin.read() if given == "-" else given for given in prompt]
+    made = write(
+        loaded,
+        read,
+        prompts,
+        exit=rule,
+        verify=verify,
+        cache=cache,  # type: ignore[arg-type]
+        unverified=most if unverified is None else unverified,
+        streamer=_streamer(loaded, len(prompts)) if stream else None,
+        max_new_tokens=max_new_tokens,
+        **(drawn if sample else {"do_sample": False}),
+    )
+    if as_json:
+        print(json.dumps(_record(prompts, made), indent=2, ensure_ascii=False))
+    elif not stream or colour:
+        for given, row in zip(prompts, range(len(prompts)), strict=True):
+            print(given + (_coloured(loaded, made, row) if colour else made.text[row]))
+    print(made, file=sys.stderr)
+
+
+def calibrate(
+    model: ModelName,
+    jumps: Annotated[
+        Path, typer.Option("--jumps", help="Folder of jumps; the rule is saved there.")
+    ],
+    text: Annotated[
+        str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
+    ] = "pydoc",
+    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    target: Annotated[float, typer.Option(help="Agreement with the full model to keep.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence that it is kept.")] = 0.95,
+    kinds: Annotated[
+        str, typer.Option(help="Rules that compete: gap, gate, two-stage.")
+    ] = "gap,gate,two-stage",
+    documents: Annotated[int, typer.Option(help="Documents to use at most.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the cheapest exit rule that keeps a target agreement with the full model, and save it with the jumps.
+
+    Cost is measured on this machine: blocks, vocabulary products and gates. The guarantee is for text like that given,
+    on the model's own keys and values.
+
+    [bold]layerjump fit smollm2 --text wiki.txt -o jumps[/]
+    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --target 0.95[/]
+    [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]
+    """
+    from layerjump.decode import kept
+    from layerjump.decode.calibrate import calibrate as find
+    from layerjump.fit.jumps import Jumps
+    from layerjump.inputs.corpus import read
+    from layerjump.inputs.models import load
+
+    loaded = load(
+        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    fitted = Jumps.from_pretrained(jumps, model=loaded)
+    found = find(
+        loaded,
+        fitted,
+        read(text, column=column),
+        target=target,
+        confidence=confidence,
+        kinds=tuple(kind.strip() for kind in kinds.split(",")),
+        documents=documents,
+        seed=seed,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    path = kept.save(found, jumps)
+    print_table(str(found), _rows(found), as_json=as_json)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _rule(
+    model: Model, folder: Path | None, given: str | None, verify: bool
+) -> tuple[Jumps | None, Any, int]:
+    """The jumps, the rule asked for or calibrated, and how many tokens may wait for verification."""
+    from layerjump.decode import kept
+    from layerjump.decode.generate import UNVERIFIED
+    from layerjump.fit.jumps import Jumps
+
+    jumps = None if folder is None else Jumps.from_pretrained(folder, model=model)
+    if given is not None or folder is None or not (folder / kept.NAME).is_file():
+        return jumps, given or "never", UNVERIFIED
+    found = kept.load(folder, model=model)
+    return jumps, found.lossless if verify else found.rule, found.unverified
+
+
+def _streamer(model: Model, prompts: int) -> Any:
+    from transformers import TextStreamer
+
+    from layerjump.errors import BadExit
+
+    if prompts > 1:
+        raise BadExit(f"--stream prints one text, but {prompts} prompts were given; give one")
+    return TextStreamer(model.tokens.tokenizer, skip_special_tokens=True)
+
+
+def _record(prompts: list[str], made: Generated) -> dict[str, Any]:
+    return {
+        "texts": [
+            {"prompt": prompt, "text": text, "ids": ids, "levels": levels}
+            for prompt, text, ids, levels in zip(
+                prompts, made.text, made.ids, made.levels, strict=True
+            )
+        ],
+        "blocks": made.n_blocks,
+        "blocks_saved": made.blocks_saved,
+        "agreement": made.agreement,
+        "counts": asdict(made.counts),
+    }
+
+
+def _coloured(model: Model, made: Generated, row: int) -> str:
+    """Tokens from green (left early) to white (the whole model), in the terminal's colours."""
+    tokenizer = model.tokens.tokenizer
+    pieces, before = [], ""
+    for end, level in enumerate(made.levels[row], start=1):
+        text = str(tokenizer.decode(made.ids[row][:end], skip_special_tokens=True))
+        share = level / made.n_blocks
+        red, blue = round(60 + 195 * share), round(90 + 165 * share)
+        pieces.append(f"\x1b[38;2;{red};255;{blue}m{text[len(before) :]}\x1b[0m")
+        before = text
+    return "".join(pieces)
+
+
+def _rows(found: Calibration) -> list[dict[str, Any]]:
+    about = found.about
+    shown = ("kind", "levels", "threshold", "lossless_threshold", "unverified")
+    rows = [{"what": name.replace("_", " "), "value": about[name]} for name in shown]
+    rows += [
+        {"what": f"test {name.replace('_', ' ')}", "value": value}
+        for name, value in about["test"].items()
+    ]
+    rows += [
+        {"what": f"cost of {kind} (select)", "value": value}
+        for kind, value in about["select_cost"].items()
+    ]
+    return rows + [{"what": f"{name}, ms", "value": v} for name, v in about["costs"].items()]

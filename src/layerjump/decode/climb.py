@@ -1,0 +1,83 @@
+"""One step of generation: the newest token of every row goes up, block by block, until the rule lets all rows stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerjump.decode.result import Counts
+from layerjump.decode.rules import Look, Rule, levels_of
+from layerjump.decode.runner import Runner
+from layerjump.lens.lens import Lens
+
+
+@dataclass(frozen=True)
+class Climb:
+    """How far one step went."""
+
+    level: int
+    """The deepest level that any row reached."""
+    states: Tensor
+    """What left the last block that was run, (rows, tokens, d); the newest token is the last."""
+    left: list[int]
+    """The level at which each row's token left."""
+    logits: Tensor | None
+    """Of the rows that left early, (rows, vocabulary); None if none did."""
+
+
+class Climber:
+    """Runs blocks and asks the rule."""
+
+    def __init__(self, lens: Lens, rule: Rule, runner: Runner, counts: Counts) -> None:
+        self.runner = runner
+        self._lens, self._rule, self._counts = lens, rule, counts
+        self._checks = frozenset(levels_of(rule, runner.n_blocks))
+
+    def climb(self, ids: Tensor, idle: Tensor, *, may_leave: bool = True) -> Climb:
+        """Feed the texts' new tokens, and go to where every row that is not idle may stop, or to level L."""
+        last = self.runner.n_blocks
+        states, logits = self.runner.feed(ids), None
+        stopped, left = idle, [last] * len(ids)
+        earlier: tuple[Tensor, ...] = ()
+        for level in range(last):
+            if may_leave and level in self._checks:
+                self._counts.lap("blocks")
+                position = self.runner.position.expand(len(ids))
+                look = Look(level, states[:, -1], position, self.read, earlier)
+                stops = self._rule.stops(look) & ~stopped
+                self._counts.gates += look.gates
+                if bool(stops.any()):
+                    logits = _merged(logits, look.logits, stops)
+                    stopped = stopped | stops
+                    for row in stops.nonzero()[:, 0].tolist():
+                        left[row] = level
+                if look.predicted:
+                    earlier += (look.top,)
+                self._counts.lap("rules")
+                if bool(stopped.all()):
+                    return Climb(level, states, left, logits)
+            self._counts.lost += len(left) - left.count(last)
+            states = self.runner.up(level + 1)
+        self._counts.lap("blocks")
+        return Climb(last, states, left, logits)
+
+    def rest(self, level: int) -> Tensor:
+        """Take all that waits from this level up to level L; the states that arrive there."""
+        for block in range(level + 1, self.runner.n_blocks + 1):
+            states = self.runner.up(block)
+        self._counts.lap("blocks")
+        return states
+
+    def read(self, level: int, states: Tensor) -> Tensor:
+        """Logits of states at a level: one vocabulary product."""
+        self._counts.lap("rules")
+        self._counts.heads += 1
+        logits = self._lens.logits(level, states)
+        self._counts.lap("heads")
+        return logits
+
+
+def _merged(before: Tensor | None, logits: Tensor, rows: Tensor) -> Tensor:
+    return logits if before is None else torch.where(rows[:, None], logits, before)

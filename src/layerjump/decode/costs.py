@@ -1,0 +1,126 @@
+"""What a step costs on this machine: blocks, vocabulary products, gates; and what a rule costs by that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from layerjump.decode.gates import Gate
+from layerjump.decode.lean import blocks_of, with_lean_head
+from layerjump.decode.result import Counts
+from layerjump.decode.rules import Look
+from layerjump.decode.runner import Runner
+from layerjump.fit.jumps import Jumps
+from layerjump.inputs.models import Model
+from layerjump.lens.lens import Lens
+
+CONTEXT = 64
+"""Tokens before those that are timed."""
+TURNS = 15
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds at batch 1."""
+
+    block: float
+    """One block, one token."""
+    waiting: float
+    """What a waiting token adds when it goes through a block together with another."""
+    head: float
+    """One look at a level: the jump, norm, vocabulary product, softmax."""
+    gate: float
+
+    def full(self, n_blocks: int) -> float:
+        """A token for which the whole model runs."""
+        return n_blocks * self.block + self.head
+
+    def record(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure(model: Model, jumps: Jumps | None) -> Costs:
+    """Time the parts of a step, in turns, and take medians."""
+    runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(CONTEXT)[None], Counts())
+    ids = torch.full((1, CONTEXT + 2), 1, device=model.device)
+    _climb(runner, ids[:, :CONTEXT])
+    lens, level = Lens(with_lean_head(model), jumps), model.n_blocks // 2
+    state = torch.randn(1, model.width, device=model.device, dtype=model.hf.dtype)
+    position = torch.tensor([CONTEXT], device=model.device)
+    gate = Gate(torch.randn(1, model.width + 3), (level,), 0.5)
+
+    def blocks(tokens: int) -> Callable[[], object]:
+        return lambda: _climb(runner, ids[:, : CONTEXT + tokens])
+
+    def head() -> object:
+        return Look(level, state, position, lens.logits).gap
+
+    def ask() -> object:
+        return gate.stops(Look(level, state, position, lens.logits))
+
+    parts = {"one": blocks(1), "two": blocks(2), "head": head, "gate": ask}
+    found: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(TURNS):
+        for name, part in parts.items():
+            start = time.perf_counter()
+            part()
+            found[name].append(1e3 * (time.perf_counter() - start))
+            runner.back(CONTEXT)
+    middle = {name: sorted(times)[TURNS // 2] for name, times in found.items()}
+    block = middle["one"] / model.n_blocks
+    waiting = max(0.0, middle["two"] - middle["one"]) / model.n_blocks
+    return Costs(block, waiting, middle["head"], middle["gate"])
+
+
+def _climb(runner: Runner, ids: Tensor) -> None:
+    runner.feed(ids)
+    for block in range(1, runner.n_blocks + 1):
+        runner.up(block)
+
+
+def replay_cost(costs: Costs, n_blocks: int, left: Tensor, heads: Tensor, gates: Tensor) -> Tensor:
+    """The cost of examples that left at these levels after so many looks and gates; blocks are made up for later.
+
+    `heads` counts all vocabulary products, the one that gives the token among them.
+    """
+    waited = (n_blocks - left) * min(costs.waiting, costs.block)
+    return left * costs.block + waited + heads * costs.head + gates * costs.gate
+
+
+def draft_cost(
+    costs: Costs,
+    n_blocks: int,
+    left: Tensor,
+    right: Tensor,
+    heads: Tensor,
+    gates: Tensor,
+    most: int,
+) -> float:
+    """Milliseconds a verified token, if examples came one after another in this order.
+
+    Drafts gather until one example goes to level L or `most` wait; then all of them go up together, and what follows
+    the first wrong one has been for nothing.
+    """
+    spent, kept = 0.0, 0
+    waiting: list[tuple[int, bool]] = []
+    for level, good, looks, gated in zip(
+        left.tolist(), right.tolist(), heads.tolist(), gates.tolist(), strict=True
+    ):
+        drafts = level < n_blocks and len(waiting) < most
+        depth = level if drafts else n_blocks
+        spent += depth * costs.block + gated * costs.gate + (looks if drafts else 0) * costs.head
+        if drafts:
+            waiting.append((level, good))
+            continue
+        spent += costs.head  # one product for all rows that are held against the model
+        spent += sum(n_blocks - at for at, _ in waiting) * costs.waiting
+        first_wrong = next((i for i, (_, fine) in enumerate(waiting) if not fine), None)
+        # The wrong draft itself is replaced by the right token; the token that went deep comes only after no wrong one.
+        kept += len(waiting) + 1 if first_wrong is None else first_wrong + 1
+        waiting = []
+    return spent / kept if kept else float("inf")

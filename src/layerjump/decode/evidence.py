@@ -1,0 +1,117 @@
+"""What levels say about positions of real text, beside what the model says: the evidence that rules are chosen on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerjump.decode.gates import gate_features
+from layerjump.errors import TextTooShort
+from layerjump.fit.jumps import Jumps
+from layerjump.inputs.batches import batches
+from layerjump.inputs.corpus import Corpus, split
+from layerjump.inputs.models import Model
+from layerjump.inputs.positions import Positions
+from layerjump.inputs.states import states
+from layerjump.lens.lens import Lens, rows_at_once
+
+CANDIDATES = 8
+"""Levels at which stopping is considered."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Positions of some documents, read at some levels; tensors are (levels, positions) unless said."""
+
+    levels: tuple[int, ...]
+    right: Tensor
+    """Whether the level's best token is the model's own."""
+    gap: Tensor
+    features: Tensor
+    """(levels, positions, d + 3), what gates read."""
+    document: Tensor
+    """(positions,)."""
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+
+def candidates(n_blocks: int) -> tuple[int, ...]:
+    """Levels worth considering: all of a shallow model, else eight from a quarter of the way up to L − 1."""
+    if n_blocks - 1 <= CANDIDATES:
+        return tuple(range(1, n_blocks))
+    first, last = n_blocks // 4, n_blocks - 1
+    return tuple(
+        round(first + (last - first) * step / (CANDIDATES - 1)) for step in range(CANDIDATES)
+    )
+
+
+def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
+    """Documents of a text that these jumps were not fitted on."""
+    everything = tuple(range(len(corpus.documents)))
+    if jumps is None or jumps.provenance.text_sha256 != corpus.sha256:
+        return everything
+    known = jumps.provenance
+    seen = set(split(len(everything), known.split, seed=known.seed).fit)
+    return tuple(document for document in everything if document not in seen)
+
+
+def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
+    """Deal documents out: to fit gates, to choose levels, to test thresholds, to show the outcome."""
+    if len(documents) < 8:
+        raise TextTooShort(
+            f"{len(documents)} documents are left that the jumps have not seen, too few to calibrate on; give another "
+            f"text"
+        )
+    first = split(len(documents), "50/25/25", seed=seed)
+    half = len(first.fit) // 3
+    dealt = {
+        "gates": first.fit[half:],
+        "select": first.fit[:half],
+        "thresholds": first.select,
+        "test": first.test,
+    }
+    return {name: [documents[place] for place in places] for name, places in dealt.items()}
+
+
+@torch.no_grad()
+def gather(
+    model: Model,
+    jumps: Jumps | None,
+    corpus: Corpus,
+    documents: Sequence[int],
+    *,
+    positions: str,
+    levels: Sequence[int],
+    seed: int = 0,
+) -> Evidence:
+    """Read positions of documents at levels."""
+    lens, last = Lens(model, jumps), model.n_blocks
+    found = batches(
+        corpus, model.tokens, Positions.parse(positions), documents=documents, seed=seed
+    )
+    rows = rows_at_once(model)
+    parts: list[tuple[Tensor, ...]] = []
+    for batch in found:
+        at = next(iter(states(model, [batch], [*levels, last])))
+        for start in range(0, batch.n_picks, rows):
+            part = slice(start, start + rows)
+            own = model.logits(at[last][part]).argmax(-1)
+            seen = [_look(lens, level, at[level][part], own) for level in levels]
+            place = batch.position[part].to(own.device)
+            features = torch.stack([gate_features(at[level][part], place) for level in levels])
+            right, gap = (torch.stack(column) for column in zip(*seen, strict=True))
+            parts.append((right.cpu(), gap.cpu(), features.float().cpu(), batch.document[part]))
+    columns = [list(column) for column in zip(*parts, strict=True)]
+    right, gap, features = (torch.cat(column, 1) for column in columns[:3])
+    return Evidence(tuple(levels), right, gap, features, torch.cat(columns[3]))
+
+
+def _look(lens: Lens, level: int, state: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    logits = lens.logits(level, state)
+    two = logits.topk(2)
+    best = (two.values - logits.logsumexp(-1, keepdim=True)).exp()
+    return two.indices[:, 0] == own, best[:, 0] - best[:, 1]

@@ -1,0 +1,231 @@
+"""Generation that stops early: as a function, and as a custom generation function of Hugging Face.
+
+lj.generate(model, jumps, "Once upon a time", exit="gap:0.9")
+hf.generate(**inputs, custom_generate=lj.early_exit(jumps, "gap:0.9"), max_new_tokens=40)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from layerjump.decode.choice import Choice
+from layerjump.decode.climb import Climber
+from layerjump.decode.fill import filler
+from layerjump.decode.lean import blocks_of, with_lean_head
+from layerjump.decode.result import Counts, Generated
+from layerjump.decode.rules import Rule, levels_of, parse
+from layerjump.decode.runner import Runner
+from layerjump.decode.texts import Texts
+from layerjump.decode.write import Verified, write
+from layerjump.errors import BadExit
+from layerjump.fit.jumps import Jumps
+from layerjump.fit.store import check_model
+from layerjump.inputs.models import Model
+from layerjump.lens.lens import Lens
+
+CacheKind = Literal["exact", "jump", "copy"]
+UNVERIFIED = 4
+
+
+def generate(
+    model: Model,
+    jumps: Jumps | None,
+    prompts: str | Sequence[str] | Mapping[str, Tensor],
+    *,
+    exit: Rule | str = "never",
+    verify: bool = False,
+    cache: CacheKind = "exact",
+    unverified: int = UNVERIFIED,
+    streamer: Any = None,
+    **generation: Any,
+) -> Generated:
+    """Go on with prompts, each token leaving at the first level where the exit rule is satisfied.
+
+    `jumps` read the levels (None: they are read as they stand). With `verify` the text is the full model's own: at
+    most `unverified` tokens that left early stand before it looks. `cache` says what skipped blocks keep of a token:
+    its own keys and values, computed later (`exact`); those of a state predicted by a jump (`jump`); those of the
+    state it left with (`copy`). Prompts are texts, or left-padded `input_ids` and `attention_mask`; all other settings
+    are `model.generate`'s (max_new_tokens, do_sample, temperature, generation_config, stopping_criteria …).
+    """
+    if isinstance(prompts, str | Sequence):
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts:
+            raise BadExit("no prompt was given; give at least one")
+        prompts = model.tokens.generation_inputs(texts)
+        generation.setdefault("pad_token_id", model.tokens.pad)
+    how = EarlyExit(
+        jumps,
+        exit,
+        verify=verify,
+        cache=cache,
+        unverified=unverified,
+        streamer=streamer,
+        model=model,
+    )
+    inputs = {name: given.to(model.device) for name, given in prompts.items()}
+    hf: Any = model.hf
+    hf.generate(**inputs, custom_generate=how, **generation)
+    assert how.result is not None
+    return how.result
+
+
+def early_exit(
+    jumps: Jumps | None,
+    exit: Rule | str = "never",
+    *,
+    verify: bool = False,
+    cache: CacheKind = "exact",
+    unverified: int = UNVERIFIED,
+    streamer: Any = None,
+) -> EarlyExit:
+    """A custom generation function: `hf.generate(…, custom_generate=lj.early_exit(jumps, exit))`.
+
+    The settings are those of `lj.generate`. Hugging Face hands custom functions neither a streamer nor a tokenizer:
+    give the streamer here, and stop strings as a `stopping_criteria`. After a call, `result` says what was done.
+    """
+    return EarlyExit(
+        jumps, exit, verify=verify, cache=cache, unverified=unverified, streamer=streamer
+    )
+
+
+class EarlyExit:
+    """What `early_exit` makes. It keeps the result of its last call."""
+
+    def __init__(
+        self,
+        jumps: Jumps | None,
+        exit: Rule | str,
+        *,
+        verify: bool,
+        cache: CacheKind,
+        unverified: int,
+        streamer: Any,
+        model: Model | None = None,
+    ) -> None:
+        if cache not in get_args(CacheKind):
+            raise BadExit(f"the cache given is {cache!r}; give {', '.join(get_args(CacheKind))}")
+        if verify and cache != "exact":
+            raise BadExit(
+                f"verify needs the full model's own keys and values, but the cache given is {cache!r}; give exact"
+            )
+        if unverified < 1:
+            raise BadExit(f"unverified given is {unverified}; give 1 or more")
+        self.rule = parse(exit) if isinstance(exit, str) else exit
+        self.result: Generated | None = None
+        self._jumps, self._verify, self._cache = jumps, verify, cache
+        self._unverified, self._streamer = unverified, streamer
+        self._model = model
+        if model is not None:
+            self._check(model)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **given: Any,
+    ) -> Any:
+        """What `model.generate` calls, when its own preparations are done."""
+        bound = self._bind(model)
+        _refuse(generation_config, given)
+        counts = Counts()
+        ends = generation_config._eos_token_tensor
+        pad = generation_config._pad_token_tensor
+        texts = Texts(
+            input_ids,
+            stopping_criteria,
+            pad=None if pad is None else int(pad),
+            ends=frozenset() if ends is None else frozenset(ends.reshape(-1).tolist()),
+            streamer=self._streamer,
+        )
+        climber = self._climber(bound, input_ids, given, counts)
+        choice = Choice(logits_processor, sample=bool(generation_config.do_sample))
+        if self._verify:
+            loop = Verified(texts, climber, choice, counts, most=self._unverified)
+            loop.write(stopping_criteria.max_length)
+        else:
+            fill = filler(self._cache, self._jumps, climber.runner, self.rule)
+            write(texts, climber, choice, counts, fill)
+        self.result = _result(bound, texts, counts)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=texts.result())  # type: ignore[arg-type]
+        return texts.result()
+
+    def _climber(
+        self, model: Model, ids: Tensor, given: Mapping[str, Any], counts: Counts
+    ) -> Climber:
+        mask = given.get("attention_mask")
+        if mask is not None and bool(mask.all()):
+            mask = None  # attention without a mask is faster
+        position = given.get("position_ids")
+        if position is None:  # families without positions of their own
+            whole = torch.ones_like(ids) if mask is None else mask
+            position = (whole.long().cumsum(-1) - 1).clamp_min(0)
+        runner = Runner(blocks_of(model), model.hf.config, mask, position, counts)
+        lens = Lens(with_lean_head(model), self._jumps)
+        return Climber(lens, self.rule, runner, counts)
+
+    def _bind(self, hf: PreTrainedModel) -> Model:
+        if self._model is None or self._model.hf is not hf:
+            self._model = Model.wrap(hf)
+            self._check(self._model)
+        return self._model
+
+    def _check(self, model: Model) -> None:
+        if model.task != "causal":
+            raise BadExit(
+                f"{model.name} is a {model.task} model, but only decoders can generate with early exit; give a "
+                f"causal language model"
+            )
+        model.require_predictions()
+        levels_of(self.rule, model.n_blocks)
+        if self._jumps is not None:
+            check_model(self._jumps, model, allow_other_weights=self._jumps.used_on is not None)
+            self._jumps.to(model.device)
+
+
+def _refuse(config: GenerationConfig, given: Mapping[str, Any]) -> None:
+    """What early exit cannot do is an error, not something else that is done instead."""
+    reasons = {
+        f"num_beams is {config.num_beams}; give 1": (config.num_beams or 1) > 1,
+        "use_cache is off; leave it on": not given.get("use_cache", True),
+        "inputs_embeds were given; give input_ids": given.get("inputs_embeds") is not None,
+        "a cache with tokens in it was given; give none": _holds_tokens(given),
+        "scores, logits, attentions or hidden states were asked for; ask for the tokens alone": any(
+            getattr(config, f"output_{name}")
+            for name in ("scores", "logits", "attentions", "hidden_states")
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise BadExit(f"early exit does not go with these settings: {reason}")
+
+
+def _holds_tokens(given: Mapping[str, Any]) -> bool:
+    cache = given.get("past_key_values")
+    return cache is not None and int(cache.get_seq_length()) > 0
+
+
+def _result(model: Model, texts: Texts, counts: Counts) -> Generated:
+    rows = range(len(texts.ids))
+    ids = [texts.new(row) for row in rows]
+    levels = [
+        [texts.levels[row][texts.prompt + place] for place in range(len(ids[row]))] for row in rows
+    ]
+    said = [_decoded(model, row) for row in ids]
+    return Generated(said, ids, levels, model.n_blocks, counts)
+
+
+def _decoded(model: Model, ids: list[int]) -> str:
+    if model.tokenizer is None:
+        return ""
+    return str(model.tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,78 @@
+"""A calibration on disk: `exit.safetensors` in the folder of the jumps it goes with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from layerjump.decode.calibrate import Calibration
+from layerjump.decode.contenders import Contender, Probes
+from layerjump.decode.gates import Gate, TwoStage
+from layerjump.decode.rules import Never, Rule
+from layerjump.errors import BadArtifact, NewerFormat, WrongModel
+from layerjump.fit import files
+from layerjump.fit.fingerprint import fingerprint
+from layerjump.inputs.models import Model
+
+NAME, FORMAT = "exit.safetensors", 1
+
+
+def save(calibration: Calibration, folder: str | Path) -> Path:
+    """Write a calibration into a folder."""
+    path = Path(folder).expanduser() / NAME
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    said = files.dump_json({"format_version": FORMAT, **calibration.about}, path)
+    files.write_tensors(path, _tensors(calibration), {"exit": said})
+    return path
+
+
+def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
+    """Read the calibration in a folder; with a model, check that it was made for its weights."""
+    path = Path(folder).expanduser() / NAME
+    if not path.is_file():
+        raise BadArtifact(
+            f"{folder} holds no calibrated exit rule ({NAME}); make one with `layerjump calibrate`"
+        )
+    tensors, metadata = files.read_tensors(path)
+    if "exit" not in metadata:
+        raise BadArtifact(f"{path} is layerjump's, but holds no exit rule; give another folder")
+    about = files.parse_json(metadata["exit"], path)
+    version = about.pop("format_version", None)
+    if version != FORMAT:
+        raise NewerFormat(
+            f"{path} has format {version}, but this library reads {FORMAT}; use a newer layerjump"
+        )
+    if model is not None and fingerprint(model.hf) != about["fingerprint"]:
+        raise WrongModel(
+            f"the exit rule in {folder} was calibrated for other weights than those of {model.name}; calibrate again"
+        )
+    return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _tensors(calibration: Calibration) -> dict[str, Tensor]:
+    """Gates and second stages of whichever rule has them: both rules have the same."""
+    for rule in (calibration.rule, calibration.lossless):
+        if isinstance(rule, Gate):
+            return {"gate": rule.weights}
+        if isinstance(rule, TwoStage):
+            return {"gate": rule.gate.weights, "mix": rule.mix}
+    return {}
+
+
+def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
+    levels = tuple(about["levels"])
+    by_level = {
+        name: dict(zip(levels, tensors[name], strict=True)) if name in tensors else {}
+        for name in ("gate", "mix")
+    }
+    made = Contender(about["contender"], levels, Probes(**by_level), about["worth"])
+
+    def rule(threshold: float | None) -> Rule:
+        return Never() if threshold is None else made.rule(threshold)
+
+    return Calibration(
+        rule(about["threshold"]), rule(about["lossless_threshold"]), about["unverified"], about
+    )

@@ -1,0 +1,143 @@
+"""Early-exit generation on every decoder family: the full model's own text and cache, however tokens leave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import CASES, tiny_model
+from transformers import DynamicCache
+
+import layerjump as lj
+from layerjump.decode.blocks import HuggingFaceBlocks
+from layerjump.decode.climb import Climber
+from layerjump.decode.generate import generate
+from layerjump.decode.result import Counts
+from layerjump.decode.rules import Fixed, Never
+from layerjump.decode.runner import Runner
+from layerjump.inputs.anatomy import Anatomy
+from layerjump.inputs.families import FAMILIES
+from layerjump.inputs.models import Model
+from layerjump.lens.lens import Lens
+
+DECODERS = [case for case in CASES if FAMILIES[case[0]].task == "causal"]
+END, NEW = 2, 14
+
+
+class Hashed:
+    """Leaves where digits of the state say so: at random, but the same for the same state."""
+
+    at = None
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def stops(self, look):
+        return (look.state.abs().sum(-1) * 1e4 % 1) < self.share
+
+
+@pytest.fixture(scope="module", params=DECODERS, ids=lambda case: "-".join(filter(None, case)))
+def model(request) -> Model:
+    # Eager attention in float64 makes NaN of a row with padding: Hugging Face's, so ours too.
+    eager = request.param[0] in ("bloom", "gemma2", "gpt_neo", "gptj")
+    hf = tiny_model(*request.param, dtype=torch.float32 if eager else torch.float64)
+    return Model(hf, Anatomy(hf), "-".join(request.param))
+
+
+def prompts(rows: int = 3) -> dict[str, torch.Tensor]:
+    """Prompts of unequal length, padded on the left."""
+    ids = torch.randint(3, 61, (rows, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row - 1] = 0
+    ids[mask == 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def theirs(model: Model, inputs, **settings) -> list[list[int]]:
+    """Hugging Face's own new tokens, without padding."""
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | settings
+    found = model.hf.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(END) + 1] if END in row else row for row in found]
+
+
+def ours(model: Model, inputs, rule, **settings):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | settings
+    return generate(model, None, inputs, exit=rule, **settings)
+
+
+def test_an_exit_never_taken_gives_the_models_own_text(model):
+    for inputs in (prompts(1), prompts(3)):
+        assert ours(model, inputs, Never()).ids == theirs(model, inputs)
+
+
+def test_verified_text_is_the_models_own_whatever_the_rule(model):
+    cases = (prompts(1), 3, Hashed(0.8)), (prompts(3), 6, Hashed(0.5)), (prompts(1), 2, Fixed(0))
+    for inputs, most, rule in cases:
+        made = ours(model, inputs, rule, verify=True, unverified=most)
+        assert made.ids == theirs(model, inputs)
+        assert made.counts.drafts > 0
+
+
+def climb(model: Model, rule, inputs, steps: int):
+    """Random tokens fed one after another, each leaving where the rule says; the runner and all tokens."""
+    counts = Counts()
+    mask = inputs["attention_mask"]
+    position = (mask.cumsum(-1) - 1).clamp_min(0)
+    padding = None if bool(mask.all()) else mask
+    runner = Runner(HuggingFaceBlocks(model), model.hf.config, padding, position, counts)
+    climber = Climber(Lens(model), rule, runner, counts)
+    ids, idle = inputs["input_ids"], torch.zeros(len(mask), dtype=torch.bool)
+    generator = torch.Generator().manual_seed(2)
+    levels = []
+    with torch.no_grad():
+        levels.append(climber.climb(ids, idle).level)
+        for _ in range(steps):
+            new = torch.randint(3, 61, (len(ids), 1), generator=generator)
+            ids = torch.cat([ids, new], 1)
+            levels.append(climber.climb(ids, idle).level)
+    return runner, ids, levels
+
+
+def test_keys_and_values_are_those_of_a_full_pass(model):
+    """After early exits, every block has of each row what it has when the whole model reads that row alone."""
+    for inputs in (prompts(1), prompts(3)):
+        runner, ids, levels = climb(model, Hashed(0.5), inputs, 12)
+        assert len(set(levels)) > 1
+        for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+            full = (
+                DynamicCache()
+            )  # without a configuration no layer forgets what its window has passed
+            with torch.no_grad():
+                model.hf(input_ids=ids[row : row + 1, padding:], past_key_values=full)
+            for block, seen in enumerate(runner.cache.lengths):
+                if seen:
+                    layer, held = full.layers[block], runner.cache.held(block)
+                    for kept, wanted in zip(held, (layer.keys, layer.values), strict=True):
+                        alone = wanted[0, :, : seen - padding]
+                        assert torch.allclose(kept[row, :, padding:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fixed_exit_gives_what_the_lens_reads_there(model):
+    for level in range(model.n_blocks):
+        inputs = prompts(1)
+        batch = lj.one_batch(inputs["input_ids"][0].tolist())
+        (states,) = lj.states(model, [batch], [level])
+        wanted = int(Lens(model).logits(level, states[level][-1:]).argmax())
+        made = ours(model, inputs, Fixed(level), max_new_tokens=1)
+        assert made.ids == [[wanted]]
+        assert made.levels == [[level]]
+        assert made.counts.block_runs == level
+
+
+def test_copied_keys_and_values_are_the_blocks_own_of_the_copied_state(model):
+    """`store` must leave what the block itself would make of these states, and run nothing else."""
+    inputs, hashes = prompts(3), {}
+    for how in ("run", "store"):
+        runner, ids, _ = climb(model, Never(), inputs, 1)
+        with torch.no_grad():
+            states = runner.feed(torch.cat([ids, ids[:, -1:]], 1))
+            getattr(runner._blocks, how)(1, states)
+        hashes[how] = [held.clone() for held in runner.cache.held(1)]
+        assert runner.cache.lengths == [8, 9, 8]
+    for one, other in zip(hashes["run"], hashes["store"], strict=True):
+        assert torch.equal(one, other)
