@@ -190,7 +190,7 @@ def test_the_slider_is_the_exit_rule(opened, server, strength):
     lead = torch.tensor(wanted["confidence"], dtype=torch.float64)[:, 1:]
     position = torch.arange(1, lead.shape[1] + 1)
     rule = SoftmaxGap(strength, float((position + 1).double().mean()))
-    levels = rule.levels(lead, position).tolist()
+    levels = rule.replay(lead, position).tolist()
     ringed = page.evaluate(
         "[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)"
     )
