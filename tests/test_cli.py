@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
         ["show", "-h"],
         ["study", "--help"],
         ["report", "-h"],
+        ["prune", "-h"],
         ["plausibility", "score", "--help"],
     ],
 )

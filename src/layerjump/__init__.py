@@ -11,6 +11,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     inputs/    text → tokens → states: models, families, self-check, corpora, batches, forward hooks
     measure/   metrics, timing
     fit/       states → moments → jumps: sums, estimators, scores, files
+    compress/  maps in the place of parts, blocks dropped, plain checkpoints
     cli/       the command line
 
 Names are loaded on first use, so that `import layerjump` costs nothing.
@@ -22,6 +23,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerjump.compress.linearised import linearised as linearised
+    from layerjump.compress.linearised import spliced as spliced
+    from layerjump.compress.load import load as load
+    from layerjump.compress.prune import prune as prune
+    from layerjump.compress.truncate import truncate as truncate
     from layerjump.fit.collect import collect as collect
     from layerjump.fit.collected import Collected as Collected
     from layerjump.fit.fit import fit as fit
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
     from layerjump.inputs.corpus import read as read
     from layerjump.inputs.corpus import split as split
     from layerjump.inputs.models import Model as Model
-    from layerjump.inputs.models import load as load
     from layerjump.inputs.positions import Positions as Positions
     from layerjump.inputs.sites import Site as Site
     from layerjump.inputs.states import states as states
@@ -55,12 +60,16 @@ _HOME = {
     "Site": "inputs.sites",
     "batches": "inputs.batches",
     "collect": "fit.collect",
-    "load": "inputs.models",
+    "linearised": "compress.linearised",
+    "load": "compress.load",
     "one_batch": "inputs.batches",
+    "prune": "compress.prune",
     "read": "inputs.corpus",
     "self_check": "inputs.check",
     "split": "inputs.corpus",
+    "spliced": "compress.linearised",
     "states": "inputs.states",
+    "truncate": "compress.truncate",
 }
 
 __all__ = sorted([*_HOME, "fit"])

@@ -12,6 +12,7 @@ from layerjump import __version__
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
 from layerjump.cli.plausibility import plausibility
+from layerjump.cli.prune import prune
 from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped
 
@@ -42,7 +43,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, families):
+for command in (study, report, fit, show, prune, families):
     app.command()(command)
 app.add_typer(plausibility, name="plausibility")
 
