@@ -44,6 +44,7 @@ def folder(tmp_path_factory):
         ["serve", "--help"],
         ["generate", "--help"],
         ["calibrate", "--help"],
+        ["prune", "-h"],
         ["plausibility", "score", "--help"],
     ],
 )

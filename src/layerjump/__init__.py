@@ -14,7 +14,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     fit/       states → moments → jumps: sums, estimators, scores, files
     lens/      levels → predictions: trajectories of a text, readings of many positions, directions
     decode/    early exit: rules, caches, generation, calibration
-    compress/  parts of a running model replaced by maps
+    compress/  maps in the place of parts, blocks dropped, plain checkpoints
     studies/   experiments: protocol → numbers
     show/      numbers → figures, report, summary
     serve/     the local page
@@ -29,6 +29,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerjump.compress.linearised import linearised as linearised
+    from layerjump.compress.linearised import spliced as spliced
+    from layerjump.compress.load import load as load
+    from layerjump.compress.prune import prune as prune
+    from layerjump.compress.truncate import truncate as truncate
     from layerjump.decode.calibrate import calibrate as calibrate
     from layerjump.decode.generate import early_exit as early_exit
     from layerjump.decode.generate import generate as generate
@@ -46,7 +51,6 @@ if TYPE_CHECKING:
     from layerjump.inputs.corpus import read as read
     from layerjump.inputs.corpus import split as split
     from layerjump.inputs.models import Model as Model
-    from layerjump.inputs.models import load as load
     from layerjump.inputs.positions import Positions as Positions
     from layerjump.inputs.sites import Site as Site
     from layerjump.inputs.states import states as states
@@ -72,12 +76,16 @@ _HOME = {
     "collect": "fit.collect",
     "early_exit": "decode.generate",
     "generate": "decode.generate",
-    "load": "inputs.models",
+    "linearised": "compress.linearised",
+    "load": "compress.load",
     "one_batch": "inputs.batches",
+    "prune": "compress.prune",
     "read": "inputs.corpus",
     "self_check": "inputs.check",
     "split": "inputs.corpus",
+    "spliced": "compress.linearised",
     "states": "inputs.states",
+    "truncate": "compress.truncate",
 }
 
 __all__ = sorted([*_HOME, "fit"])

@@ -15,6 +15,7 @@
     ├── BadArtifact            a file of ours cannot be read or written
     │   ├── NewerFormat        its format is newer than this library
     │   └── WrongModel         it was fitted on other weights than the model given
+    ├── BadPruning             blocks that cannot be dropped, or not in the way asked for
     ├── BadStudy               no such study, or one that cannot be done as asked
     ├── CannotServe            the page cannot be served as asked
     ├── BadExit                an exit rule, or a way of generating, that cannot be had here
@@ -85,6 +86,10 @@ class NewerFormat(BadArtifact):
 
 class WrongModel(BadArtifact):
     """What the file holds was fitted on other weights than those of the model given."""
+
+
+class BadPruning(LayerjumpError):
+    """The blocks to drop, or what is to stand in for them, cannot be had from this model and text."""
 
 
 class BadStudy(LayerjumpError):

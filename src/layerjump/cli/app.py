@@ -14,6 +14,7 @@ from layerjump.cli.fit import fit, show
 from layerjump.cli.generate import calibrate, generate
 from layerjump.cli.lens import lens
 from layerjump.cli.plausibility import plausibility
+from layerjump.cli.prune import prune
 from layerjump.cli.serve import serve
 from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped
@@ -45,7 +46,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, lens, serve, generate, calibrate, families):
+for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, families):
     app.command()(command)
 app.add_typer(plausibility, name="plausibility")
 

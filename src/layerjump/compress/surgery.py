@@ -43,11 +43,14 @@ def replaced(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
     for a jump over the blocks in between.
     """
     with _Operation(_cuts(model, changes)) as operation:
-        handle = model.stack.register_forward_pre_hook(lambda *_: operation.start())
+        # OPT's whole model runs its decoder past the module that our own passes enter by.
+        doors = {model.hf, model.stack}
+        handles = [door.register_forward_pre_hook(lambda *_: operation.start()) for door in doors]
         try:
             yield model
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
 
 class Rerun:
@@ -62,8 +65,7 @@ class Rerun:
         self.batch = batch
         self.levels: list[Tensor] = []
         """(rows, positions, d) at levels 0 to L."""
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._record()
+        self._calls = record_calls(model, batch, self.levels)
 
     @torch.no_grad()
     def from_level(
@@ -95,36 +97,44 @@ class Rerun:
         module = self.model.anatomy.blocks[block - 1]
         args, kwargs = self._calls[block - 1]
         if not changes:
-            return _first(module(hidden, *args, **kwargs))
+            return first_of(module(hidden, *args, **kwargs))
         # One block runs, so each of its modules is called for the first time, even where blocks share them.
         cuts = [
             replace(cut, source=replace(cut.source, call=0), target=replace(cut.target, call=0))
             for cut in _cuts(self.model, changes)
         ]
         with _Operation(cuts):
-            return _first(module(hidden, *args, **kwargs))
+            return first_of(module(hidden, *args, **kwargs))
 
-    @torch.no_grad()
-    def _record(self) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.levels.append(args[0])
-            self._calls.append((args[1:], kwargs))
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if len(self._calls) == self.model.n_blocks:
-                self.levels.append(_first(output))
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a block was given beside the states: masks, rotary embeddings, biases."""
 
-        handles: list[RemovableHandle] = []
-        try:
-            for module in set(self.model.anatomy.blocks):
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after))
-            batch = self.batch
-            sources = batch.source_ids, batch.source_mask
-            self.model.body(batch.input_ids, batch.attention_mask, *sources)
-        finally:
-            for handle in handles:
-                handle.remove()
+
+@torch.no_grad()
+def record_calls(model: Model, batch: Batch, levels: list[Tensor]) -> list[Call]:
+    """Run a batch in the ordinary way; the calls of its blocks are returned, its levels are put in the list."""
+    calls: list[Call] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        levels.append(args[0])
+        calls.append((args[1:], kwargs))
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if len(calls) == model.n_blocks:
+            levels.append(first_of(output))
+
+    handles: list[RemovableHandle] = []
+    try:
+        for module in set(model.anatomy.blocks):
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        sources = batch.source_ids, batch.source_mask
+        model.body(batch.input_ids, batch.attention_mask, *sources)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ class _Operation(Hooks):
         return args, kwargs | {"hidden_states": changed}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        changed = self._visit(module, "out", _first(output))
+        changed = self._visit(module, "out", first_of(output))
         if changed is None:
             return None
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
@@ -207,5 +217,6 @@ def _block_of(pair: Pair) -> int:
     return target.index
 
 
-def _first(output: Any) -> Tensor:
+def first_of(output: Any) -> Tensor:
+    """The states that a module gives, whatever else comes with them."""
     return output[0] if isinstance(output, tuple) else output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerjump.show import alternation, examples, exits, levels, linearity
+from layerjump.show import alternation, examples, exits, levels, linearity, pruning
 from layerjump.show.fallback import fallback
 from layerjump.show.panel import Maker, Panel, Study
 
@@ -13,6 +13,7 @@ MAKERS: dict[str, list[Maker]] = {
     "linearity": [linearity.scores, linearity.steps, linearity.angles, linearity.shape],
     "examples": [examples.examples],
     "alternation": [alternation.schedules],
+    "pruning": [pruning.pruned],
 }
 """To show a study in its own way, add a row; what no maker draws is drawn by `fallback`."""
 

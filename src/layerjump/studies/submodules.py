@@ -15,11 +15,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from layerjump.compress.changes import mapped
+from layerjump.compress.linearised import PARTS, pairs_of
 from layerjump.compress.surgery import Changes
 from layerjump.fit.jumps import Jumps
-from layerjump.fit.pairs import Pair
 from layerjump.inputs.models import Model
-from layerjump.inputs.sites import Site
 from layerjump.lens.lens import Lens
 from layerjump.studies import everywhere, one_block
 from layerjump.studies.result import Result, Row
@@ -28,12 +27,6 @@ from layerjump.studies.variants import Variants, announce, budgeted, runs
 
 LEVELS = 12
 """A deeper model starts from so many evenly spaced levels, and the last."""
-PARTS = {
-    "attn": ("attn",),
-    "xattn": ("xattn",),
-    "ffn": ("ffn",),
-    "norms": ("ln1", "lnx", "ln2"),
-}
 
 
 def run(setup: Setup) -> Result:
@@ -63,13 +56,6 @@ def run(setup: Setup) -> Result:
             "block stand after its sums, and each is replaced by a map of what it reads."
         )
     return result
-
-
-def pairs_of(model: Model, block: int, part: str) -> list[Pair]:
-    """The (input, output) sites of a part in a block; a norm that a family does not have is left out."""
-    present = set(model.anatomy.sites())
-    pairs = [(Site(block, f"{name}.in"), Site(block, f"{name}.out")) for name in PARTS[part]]
-    return [pair for pair in pairs if pair[0] in present]
 
 
 def parts_of(model: Model) -> list[str]:

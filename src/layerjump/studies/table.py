@@ -16,6 +16,7 @@ from layerjump.studies import (
     linearity,
     plausibility,
     predictions,
+    pruning,
     r2,
     size,
     submodules,
@@ -63,6 +64,7 @@ _ROWS = (
     Study("submodules", submodules.run, "which sub-modules can be matrices, where, and why?"),
     Study("heads", heads.run, "which attention heads can be matrices?", heads.unable),
     Study("alternation", alternation.run, "which blocks to run, and which to jump over?"),
+    Study("pruning", pruning.run, "what is lost when blocks are dropped?", pruning.unable),
     Study("examples", examples.run, "what do the levels say, in words?"),
     Study(
         "transfer", transfer.run, "does a map fitted on one text serve another?", transfer.unable

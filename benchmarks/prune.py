@@ -1,0 +1,209 @@
+"""What pruning costs: our stand-ins beside removal and ReplaceMe's least squares, on the same cuts, text and budget.
+
+    python benchmarks/prune.py [--models smollm2,stories15m] [--quick] [--minutes 5]
+
+Calibration: one text a model (WikiText-2 train for smollm2, TinyStories train for stories15M), the same documents for
+every method. Perplexity on WikiText-2 test and TinyStories valid, as a ratio to the whole model's on the same tokens,
+paired over documents.
+  same cut      every map on one run of blocks, the one whose loss on select documents is least with a full map in place
+  own best cut  each method with the cut it would choose: remove_bi by Block Influence (published: no block protected),
+                deepest, replaceme the run of least angle, ours greedily by loss
+  distil        the best training-free stand-in of the same cut, trained so many minutes
+  speed         tokens a second of the exported checkpoint beside the original, in turn
+Last line: JSON, model → blocks dropped → text → method → perplexity ratio. `fold` is our best training-free stand-in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import layerjump as lj
+from layerjump.compress.choose import Choosing, choose
+from layerjump.compress.cuts import Span, must_stay, spans
+from layerjump.compress.distil import distil
+from layerjump.compress.loss import Losses, losses
+from layerjump.compress.prune import EVERY, Calibration, Pruned, calibrate, cut_out
+from layerjump.inputs.batches import Batches, batches
+from layerjump.inputs.models import Model
+from layerjump.measure.timing import alternate, machine, ratio
+
+SHARED = Path(__file__).parents[2] / "shared"
+WIKI, STORIES = SHARED / "text/wikitext-2", SHARED / "text/tinystories"
+TRAIN = {
+    "smollm2": WIKI / "wikitext2_train_first1MB.txt",
+    "stories15m": STORIES / "tinystories_train_sample.txt",
+}
+TESTS = {
+    "wikitext2": WIKI / "wiki.test.raw",
+    "tinystories": STORIES / "tinystories_valid_sample.txt",
+}
+SOURCES = {"smollm2": "smollm2", "stories15m": str(SHARED / "models/stories15M")}
+DROPS = {"smollm2": (3, 6, 8, 10), "stories15m": (1, 2)}
+CALIBRATION, TEST = 20_000, 10_000
+SIZES = "85/10/5"
+SAME_CUT = ("remove", "replaceme", "fold", "turn", "linear")
+
+Ratios = dict[str, dict[str, float]]
+"""Text → method → perplexity ratio."""
+
+
+class Bench:
+    """One model, its calibration text and its two test texts."""
+
+    def __init__(self, name: str, *, quick: bool, minutes: float) -> None:
+        self.model = lj.load(SOURCES[name])
+        self.minutes = minutes
+        few = 4 if quick else 1
+        self.calibration = calibrate(
+            self.model, lj.read(TRAIN[name]), tokens=CALIBRATION // few, sizes=SIZES, seed=0
+        )
+        self.tests = {text: self._test(path, TEST // few) for text, path in TESTS.items()}
+        self.whole = {text: losses(self.model, test) for text, test in self.tests.items()}
+        stay = must_stay(self.model, self.calibration.fit)
+        print(f"{self.model}: {self.calibration.about['tokens']:,} tokens; stay {stay}")
+        for text, found in self.whole.items():
+            print(f"  {text}: perplexity {found.perplexity:.2f} on {len(found.each):,} tokens")
+        fit, select = self.calibration.fit, self.calibration.select
+        self.ours = Choosing(self.model, fit, select, stay)
+        ends = (1, self.model.n_blocks)
+        self.published = Choosing(self.model, fit, select, ())
+        self.ends_stay = Choosing(self.model, fit, select, ends)
+
+    def _test(self, path: Path, tokens: int) -> Batches:
+        return batches(lj.read(path), self.model.tokens, EVERY, tokens_wanted=tokens)
+
+    def ratios(self, model: Model) -> dict[str, tuple[float, float, float]]:
+        """Text → perplexity over the whole model's, with its interval."""
+        found: dict[str, Losses] = {t: losses(model, test) for t, test in self.tests.items()}
+        return {text: found[text].over(self.whole[text]) for text in self.tests}
+
+    def cut(self, cuts: list[Span], method: str) -> Pruned:
+        return cut_out(self.model, cuts, method, self.calibration)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="smollm2,stories15m")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, fewer drops")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of distillation for each drop")
+    options = parser.parse_args()
+    print(machine())
+    figures: dict[str, dict[str, Ratios]] = {}
+    for name in options.models.split(","):
+        minutes = min(options.minutes, 0.5) if options.quick else options.minutes
+        bench = Bench(name, quick=options.quick, minutes=minutes)
+        drops = DROPS[name][:1] if options.quick else DROPS[name]
+        figures[name] = {str(count): one_drop(bench, count) for count in drops}
+    print(json.dumps(figures))
+
+
+def one_drop(bench: Bench, count: int) -> Ratios:
+    """Both tables of one number of blocks, distillation and speed."""
+    ratios: Ratios = {text: {} for text in TESTS}
+    run = one_run(bench, count)
+    print(f"{count} blocks out, same cut: blocks {run[0] + 1} to {run[1]}")
+    made = {method: bench.cut([run], method) for method in SAME_CUT}
+    for method, pruned in made.items():
+        show(method, bench.ratios(pruned.model))
+    print(f"{count} blocks out, each method's own best cut")
+    own = own_cuts(bench, count)
+    for name, (cuts, method) in own.items():
+        pruned = bench.cut(cuts, method)
+        found = bench.ratios(pruned.model)
+        show(f"{name} {spans_said(cuts)}", found)
+        for text, (value, _, _) in found.items():
+            ratios[text][name] = value
+        if name == "fold":
+            speed(pruned)
+    best = bench.cut(own["fold"][0], "turn")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        trained = distil(
+            best,
+            bench.calibration,
+            folder,
+            steps=steps_in(bench, best, bench.calibration),
+            kl=1.0,
+            whole=True,
+        )
+    found = bench.ratios(trained.model)
+    show(f"distil, {(time.perf_counter() - start) / 60:.1f} minutes", found)
+    for text, (value, _, _) in found.items():
+        ratios[text]["distil"] = value
+    return ratios
+
+
+def one_run(bench: Bench, count: int) -> Span:
+    """The run whose loss on select documents is least with a full map in place."""
+    given = bench.ours if bench.ours.runs(count) else bench.ends_stay
+    one = Choosing(given.model, given.fit, given.select, given.stay, one_run=True)
+    return spans(choose("loss", count, one))[0]
+
+
+def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
+    """Method → the cuts it chooses, and what stands in for them."""
+    chosen = {
+        "remove_bi": (bench.published, "influence", "remove"),
+        "deepest": (bench.ends_stay, "deepest", "remove"),
+        "replaceme": (bench.ends_stay, "angle", "replaceme"),
+        "linear": (bench.ours, "loss", "linear"),
+        "fold": (bench.ours, "loss", "turn"),
+    }
+    found: dict[str, tuple[list[Span], str]] = {}
+    for name, (given, how, method) in chosen.items():
+        again = found["linear"][0] if name == "fold" else spans(choose(how, count, given))
+        found[name] = again, method
+    return found
+
+
+def steps_in(bench: Bench, pruned: Pruned, calibration: Calibration) -> int:
+    """As many training steps as the minutes allow: a step costs about three passes of the whole model."""
+    batch = calibration.fit[0]
+    start = time.perf_counter()
+    losses(bench.model, [batch])
+    losses(pruned.model, [batch])
+    return max(4, int(60 * bench.minutes / (2 * (time.perf_counter() - start))))
+
+
+@torch.no_grad()
+def speed(pruned: Pruned) -> None:
+    """Tokens a second of the checkpoint as Hugging Face loads it, beside the original."""
+    original: Any = pruned.original.hf
+    prompt = torch.tensor([pruned.original.tokens.encode(["Once upon a time there was a"])[0]])
+    settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        pruned.save(Path(folder) / "model", force=True)
+        short = AutoModelForCausalLM.from_pretrained(Path(folder) / "model").eval()
+    seconds = alternate(
+        {
+            "original": lambda: original.generate(prompt, **settings),
+            "exported": lambda: short.generate(prompt, **settings),
+        },
+        repeats=3,
+    )
+    each = {name: 32 / min(times) for name, times in seconds.items()}
+    gain = ratio(seconds["original"], seconds["exported"])
+    print(
+        f"  exported {each['exported']:.1f} tokens/s, original {each['original']:.1f}: {gain:.2f}×"
+    )
+
+
+def show(name: str, found: dict[str, tuple[float, float, float]]) -> None:
+    said = "; ".join(f"{t} {v:.3f} ({lo:.3f} to {hi:.3f})" for t, (v, lo, hi) in found.items())
+    print(f"  {name:<28} {said}", flush=True)
+
+
+def spans_said(cuts: list[Span]) -> str:
+    return ",".join(f"{i + 1}-{j}" if j > i + 1 else str(j) for i, j in cuts)
+
+
+if __name__ == "__main__":
+    main()

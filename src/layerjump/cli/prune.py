@@ -1,0 +1,171 @@
+"""`layerjump prune`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerjump.cli.options import AsJson, Device, Dtype, ModelName, Revision, Trust, print_table
+from layerjump.errors import BadPruning
+
+if TYPE_CHECKING:
+    from layerjump.compress.prune import Pruned
+
+
+def prune(
+    model: ModelName,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
+        "pruned"
+    ),
+    drop: Annotated[
+        str | None, typer.Option(help="Blocks to drop: a number, or a share such as 25%.")
+    ] = None,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(help="Drop as many as keep the loss within so many times, such as 1.05x."),
+    ] = None,
+    first: Annotated[
+        int | None,
+        typer.Option(help="Keep the first so many blocks, with the jump merged into the head."),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="What stands in: remove, linear, replaceme, fold, turn (default: the best that stores no more)."
+        ),
+    ] = "auto",
+    choose: Annotated[
+        str,
+        typer.Option(help="loss, linearity, linearity-again, influence, angle, deepest."),
+    ] = "loss",
+    one_run: Annotated[bool, typer.Option("--one-run", help="Drop one run of blocks.")] = False,
+    protect: Annotated[
+        str | None,
+        typer.Option(
+            help="Blocks that must stay, e.g. 1,30 (default: first, last, those that form the attention sink)."
+        ),
+    ] = None,
+    distil: Annotated[
+        int | None, typer.Option(help="Then train the stand-ins for so many batches.")
+    ] = None,
+    distil_all: Annotated[
+        bool, typer.Option("--distil-all", help="Train every weight, not the stand-ins alone.")
+    ] = False,
+    distil_kl: Annotated[
+        float, typer.Option(help="Weight of the KL from the whole model's predictions.")
+    ] = 0.0,
+    learning_rate: Annotated[float, typer.Option(help="Of the training.")] = 1e-4,
+    text: Annotated[
+        str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
+    ] = "pydoc",
+    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to run (default: the whole text).")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="fit/select/test: percentages or documents.")
+    ] = "80/10/10",
+    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the folder.")] = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Drop the blocks a matrix stands in for best; save an ordinary checkpoint.
+
+    [bold]layerjump prune smollm2 --drop 25% --tokens 20000 -o smaller[/]
+    [bold]layerjump prune MODEL --text wiki.txt --max-loss 1.05x --method turn[/]
+    [bold]layerjump prune MODEL --drop 3 --method linear --distil 200[/]    train the maps afterwards
+    [bold]layerjump prune MODEL --first 12 -o draft[/]                      a shorter draft model
+    """
+    from layerjump.compress.distil import distil as train
+    from layerjump.compress.export import check_free, record_of
+    from layerjump.compress.load import load
+    from layerjump.compress.prune import calibrate
+    from layerjump.compress.prune import prune as cut
+    from layerjump.compress.truncate import truncate
+    from layerjump.inputs.corpus import read
+
+    check_free(output, force=force)
+    if sum(value is not None for value in (drop, max_loss, first)) != 1:
+        raise BadPruning("give one of --drop, --max-loss and --first")
+    where = {"revision": revision, "device": device, "dtype": dtype}
+    loaded = load(model, **where, trust_remote_code=trust_remote_code)
+    corpus = read(text, column=column)
+    texts: dict[str, Any] = {"tokens": tokens, "sizes": split, "seed": seed}
+    if first is not None:
+        made = truncate(loaded, corpus, first, **texts)
+    else:
+        made = cut(
+            loaded,
+            corpus,
+            drop=drop,
+            max_loss=None if max_loss is None else _times(max_loss),
+            method=method,
+            choice=choose,
+            one_run=one_run,
+            protect=None if protect is None else _numbers(protect),
+            **texts,
+        )
+    training = output.with_name(f"{output.name}-training")
+    if distil is not None:
+        made = train(
+            made,
+            calibrate(loaded, corpus, **texts),
+            training,
+            steps=distil,
+            learning_rate=learning_rate,
+            kl=distil_kl,
+            whole=distil_all,
+            seed=seed,
+        )
+    made.save(output, force=force)
+    if distil is not None:
+        shutil.rmtree(training)  # what a run that is stopped goes on from
+    _print(made, record_of(made), as_json=as_json)
+    print(f"wrote {output}", file=sys.stderr)
+
+
+def _print(made: Pruned, record: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        print(json.dumps(record, indent=2))
+        return
+    before, after = made.parameters
+    rows: list[dict[str, Any]] = [
+        {"": "blocks", "before": made.original.n_blocks, "after": made.model.n_blocks},
+        {"": "parameters", "before": f"{before:,}", "after": f"{after:,}"},
+        {"": "test loss", "before": made.loss["before"], "after": made.loss["after"]},
+        {
+            "": "test perplexity",
+            "before": made.loss["perplexity before"],
+            "after": made.loss["perplexity after"],
+        },
+    ]
+    gone = ", ".join(map(str, made.dropped))
+    print_table(f"{made.original.name}: blocks {gone} out, {made.method}", rows, as_json=False)
+    low, high = made.loss["low"], made.loss["high"]
+    print(f"perplexity ratio {made.loss['ratio']:.3f} (95 % interval {low:.3f} to {high:.3f})")
+
+
+def _times(text: str) -> float:
+    try:
+        return float(text.removesuffix("x"))
+    except ValueError:
+        raise BadPruning(
+            f"the loss allowed was given as {text!r}; give a number of times, such as 1.05x"
+        ) from None
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise BadPruning(f"blocks were given as {text!r}; give numbers, such as 1,30") from None

@@ -1,0 +1,159 @@
+"""`pruning`: what is lost when blocks are dropped, by how many go and by what stands in for them.
+
+Blocks are chosen once, greedily by the loss on select documents with a full map in place; every method is then fitted
+on the same cuts and measured on test documents, beside the whole model on the same tokens. Time is of a forward pass
+over one batch, whole and pruned models in turn. A row is on the front if no other is at least as good in parameters,
+time and loss, and better in one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layerjump.compress.blocks import cannot_drop
+from layerjump.compress.choose import Choosing, order_by_loss
+from layerjump.compress.cuts import must_stay, spans
+from layerjump.compress.loss import Losses, losses
+from layerjump.compress.projections import cannot_fold, cannot_turn
+from layerjump.compress.prune import Calibration, Pruned, calibrate, compared, cut_out
+from layerjump.compress.stand_ins import parameters
+from layerjump.errors import TextTooShort
+from layerjump.inputs.models import Model
+from layerjump.measure.timing import alternate, ratio
+from layerjump.studies.alternation import with_select
+from layerjump.studies.result import Result, Row
+from layerjump.studies.setup import Setup
+
+TOKENS = 16_000
+"""At most so many tokens are run."""
+SHARES = (0.1, 0.2, 0.3)
+"""How much of the model goes, beside one block alone."""
+TURNS = 3
+
+
+def unable(setup: Setup) -> str | None:
+    """Why this model cannot be pruned, if it cannot."""
+    return setup.model.no_predictions or cannot_drop(setup.model)
+
+
+def methods_of(model: Model) -> list[str]:
+    """What can stand in for blocks of this model."""
+    found = ["remove", "linear"]
+    if not cannot_fold(model):
+        found += ["replaceme", "fold"]
+    return found if cannot_turn(model) else [*found, "turn"]
+
+
+def counts(free: int, blocks: int) -> list[int]:
+    """How many blocks are dropped: one, and some shares of all."""
+    return sorted({n for n in (1, *(round(share * blocks) for share in SHARES)) if 0 < n <= free})
+
+
+def run(setup: Setup) -> Result:
+    """Prune in every way, and measure each."""
+    setup, note = with_select(setup)
+    model, calibration = setup.model, _calibration(setup)
+    stay = must_stay(model, calibration.fit)
+    given = Choosing(model, calibration.fit, calibration.select, stay)
+    many = counts(len(given.free), model.n_blocks)
+    order = order_by_loss(max(many), given) if many else []
+    before = losses(model, calibration.test)
+    rows = [_whole(model, before)]
+    for count in many:
+        for method in methods_of(model):
+            pruned = cut_out(model, spans(order[:count]), method, calibration)
+            rows.append(_row(pruned, before, calibration))
+    _mark_front(rows)
+    result = Result("pruning", {"pruned": rows})
+    result.settings = {
+        "tokens": calibration.about["tokens"],
+        "chosen": "loss",
+        "order": order,
+        "blocks": model.n_blocks,
+        "stay": {str(block): why for block, why in stay.items()},
+    }
+    result.headline = _headline(rows)
+    result.notes += [note] if note else []
+    if not many:
+        result.notes.append("No block may go: there is none between those that must stay.")
+    return result
+
+
+def _calibration(setup: Setup) -> Calibration:
+    """Batches of this run's documents; a text that has fewer tokens than the bound gives all it has."""
+    settings = setup.settings
+    given: dict[str, Any] = {"sizes": settings.split, "seed": settings.seed}
+    try:
+        wanted = min(TOKENS, settings.tokens or TOKENS)
+        return calibrate(setup.model, setup.corpus, tokens=wanted, **given)
+    except TextTooShort:
+        return calibrate(setup.model, setup.corpus, tokens=settings.tokens, **given)
+
+
+def _whole(model: Model, before: Losses) -> Row:
+    return {
+        "method": "whole model",
+        "dropped": 0,
+        "blocks dropped": "",
+        "loss": before.mean,
+        "perplexity": before.perplexity,
+        "ratio": 1.0,
+        "ratio low": 1.0,
+        "ratio high": 1.0,
+        "parameters": parameters(model.hf),
+        "time": 1.0,
+    }
+
+
+def _row(pruned: Pruned, before: Losses, calibration: Calibration) -> Row:
+    found = compared(before, losses(pruned.model, calibration.test))
+    return {
+        "method": pruned.method,
+        "dropped": len(pruned.dropped),
+        "blocks dropped": ", ".join(map(str, pruned.dropped)),
+        "loss": found["after"],
+        "perplexity": found["perplexity after"],
+        "ratio": found["ratio"],
+        "ratio low": found["low"],
+        "ratio high": found["high"],
+        "parameters": pruned.parameters[1],
+        "time": _time(pruned, calibration),
+    }
+
+
+@torch.no_grad()
+def _time(pruned: Pruned, calibration: Calibration) -> float:
+    """The pruned model's time over the whole one's, on a batch of select documents."""
+    batch = calibration.select[0]
+
+    def runs(model: Model) -> None:
+        model.hf(
+            batch.input_ids.to(model.device), attention_mask=batch.attention_mask.to(model.device)
+        )
+
+    rivals = {"whole": lambda: runs(pruned.original), "pruned": lambda: runs(pruned.model)}
+    seconds = alternate(rivals, repeats=TURNS)
+    return ratio(seconds["pruned"], seconds["whole"])
+
+
+def _mark_front(rows: list[Row]) -> None:
+    axes = ("parameters", "time", "loss")
+    for row in rows:
+        row["front"] = not any(
+            all(other[axis] <= row[axis] for axis in axes)
+            and any(other[axis] < row[axis] for axis in axes)
+            for other in rows
+        )
+
+
+def _headline(rows: list[Row]) -> dict[str, object]:
+    """The ratio of each method at the most blocks dropped, and the best of them."""
+    most = max(row["dropped"] for row in rows)
+    last = {row["method"]: row["ratio"] for row in rows if row["dropped"] == most and most}
+    if not last:
+        return {}
+    return {"dropped": most, "best_method": min(last, key=lambda name: last[name])} | {
+        f"ratio_{method}": value for method, value in last.items()
+    }
