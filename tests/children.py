@@ -1,6 +1,7 @@
 """Real child processes, forked: they share what is imported, and may be limited or killed."""
 
 import os
+import signal
 import traceback
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ def start(action: Callable[[], object]) -> int:
     child = os.fork()
     if child:
         return child
+    # A run that was started in the background ignores Ctrl-C, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         action()
         os._exit(0)
