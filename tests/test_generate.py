@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 
 import pytest
@@ -330,6 +331,15 @@ def test_up_to_the_last_position_and_an_end_inside_the_prompt(model, jumps):
         assert len(made.ids[0]) == limit - 6
 
 
+@pytest.fixture
+def heeding_ctrl_c():
+    """A run that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding_ctrl_c")
 def test_stopping_in_the_middle_leaves_the_model_usable(model, jumps):
     wanted = theirs(model, [PROMPT])
     modules = dict(model.hf.named_modules())
