@@ -17,7 +17,7 @@ import layerjump as lj
 from layerjump.errors import LayerjumpError
 from layerjump.lens.lens import Lens
 from layerjump.lens.trajectory import read
-from layerjump.serve.library import Library, jump_sets
+from layerjump.serve.shelves import Library, jump_sets
 
 TEXT = "Once upon a time, there was a little girl named Lily."
 PAGE = Path(lj.__file__).parent / "serve" / "page"

@@ -17,7 +17,7 @@ from layerjump import __version__
 from layerjump.serve.answers import UNFORESEEN, Answer, encode, refusal
 from layerjump.serve.guard import Guard
 from layerjump.serve.jobs import Job, Jobs
-from layerjump.serve.library import FITTED, Library, Question, Shelf
+from layerjump.serve.shelves import FITTED, Library, Question, Shelf
 
 PATIENCE = 2.0
 """Seconds that a request waits for its turn before it is told its place in line."""

@@ -12,7 +12,7 @@ import uvicorn
 
 from layerjump.errors import CannotServe
 from layerjump.serve.app import make_app
-from layerjump.serve.library import Library
+from layerjump.serve.shelves import Library
 
 HOST = "127.0.0.1"
 
