@@ -184,6 +184,8 @@ def _add_page(app: FastAPI) -> None:
     # Read once, by name: no request ever becomes a path.
     folder = resources.files("layerjump.serve") / "page"
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    colours = resources.files("layerjump.show") / "templates" / "colours.css"
+    files[colours.name] = colours.read_bytes()
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:

@@ -143,7 +143,7 @@ def page(title: str, about: str, findings: str, sections: Sequence[Section]) -> 
         policy=policy,
         version=__version__,
         title=safe(title),
-        style=_part("report.css"),
+        style=_part("colours.css") + _part("report.css"),
         contents=contents,
         about=about,
         findings=findings,
