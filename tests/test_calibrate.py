@@ -15,7 +15,8 @@ import layerjump as lj
 from layerjump.decode import kept
 from layerjump.decode.calibrate import binomial_tail, calibrate, loosest
 from layerjump.decode.contenders import Contender, Probes, cheapest
-from layerjump.decode.costs import Costs, draft_cost, measure
+from layerjump.decode.costs import Costs, measure
+from layerjump.decode.drafts import at_one_level, cheapest_drafts, draft_cost
 from layerjump.decode.evidence import Evidence, candidates, shares, unseen_documents
 from layerjump.decode.gates import Gate, calibration_curve, gate_features, logistic
 from layerjump.decode.rules import Look, Never
@@ -156,6 +157,20 @@ def test_what_drafts_cost():
     assert draft_cost(costs, 10, left, right, heads, none, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 4
     wrong = torch.tensor([True, False, True, True])
     assert draft_cost(costs, 10, left, wrong, heads, none, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 2
+
+
+def test_drafts_are_made_where_they_are_cheapest():
+    seen = evidence(right=0.6)
+    probes = Probes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
+    tries = at_one_level(("gap", "gate"), probes, (1, 2))
+    costs = Costs(block=1, waiting=0.02, head=0.5, gate=0.001)
+    found = cheapest_drafts(tries, seen, costs, 20)
+    assert found.contender.at == (1,)  # both levels are right as often, and the first comes sooner
+    assert found.cost < 0.7 * costs.full(20)
+    assert found.threshold is not None
+    assert found.threshold < 0.8  # bolder than any rule that keeps 95 %
+    dear = Costs(block=1, waiting=1, head=9, gate=0)
+    assert cheapest_drafts(tries, seen, dear, 3).threshold is None
 
 
 def test_documents_of_the_fit_are_left_out(model, jumps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -241,15 +242,17 @@ def test_lean_blocks_and_head_are_the_same_as_hugging_faces():
     hf = tiny_model("llama", dtype=torch.float32)
     model = lj.Model.wrap(hf)
     assert isinstance(blocks_of(model), LeanLlama)
-    ids = torch.randint(3, 61, (2, 9))
-    for mask in (None, torch.tensor([[0] * 3 + [1] * 6, [1] * 9])):
+    ids = torch.randint(3, 61, (2, 29))
+    padded = torch.tensor([[0] * 3 + [1] * 26, [1] * 29])
+    # A prompt, short or long, one token, several: with and without a mask.
+    for mask, lengths in product((None, padded), ((5, 6, 29), (22, 23, 29))):
         whole = torch.ones_like(ids) if mask is None else mask
         position = (whole.cumsum(-1) - 1).clamp_min(0)
         found = []
         for blocks in (LeanLlama(model), HuggingFaceBlocks(model)):
             runner = Runner(blocks, hf.config, mask, position, Counts())
             with torch.no_grad():
-                for length in (5, 6, 9):  # a prompt, one token, several: with and without a mask
+                for length in lengths:
                     states = runner.feed(ids[:, :length])
                     for block in range(1, 4):
                         states = runner.up(block)

@@ -40,6 +40,25 @@ def test_only_the_picked_rows_come_back_in_their_order(model):
     assert torch.equal(some[2], everything[2][picks])
 
 
+def test_with_room_states_are_the_same_and_stay_in_one_place(model):
+    whole = sample(model)
+    few = lj.Batch(
+        whole.input_ids,
+        whole.attention_mask,
+        *(part[:5] for part in (whole.row, whole.position, whole.document, whole.token)),
+    )
+    batches, places = [few, whole, few], set()
+    plain = [found.at for found in states(model, batches, [0, 2])]
+    for found, expected in zip(
+        states(model, batches, [0, 2], room=len(whole.row)), plain, strict=True
+    ):
+        assert all(torch.equal(found.at[site], expected[site]) for site in expected)
+        places.add(tuple(state.data_ptr() for state in found.at.values()))
+    assert len(places) == 1
+    (outside,) = states(model, [whole], [2], room=3)  # a batch that is larger than was said
+    assert torch.equal(outside[2], plain[1][Site(2)])
+
+
 def test_no_hook_is_left_after_success_or_failure(model):
     def own(module, args, output):
         return None

@@ -214,8 +214,13 @@ def _coloured(model: Model, made: Generated, row: int) -> str:
 
 def _rows(found: Calibration) -> list[dict[str, Any]]:
     about = found.about
-    shown = ("kind", "levels", "threshold", "lossless_threshold", "unverified")
-    rows = [{"what": name.replace("_", " "), "value": about[name]} for name in shown]
+    rows = [
+        {"what": f"{rule} {name}", "value": about[rule][name]}
+        for rule in ("rule", "lossless")
+        for name in ("kind", "levels", "threshold")
+    ]
+    rows.append({"what": "lossless unverified", "value": about["unverified"]})
+    rows.append({"what": "lossless cost (select)", "value": about["lossless_cost"]})
     rows += [
         {"what": f"test {name.replace('_', ' ')}", "value": value}
         for name, value in about["test"].items()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from layerjump.decode.contenders import THRESHOLDS, Contender, cheapest, fit_probes
-from layerjump.decode.costs import Costs, draft_cost, measure
+from layerjump.decode.costs import Costs, measure
+from layerjump.decode.drafts import at_one_level, cheapest_drafts
 from layerjump.decode.evidence import Evidence, candidates, gather, shares, unseen_documents
 from layerjump.decode.gates import calibration_curve
 from layerjump.decode.rules import Never, Rule
@@ -33,7 +34,6 @@ from layerjump.measure.bootstrap import mean_interval
 KINDS = ("gap", "gate", "two-stage")
 SAMPLE = 16
 """Positions a document, where documents may give several."""
-UNVERIFIED = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -117,29 +117,28 @@ def _choose(
     contender = found[kind][0]
     threshold = loosest(contender, read["thresholds"], n_blocks, target, confidence)
     rule = Never() if threshold is None else contender.rule(threshold)
-    drafts, draft_threshold, unverified = _lossless(contender, read["select"], costs, n_blocks)
+    bold = [each for each, _ in found.values()] + at_one_level(kinds, probes, read["select"].levels)
+    drafts = cheapest_drafts(bold, read["select"], costs, n_blocks)
     about = {
         "target": target,
         "confidence": confidence,
         "model": model.name,
         "fingerprint": fingerprint(model.hf),
         "kind": kind if threshold is not None else "never",
-        "contender": kind,
-        "levels": list(contender.at),
-        "threshold": threshold,
-        "worth": contender.worth,
-        "lossless_threshold": draft_threshold,
-        "unverified": unverified,
+        "rule": contender.record(threshold),
+        "lossless": drafts.contender.record(drafts.threshold),
+        "unverified": drafts.unverified,
         "text": text.name,
         "text_sha256": text.sha256,
         "positions": {name: len(each) for name, each in read.items()},
         "seed": seed,
         "costs": costs.record(),
         "select_cost": {name: cost / costs.full(n_blocks) for name, (_, cost) in found.items()},
+        "lossless_cost": drafts.cost / costs.full(n_blocks),
         "test": _shown(contender, threshold, read["test"], costs, n_blocks, seed),
         "gate_curves": _curves(contender, read["test"]),
     }
-    return Calibration(rule, drafts, unverified, about)
+    return Calibration(rule, drafts.rule, drafts.unverified, about)
 
 
 def loosest(
@@ -163,26 +162,6 @@ def binomial_tail(hits: int, n: int, share: float) -> float:
     ways = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
     terms = ways + torch.xlogy(k, torch.tensor(share)) + torch.xlogy(n - k, torch.tensor(1 - share))
     return float(terms.logsumexp(0).exp())
-
-
-def _lossless(
-    contender: Contender, evidence: Evidence, costs: Costs, n_blocks: int
-) -> tuple[Rule, float | None, int]:
-    """The threshold and the number of waiting tokens that make verified generation cheapest; never, if none pays."""
-    best, chosen, most = costs.full(n_blocks), None, 1
-    if not contender.at:
-        return Never(), chosen, most
-    replay = contender.replay(evidence, n_blocks)
-    order = torch.randperm(len(evidence), generator=torch.Generator().manual_seed(0))
-    for threshold in THRESHOLDS:
-        made = replay(threshold)
-        for unverified in UNVERIFIED:
-            parts = (made.left, made.right, made.heads, made.gates)
-            left, right, heads, gates = (part[order] for part in parts)
-            cost = draft_cost(costs, n_blocks, left, right, heads, gates, unverified)
-            if cost < best:
-                best, chosen, most = cost, threshold, unverified
-    return Never() if chosen is None else contender.rule(chosen), chosen, most
 
 
 def _shown(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,15 @@ class Contender:
             return Gate(weights, self.at, threshold)
         mix = torch.stack([self.probes.mix[level] for level in self.at]).float()
         return TwoStage(Gate(weights, self.at, self.worth), mix, threshold)
+
+    def record(self, threshold: float | None) -> dict[str, Any]:
+        """The rule in plain words, without its weights."""
+        return {
+            "kind": self.kind,
+            "levels": list(self.at),
+            "threshold": threshold,
+            "worth": self.worth,
+        }
 
     def replay(self, evidence: Evidence, n_blocks: int) -> Callable[[float], Replayed]:
         """threshold → what the rule does at every position. What does not depend on the threshold is made once."""

@@ -21,6 +21,8 @@ from layerjump.lens.lens import Lens
 CONTEXT = 64
 """Tokens before those that are timed."""
 TURNS = 15
+TOGETHER = 4
+"""Tokens that go through the blocks at once when the cost of waiting ones is measured."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Costs:
 def measure(model: Model, jumps: Jumps | None) -> Costs:
     """Time the parts of a step, in turns, and take medians."""
     runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(CONTEXT)[None], Counts())
-    ids = torch.full((1, CONTEXT + 2), 1, device=model.device)
+    ids = torch.full((1, CONTEXT + TOGETHER), 1, device=model.device)
     _climb(runner, ids[:, :CONTEXT])
     lens, level = Lens(with_lean_head(model), jumps), model.n_blocks // 2
     state = torch.randn(1, model.width, device=model.device, dtype=model.hf.dtype)
@@ -63,7 +65,7 @@ def measure(model: Model, jumps: Jumps | None) -> Costs:
     def ask() -> object:
         return gate.stops(Look(level, state, position, lens.logits))
 
-    parts = {"one": blocks(1), "two": blocks(2), "head": head, "gate": ask}
+    parts = {"one": blocks(1), "some": blocks(TOGETHER), "head": head, "gate": ask}
     found: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(TURNS):
         for name, part in parts.items():
@@ -73,7 +75,7 @@ def measure(model: Model, jumps: Jumps | None) -> Costs:
             runner.back(CONTEXT)
     middle = {name: sorted(times)[TURNS // 2] for name, times in found.items()}
     block = middle["one"] / model.n_blocks
-    waiting = max(0.0, middle["two"] - middle["one"]) / model.n_blocks
+    waiting = max(0.0, middle["some"] - middle["one"]) / (TOGETHER - 1) / model.n_blocks
     return Costs(block, waiting, middle["head"], middle["gate"])
 
 
@@ -90,37 +92,3 @@ def replay_cost(costs: Costs, n_blocks: int, left: Tensor, heads: Tensor, gates:
     """
     waited = (n_blocks - left) * min(costs.waiting, costs.block)
     return left * costs.block + waited + heads * costs.head + gates * costs.gate
-
-
-def draft_cost(
-    costs: Costs,
-    n_blocks: int,
-    left: Tensor,
-    right: Tensor,
-    heads: Tensor,
-    gates: Tensor,
-    most: int,
-) -> float:
-    """Milliseconds a verified token, if examples came one after another in this order.
-
-    Drafts gather until one example goes to level L or `most` wait; then all of them go up together, and what follows
-    the first wrong one has been for nothing.
-    """
-    spent, kept = 0.0, 0
-    waiting: list[tuple[int, bool]] = []
-    for level, good, looks, gated in zip(
-        left.tolist(), right.tolist(), heads.tolist(), gates.tolist(), strict=True
-    ):
-        drafts = level < n_blocks and len(waiting) < most
-        depth = level if drafts else n_blocks
-        spent += depth * costs.block + gated * costs.gate + (looks if drafts else 0) * costs.head
-        if drafts:
-            waiting.append((level, good))
-            continue
-        spent += costs.head  # one product for all rows that are held against the model
-        spent += sum(n_blocks - at for at, _ in waiting) * costs.waiting
-        first_wrong = next((i for i, (_, fine) in enumerate(waiting) if not fine), None)
-        # The wrong draft itself is replaced by the right token; the token that went deep comes only after no wrong one.
-        kept += len(waiting) + 1 if first_wrong is None else first_wrong + 1
-        waiting = []
-    return spent / kept if kept else float("inf")

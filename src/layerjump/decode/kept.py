@@ -53,26 +53,30 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
 
 
 def _tensors(calibration: Calibration) -> dict[str, Tensor]:
-    """Gates and second stages of whichever rule has them: both rules have the same."""
-    for rule in (calibration.rule, calibration.lossless):
+    """Gates and second stages of whichever rules have them."""
+    tensors = {}
+    for name, rule in (("rule", calibration.rule), ("lossless", calibration.lossless)):
         if isinstance(rule, Gate):
-            return {"gate": rule.weights}
+            tensors[f"{name}.gate"] = rule.weights
         if isinstance(rule, TwoStage):
-            return {"gate": rule.gate.weights, "mix": rule.mix}
-    return {}
+            tensors |= {f"{name}.gate": rule.gate.weights, f"{name}.mix": rule.mix}
+    return tensors
 
 
 def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
-    levels = tuple(about["levels"])
-    by_level = {
-        name: dict(zip(levels, tensors[name], strict=True)) if name in tensors else {}
-        for name in ("gate", "mix")
-    }
-    made = Contender(about["contender"], levels, Probes(**by_level), about["worth"])
+    def rule(name: str) -> Rule:
+        said = about[name]
+        if said["threshold"] is None:
+            return Never()
+        levels = tuple(said["levels"])
+        by_level = {
+            part: dict(zip(levels, tensors[f"{name}.{part}"], strict=True))
+            if f"{name}.{part}" in tensors
+            else {}
+            for part in ("gate", "mix")
+        }
+        return Contender(said["kind"], levels, Probes(**by_level), said["worth"]).rule(
+            said["threshold"]
+        )
 
-    def rule(threshold: float | None) -> Rule:
-        return Never() if threshold is None else made.rule(threshold)
-
-    return Calibration(
-        rule(about["threshold"]), rule(about["lossless_threshold"]), about["unverified"], about
-    )
+    return Calibration(rule("rule"), rule("lossless"), about["unverified"], about)

@@ -1,14 +1,12 @@
-"""The same blocks and the same head with fewer calls, for models where that is known to be right: plain float32 Llamas.
+"""The same blocks and the same head with fewer and faster calls, where that is known to be right: plain float32 Llamas.
 
 Everything here has a general counterpart that is used for all other models; tests hold the two against each other.
-Beside fewer calls the gain is in the vocabulary product: of one token it is nearly twice as fast from a transposed copy
-of the matrix, and of a few tokens as W xᵀ rather than x Wᵀ. (Measured on SmolLM2, one thread; the blocks' own products
-are fastest as they are.)
+Queries, keys and values are one product, and so are the two halves of the gated network; all products are made from
+packed weights (`packed.py`). Query heads that share a key are rows of one attention.
 """
 
 from __future__ import annotations
 
-import weakref
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from layerjump.decode.blocks import Blocks, HuggingFaceBlocks
 from layerjump.decode.cache import BlockCache
+from layerjump.decode.packed import Kept, Product, can_pack
 from layerjump.inputs.models import Model
 
-ONE_OR_TWO, FEW = 2, 16
-"""Rows up to which a vocabulary product is fastest from the transposed matrix, and as W xᵀ."""
-MOST_BYTES = 1 << 28
-"""The largest vocabulary matrix that is kept a second time."""
+FEW = 16
+"""New tokens up to which heads that share a key are rows of one attention, so that keys need not be repeated."""
 
 
 def blocks_of(model: Model) -> Blocks:
@@ -37,8 +34,7 @@ def with_lean_head(model: Model) -> Model:
     """The same model, whose vocabulary product is made the faster way where there is one."""
     head = model.anatomy.head
     plain = type(head) is nn.Linear and head.bias is None and not _hooked(head)
-    weight = head.get_parameter("weight")
-    if not plain or not _on_cpu(weight) or weight.nbytes > MOST_BYTES:
+    if not plain or not can_pack(head.parameters()):
         return model
     anatomy = copy(model.anatomy)
     anatomy.head = _LeanHead(head)
@@ -46,31 +42,17 @@ def with_lean_head(model: Model) -> Model:
 
 
 class _LeanHead(nn.Module):
-    """A vocabulary product that has its matrix both ways round."""
+    """A vocabulary product from packed weights."""
 
-    _copies: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = (
-        weakref.WeakKeyDictionary()
-    )
-    """Head → which weight it had, and its transpose: each model's is copied once, and again if it changes."""
+    _kept: Kept[Product] = Kept()
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.weight = head.get_parameter("weight")
-        which = self.weight.data_ptr(), self.weight._version
-        known, turned = self._copies.get(head, (None, self.weight))
-        if known != which:
-            turned = self.weight.detach().t().contiguous()
-            self._copies[head] = which, turned
-        self._turned = turned
+        self._product = self._kept.get(head, lambda: Product(self.weight))
 
     def forward(self, states: Tensor) -> Tensor:
-        rows = states.numel() // states.shape[-1]
-        if rows <= ONE_OR_TWO:
-            return torch.matmul(states, self._turned)
-        if rows > FEW:
-            return functional.linear(states, self.weight)
-        found = torch.mm(self.weight, states.reshape(rows, -1).t()).t()
-        return found.reshape(*states.shape[:-1], -1)
+        return self._product(states)
 
 
 @dataclass(frozen=True)
@@ -78,18 +60,17 @@ class _Weights:
     """One block's."""
 
     ln1: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
+    qkv: Product
+    o: Product
     ln2: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate_up: Product
+    down: Product
 
 
 class LeanLlama:
     """The blocks of a plain Llama, such as SmolLM2: RMS norms, rotary embeddings, grouped queries, a gated network."""
+
+    _kept: Kept[list[_Weights]] = Kept()
 
     def __init__(self, model: Model) -> None:
         hf: Any = model.hf
@@ -97,9 +78,11 @@ class LeanLlama:
         self._embed, self._rotary = hf.model.embed_tokens, hf.model.rotary_emb
         self._eps = first.input_layernorm.variance_epsilon
         self._head_dim, self._scale = first.self_attn.head_dim, first.self_attn.scaling
-        self._grouped = first.self_attn.num_key_value_groups > 1
+        self._groups = first.self_attn.num_key_value_groups
+        self._n_queries = hf.config.num_attention_heads
+        self._n_turned = self._n_queries + hf.config.num_key_value_heads
         self._act = first.mlp.act_fn
-        self._weights = [_weights(block) for block in model.anatomy.blocks]
+        self._weights = self._kept.get(hf, lambda: [_weights(b) for b in model.anatomy.blocks])
 
     def enter(
         self, ids: Tensor, mask: Tensor | None, position: Tensor, cache: BlockCache
@@ -111,37 +94,39 @@ class LeanLlama:
         return states
 
     def run(self, index: int, states: Tensor) -> Tensor:
-        w, seen = self._weights[index], self._cache.lengths[index]
-        cos, sin, mask = self._around(seen, states)
-        x = functional.rms_norm(states, w.ln1.shape, w.ln1, self._eps)
-        keys = _turned(self._heads(functional.linear(x, w.k)), cos, sin)
-        keys, values = self._cache.update(keys, self._heads(functional.linear(x, w.v)), index)
-        queries = _turned(self._heads(functional.linear(x, w.q)), cos, sin)
-        mixed = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None and queries.shape[2] > 1,
-            scale=self._scale,
-            enable_gqa=self._grouped,
-        )
-        mixed = mixed.transpose(1, 2).reshape(*states.shape[:-1], -1)
-        states = states + functional.linear(mixed, w.o)
+        w = self._weights[index]
+        queries, keys, values, mask = self._stored(index, states)
+        mixed = self._attend(queries, keys, values, mask)
+        states = states + w.o(mixed.transpose(1, 2).reshape(*states.shape[:-1], -1))
         x = functional.rms_norm(states, w.ln2.shape, w.ln2, self._eps)
-        return states + functional.linear(
-            self._act(functional.linear(x, w.gate)) * functional.linear(x, w.up), w.down
-        )
+        gate, up = w.gate_up(x).chunk(2, -1)
+        return states + w.down(self._act(gate) * up)
 
     def store(self, index: int, states: Tensor) -> None:
-        w = self._weights[index]
-        cos, sin, _ = self._around(self._cache.lengths[index], states)
-        x = functional.rms_norm(states, w.ln1.shape, w.ln1, self._eps)
-        keys = _turned(self._heads(functional.linear(x, w.k)), cos, sin)
-        self._cache.update(keys, self._heads(functional.linear(x, w.v)), index)
+        self._stored(index, states)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self._head_dim).transpose(1, 2)
+    def _stored(self, index: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries of these states, all keys and values once theirs are kept, and who may see whom."""
+        w = self._weights[index]
+        cos, sin, mask = self._around(self._cache.lengths[index], states)
+        x = functional.rms_norm(states, w.ln1.shape, w.ln1, self._eps)
+        heads = w.qkv(x).view(*x.shape[:-1], -1, self._head_dim).transpose(1, 2)
+        turned = _turned(heads[:, : self._n_turned], cos, sin)
+        keys, values = self._cache.update(
+            turned[:, self._n_queries :], heads[:, self._n_turned :], index
+        )
+        return turned[:, : self._n_queries], keys, values, mask
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        attend = functional.scaled_dot_product_attention
+        rows, _, new, width = queries.shape
+        if new > FEW:
+            causal = mask is None
+            how = {"is_causal": causal, "scale": self._scale, "enable_gqa": self._groups > 1}
+            return attend(queries, keys, values, attn_mask=mask, **how)
+        together = queries.reshape(rows, -1, self._groups * new, width)
+        mixed = attend(together, keys, values, attn_mask=mask, scale=self._scale)
+        return mixed.view(queries.shape)
 
     def _around(self, seen: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rotary tables and mask for the tokens after the first `seen`, made once a step."""
@@ -153,12 +138,16 @@ class LeanLlama:
         return self._made[seen]
 
     def _allowed(self, seen: int) -> Tensor | None:
-        """Which keys each query may see; None where the kernel knows by itself."""
+        """What is added to each query's scores of keys; None where the kernel knows by itself."""
         new, length = self._length - seen, self._length
-        if self._mask is None and (new == 1 or seen == 0):
+        if self._mask is None and (new == 1 or (seen == 0 and new > FEW)):
             return None
-        causal = torch.ones(new, length, dtype=torch.bool, device=self._position.device).tril(seen)
-        return causal if self._mask is None else causal & self._mask.bool()[:, None, None]
+        # Not infinite: padding before a text sees nothing at all, and must not become NaN.
+        lowest = torch.finfo(torch.float32).min
+        added = torch.full((new, length), lowest).triu(seen + 1)
+        if self._mask is not None:
+            added = added.masked_fill(~self._mask.bool()[:, None, None], lowest)
+        return added if new > FEW else torch.cat([added] * self._groups, -2)
 
 
 def _turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
@@ -170,14 +159,11 @@ def _weights(block: Any) -> _Weights:
     attention, mlp = block.self_attn, block.mlp
     return _Weights(
         ln1=block.input_layernorm.weight,
-        q=attention.q_proj.weight,
-        k=attention.k_proj.weight,
-        v=attention.v_proj.weight,
-        o=attention.o_proj.weight,
+        qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+        o=Product(attention.o_proj.weight),
         ln2=block.post_attention_layernorm.weight,
-        gate=mlp.gate_proj.weight,
-        up=mlp.up_proj.weight,
-        down=mlp.down_proj.weight,
+        gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
+        down=Product(mlp.down_proj.weight),
     )
 
 
@@ -188,23 +174,19 @@ def _plain_llama(model: Model) -> bool:
         return False
     if config._attn_implementation not in ("sdpa", "eager"):
         return False
-    return all(
+    blocks = model.anatomy.blocks
+    return can_pack(weight for block in blocks for weight in block.parameters()) and all(
         type(block) is LlamaDecoderLayer
-        and all(_on_cpu(weight) for weight in block.parameters())
         and not any(_hooked(part) for part in block.modules())
         and all(
             type(part) is nn.Linear
             for name, part in block.named_modules()
             if name.endswith("_proj")
         )
-        for block in model.anatomy.blocks
+        for block in blocks
     )
 
 
 def _hooked(module: nn.Module) -> bool:
     """Whether somebody listens here, or has put another function in place of `forward`."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def _on_cpu(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.device.type == "cpu"

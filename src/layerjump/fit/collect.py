@@ -213,7 +213,7 @@ class _Pass:
         tokens = self._tokens_before() + sum(mine[index].n_tokens for index in range(start))
         with (
             deferred_interrupt() as interrupt,
-            closing(states(self.plan.model, rest, moments.sites)) as stream,
+            closing(states(self.plan.model, rest, moments.sites, room=mine.most_picks)) as stream,
         ):
             found = next(stream, None)
             group.share_shift(moments, found.at if found else None)

@@ -38,10 +38,13 @@ def states(
     sites: Sequence[Site | str | int],
     *,
     logits: bool = False,
+    room: int = 0,
 ) -> Generator[States, None, None]:
     """Yield the states of each batch at the sites, for the batch's picked positions only.
 
-    The body runs without its vocabulary product; `logits` adds the model's own logits of the picks.
+    The body runs without its vocabulary product; `logits` adds the model's own logits of the picks. With `room` (picks
+    of the largest batch) every batch's states are written over the last one's: over many batches of ever new sizes,
+    memory taken and given back would fray.
     """
     wanted = [Site.parse(site) for site in sites]
     anatomy = model.anatomy
@@ -51,7 +54,7 @@ def states(
         tapped.append(last)
     if logits:
         model.require_predictions()
-    with Recorder(anatomy, tapped) as recorder:
+    with Recorder(anatomy, tapped, room) as recorder:
         for batch in batches:
             found = recorder.run(model, batch)
             final = anatomy.to_final(found[last]) if logits or FINAL in wanted else None
@@ -70,7 +73,10 @@ def states(
 class Recorder(Hooks):
     """Hooks that copy the picked rows at sites while a model runs; they are gone when the `with` ends."""
 
-    def __init__(self, anatomy: Anatomy, sites: Sequence[Site]) -> None:
+    def __init__(self, anatomy: Anatomy, sites: Sequence[Site], room: int = 0) -> None:
+        self._room = room
+        self._held: dict[Site, Tensor] = {}
+        """Site → the rows that every batch's states are written to, where there is room for them."""
         self._wanted: dict[tuple[nn.Module, str], dict[int, list[Site]]] = defaultdict(dict)
         for site in sites:
             tap = anatomy.tap(site)
@@ -114,7 +120,14 @@ class Recorder(Hooks):
         call = self._calls[module, side]
         self._calls[module, side] = call + 1
         for site in self._wanted[module, side].get(call, ()):
-            assert self._rows is not None
-            # index_select copies: Falcon adds to its feed-forward output in place afterwards.
-            rows = self._rows.to(states.device)
-            self._found[site] = states.reshape(-1, states.shape[-1]).index_select(0, rows)
+            self._found[site] = self._copied(site, states.reshape(-1, states.shape[-1]))
+
+    def _copied(self, site: Site, states: Tensor) -> Tensor:
+        """The picked rows, always a copy: Falcon adds to its feed-forward output in place afterwards."""
+        assert self._rows is not None
+        rows = self._rows.to(states.device)
+        if len(rows) > self._room:
+            return states.index_select(0, rows)
+        if site not in self._held:
+            self._held[site] = states.new_empty(self._room, states.shape[-1])
+        return torch.index_select(states, 0, rows, out=self._held[site][: len(rows)])

@@ -1,0 +1,101 @@
+"""Verified generation made as cheap as it gets: where to draft, how sure of a draft to be, how many may wait.
+
+A wrong draft costs time and nothing else, so drafts may be bolder than tokens that nobody checks: they have levels and
+a threshold of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerjump.decode.contenders import THRESHOLDS, WORTH, Contender, Probes
+from layerjump.decode.costs import Costs
+from layerjump.decode.evidence import Evidence
+from layerjump.decode.rules import Never, Rule
+
+UNVERIFIED = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How to draft."""
+
+    contender: Contender
+    threshold: float | None
+    """None: not at all, since it does not pay."""
+    unverified: int
+    """How many may wait."""
+    cost: float
+    """Milliseconds a verified token, on the evidence they were chosen on."""
+
+    @property
+    def rule(self) -> Rule:
+        return Never() if self.threshold is None else self.contender.rule(self.threshold)
+
+
+def cheapest_drafts(
+    contenders: Iterable[Contender], evidence: Evidence, costs: Costs, n_blocks: int
+) -> Drafts:
+    """The contender, threshold and number of waiting tokens that cost least; none, if none pays."""
+    contenders = [contender for contender in contenders if contender.at]
+    order = torch.randperm(len(evidence), generator=torch.Generator().manual_seed(0))
+    nothing = Contender("gap", (), Probes({}, {}))
+    best = Drafts(nothing, None, 1, costs.full(n_blocks))
+    for contender in contenders:
+        replay = contender.replay(evidence, n_blocks)
+        for threshold in THRESHOLDS[::3]:
+            made = replay(threshold)
+            parts = [part[order] for part in (made.left, made.right, made.heads, made.gates)]
+            for most in UNVERIFIED:
+                cost = draft_cost(costs, n_blocks, *parts, most)
+                if cost < best.cost:
+                    best = Drafts(contender, threshold, most, cost)
+    return best
+
+
+def at_one_level(kinds: Sequence[str], probes: Probes, levels: Sequence[int]) -> list[Contender]:
+    """Every kind of rule at every single level."""
+    return [
+        Contender(kind, (level,), probes, worth)
+        for kind in kinds
+        for level in levels
+        for worth in (WORTH if kind == "two-stage" else (0.0,))
+    ]
+
+
+def draft_cost(
+    costs: Costs,
+    n_blocks: int,
+    left: Tensor,
+    right: Tensor,
+    heads: Tensor,
+    gates: Tensor,
+    most: int,
+) -> float:
+    """Milliseconds a verified token, if examples came one after another in this order.
+
+    Drafts gather until one example goes to level L or `most` wait; then all of them go up together, and what follows
+    the first wrong one has been for nothing.
+    """
+    spent, kept = 0.0, 0
+    waiting: list[tuple[int, bool]] = []
+    for level, good, looks, gated in zip(
+        left.tolist(), right.tolist(), heads.tolist(), gates.tolist(), strict=True
+    ):
+        drafts = level < n_blocks and len(waiting) < most
+        depth = level if drafts else n_blocks
+        spent += depth * costs.block + gated * costs.gate + (looks if drafts else 0) * costs.head
+        if drafts:
+            waiting.append((level, good))
+            continue
+        spent += costs.head  # one product for all rows that are held against the model
+        spent += sum(n_blocks - at for at, _ in waiting) * costs.waiting
+        first_wrong = next((i for i, (_, fine) in enumerate(waiting) if not fine), None)
+        # The wrong draft itself is replaced by the right token; the token that went deep comes only after no wrong one.
+        kept += len(waiting) + 1 if first_wrong is None else first_wrong + 1
+        waiting = []
+    return spent / kept if kept else float("inf")
