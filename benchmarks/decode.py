@@ -34,8 +34,10 @@ TEXTS = {
     "stories": "tinystories/tinystories_valid_sample.txt",
 }
 FOLDERS = {"stories15m": "models/stories15M"}
-WORDS = 10
-"""Words of a prompt."""
+ALWAYS, NOW_AND_THEN = ("hf", "never", "p95", "lossless"), 3
+"""Rivals that go on with every prompt; the others do with every third."""
+WORDS, MOST_WORDS = 10, 60
+"""Words of a prompt, and of a document at most: what is generated is no longer than that either."""
 
 
 @dataclass
@@ -43,8 +45,9 @@ class Rival:
     """One way to generate, and what it has done so far."""
 
     run: Callable[[dict[str, torch.Tensor]], Any]
-    seconds: list[float] = field(default_factory=list)
-    made: list[Any] = field(default_factory=list)
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Turn → seconds; and what was made in it."""
+    made: dict[int, Any] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -53,8 +56,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=SHARED / "text")
     parser.add_argument("--prompts", type=int, default=40, help="of each text")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a prompt")
-    parser.add_argument("--fit", type=int, default=100_000, help="tokens to fit jumps on")
-    parser.add_argument("--documents", type=int, default=4_000, help="to calibrate on, at most")
+    parser.add_argument("--fit", type=int, default=80_000, help="tokens to fit jumps on")
+    parser.add_argument("--documents", type=int, default=2_400, help="to calibrate on, at most")
     parser.add_argument(
         "--quick", action="store_true", help="few of everything: to see that it runs"
     )
@@ -80,8 +83,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     print("cost on select documents over the full model's:", found.about["select_cost"])
     bound(model, found)
     figures = replayed(model, text, options)
+    assistants = shorter(model, text, options)
     for size in (1, 8):
-        figures |= race(model, jumps, found, prompts, size, options.tokens)
+        figures |= race(model, jumps, found, assistants, prompts, size, options.tokens)
     return figures
 
 
@@ -91,7 +95,7 @@ def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
     for path in TEXTS.values():
         read = [d for d in lj.read(options.text / path).documents if len(d.split()) > WORDS]
         prompts += [" ".join(d.split()[:WORDS]) for d in read[: options.prompts]]
-        documents.append(read[options.prompts :])
+        documents.append([" ".join(d.split()[:MOST_WORDS]) for d in read[options.prompts :]])
     # One of each in turn, so that any first so many hold all three.
     mixed = [d for row in zip(*documents, strict=False) for d in row]
     return lj.Corpus("mixed", tuple(mixed), "one document of each text in turn"), prompts
@@ -99,7 +103,7 @@ def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
 
 def replayed(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> dict[str, float]:
     """Blocks saved at 95 % by the paper's rule, as the `exits` study replays it."""
-    settings = settings_of("ours", tokens=options.fit, score=120 if options.quick else 2_000)
+    settings = settings_of("ours", tokens=options.fit // 2, score=120 if options.quick else 1_000)
     saved = exits.run(Setup(model, text, settings)).headline
     shares = {
         f"layers_saved_p95_{short}": float(saved[f"dynamic_{lens}_at_0.95"]) / model.n_blocks
@@ -124,8 +128,23 @@ def bound(model: lj.Model, found: Calibration) -> None:
     )
 
 
+def shorter(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> dict[str, Any]:
+    """Checkpoints of the first third and two thirds of the blocks, with a map to the vocabulary: assistants."""
+    levels = (model.n_blocks // 3, 2 * model.n_blocks // 3)
+    return {
+        f"{level} blocks": lj.truncate(model, text, level, tokens=options.fit // 4).model.hf
+        for level in levels
+    }
+
+
 def race(
-    model: lj.Model, jumps: lj.Jumps, found: Calibration, prompts: list[str], size: int, tokens: int
+    model: lj.Model,
+    jumps: lj.Jumps,
+    found: Calibration,
+    assistants: dict[str, Any],
+    prompts: list[str],
+    size: int,
+    tokens: int,
 ) -> dict[str, float]:
     """All rivals on all prompts, so many at a time."""
     settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
@@ -134,24 +153,25 @@ def race(
         model.tokens.generation_inputs(prompts[start : start + size])
         for start in range(0, len(prompts), size)
     ]
-    rivals = field_of(model, jumps, found, settings, size, batches[0])
+    rivals = field_of(model, jumps, found, assistants, settings, size, batches[0])
     for rival in rivals.values():
         rival.run(batches[0])  # warm
     for turn, inputs in enumerate(batches):
-        for rival in list(rivals.values())[:: 1 if turn % 2 == 0 else -1]:
+        for name, rival in list(rivals.items())[:: 1 if turn % 2 == 0 else -1]:
+            if name not in ALWAYS and turn % NOW_AND_THEN:
+                continue
             start = time.perf_counter()
-            made = rival.run(inputs)
-            rival.seconds.append(time.perf_counter() - start)
-            rival.made.append(made)
+            rival.made[turn] = rival.run(inputs)
+            rival.seconds[turn] = time.perf_counter() - start
     full = [
-        made[:, inputs["input_ids"].shape[1] :]
-        for made, inputs in zip(rivals["hf"].made, batches, strict=True)
+        rivals["hf"].made[turn][:, inputs["input_ids"].shape[1] :]
+        for turn, inputs in enumerate(batches)
     ]
     print(
         f"\nbatch {size}, {len(prompts)} prompts\n{'rival':12} {'tokens/s':>9} {'over hf':>8} {'over never':>10}"
     )
     for name, rival in rivals.items():
-        rate = size * tokens / statistics.median(rival.seconds)
+        rate = size * tokens / statistics.median(rival.seconds.values())
         ratios = f"{over(rivals, name, 'hf'):8.3f} {over(rivals, name, 'never'):10.3f}"
         print(f"{name:12} {rate:9.1f} {ratios}  {said(rival, full)}")
     if size > 1:
@@ -161,7 +181,7 @@ def race(
         "p95_over_hf": over(rivals, "p95", "hf"),
         "lossless_over_never": over(rivals, "lossless", "never"),
         "p95_over_never": over(rivals, "p95", "never"),
-        "agreement_p95": agreement(model, rivals["p95"].made, batches),
+        "agreement_p95": agreement(model, list(rivals["p95"].made.values()), batches),
     }
 
 
@@ -169,6 +189,7 @@ def field_of(
     model: lj.Model,
     jumps: lj.Jumps,
     found: Calibration,
+    assistants: dict[str, Any],
     settings: dict[str, Any],
     size: int,
     first: dict[str, torch.Tensor],
@@ -194,26 +215,39 @@ def field_of(
         return rivals
     rivals["lookup"] = theirs(prompt_lookup_num_tokens=3)
     levels = sorted({max(1, model.n_blocks * k // 6) for k in range(1, 6)})
-    tried = {}
-    for level in levels:
-        start = time.perf_counter()
-        theirs(assistant_early_exit=level).run(first)
-        tried[level] = time.perf_counter() - start
-    rivals["hf exit"] = theirs(assistant_early_exit=min(tried, key=lambda level: tried[level]))
+    rivals["hf exit"] = fastest(
+        {f"level {level}": theirs(assistant_early_exit=level) for level in levels}, first
+    )
+    rivals["assistant"] = fastest(
+        {name: theirs(assistant_model=assistant) for name, assistant in assistants.items()}, first
+    )
     return rivals
+
+
+def fastest(tries: dict[str, Rival], inputs: dict[str, torch.Tensor]) -> Rival:
+    """Whichever takes least time for one prompt, the second time."""
+    seconds = {}
+    for name, rival in tries.items():
+        for _ in range(2):
+            start = time.perf_counter()
+            rival.run(inputs)
+            seconds[name] = time.perf_counter() - start
+    best = min(seconds, key=lambda name: seconds[name])
+    print(f"fastest of {', '.join(tries)}: {best}")
+    return tries[best]
 
 
 def over(rivals: dict[str, Rival], name: str, other: str) -> float:
     """How many times as fast: the median over prompts."""
-    pairs = zip(rivals[other].seconds, rivals[name].seconds, strict=True)
-    return statistics.median(theirs / ours for theirs, ours in pairs)
+    theirs, ours = rivals[other].seconds, rivals[name].seconds
+    return statistics.median(theirs[turn] / ours[turn] for turn in ours)
 
 
 def said(rival: Rival, full: list[torch.Tensor]) -> str:
     """What our own loops have to say about themselves."""
     if not isinstance(rival.made[0], Generated):
         return ""
-    results: list[Generated] = rival.made
+    results: list[Generated] = list(rival.made.values())
     spent = {
         part: sum(r.counts.seconds[part] for r in results) for part in results[0].counts.seconds
     }
@@ -223,8 +257,8 @@ def said(rival: Rival, full: list[torch.Tensor]) -> str:
     saved = statistics.mean(r.blocks_saved for r in results)
     same = [
         a == b
-        for r, ids in zip(results, full, strict=True)
-        for ours, theirs in zip(r.ids, ids.tolist(), strict=True)
+        for turn, r in rival.made.items()
+        for ours, theirs in zip(r.ids, full[turn].tolist(), strict=True)
         for a, b in zip(ours, theirs, strict=True)
     ]
     heads = sum(r.counts.heads for r in results) / sum(r.n_tokens for r in results)

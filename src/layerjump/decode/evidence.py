@@ -18,7 +18,7 @@ from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import states
 from layerjump.lens.lens import Lens, rows_at_once
 
-CANDIDATES = 8
+CANDIDATES = 10
 """Levels at which stopping is considered."""
 
 
@@ -40,13 +40,12 @@ class Evidence:
 
 
 def candidates(n_blocks: int) -> tuple[int, ...]:
-    """Levels worth considering: all of a shallow model, else eight from a quarter of the way up to L − 1."""
-    if n_blocks - 1 <= CANDIDATES:
-        return tuple(range(1, n_blocks))
-    first, last = n_blocks // 4, n_blocks - 1
-    return tuple(
-        round(first + (last - first) * step / (CANDIDATES - 1)) for step in range(CANDIDATES)
-    )
+    """Levels worth considering: all of a shallow model, else ten from 0 to L − 1, closest where most is saved."""
+    last = n_blocks - 1
+    if last < CANDIDATES:
+        return tuple(range(n_blocks))
+    steps = (step / (CANDIDATES - 3) for step in range(CANDIDATES - 2))
+    return tuple(sorted({0, 1} | {round(2 * (last / 2) ** step) for step in steps}))
 
 
 def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
@@ -60,17 +59,20 @@ def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
 
 
 def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
-    """Deal documents out: to fit gates, to choose levels, to test thresholds, to show the outcome."""
+    """Deal documents out: to fit gates, to choose levels, to test thresholds, to show the outcome.
+
+    Thresholds get most, since they may use one position of each: the more there are, the less the guarantee costs.
+    """
     if len(documents) < 8:
         raise TextTooShort(
             f"{len(documents)} documents are left that the jumps have not seen, too few to calibrate on; give another "
             f"text"
         )
-    first = split(len(documents), "50/25/25", seed=seed)
-    half = len(first.fit) // 3
+    first = split(len(documents), "40/45/15", seed=seed)
+    some = 3 * len(first.fit) // 8
     dealt = {
-        "gates": first.fit[half:],
-        "select": first.fit[:half],
+        "gates": first.fit[some:],
+        "select": first.fit[:some],
         "thresholds": first.select,
         "test": first.test,
     }
