@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         "smollm2",
         [WIKIPEDIA],
         "submodules",
-        {"protocol": "paper", "budget": 1_000},
+        {"protocol": "paper", "budget": 4_000},
     ),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         str(MODELS / "rxn-bert"),
         [REACTIONS],
         "submodules",
-        {"protocol": "paper", "budget": 1_000},
+        {"protocol": "paper", "budget": 20_000},
     ),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
     "linearity-smollm2": (

@@ -84,6 +84,8 @@ def test_a_gate_reads_the_state_alone():
 
     look = Look(2, states, position, read)
     assert torch.equal(gate.stops(look), features @ weights[0] >= 0)
+    alone = [gate.odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
+    assert torch.allclose(torch.cat(alone), features @ weights[0], rtol=1e-4, atol=1e-4)
     assert look.gates == 1
 
 
