@@ -35,6 +35,19 @@ class Server:
         status, _, content = self.raw(path, body, **options)
         return status, json.loads(content)
 
+    @contextmanager
+    def stream(self, path, body):
+        """Status and an iterator over lines, as they come; leaving closes the connection, whatever is still to come."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        try:
+            yield response.status, map(json.loads, iter(response.readline, b""))
+        finally:
+            response.close()
+            connection.close()
+
     def patiently(self, path, body):
         """Ask again for as long as the server is busy."""
         for _ in range(500):
@@ -42,6 +55,18 @@ class Server:
             if status != 202 or not answer.get("busy"):
                 return status, answer
         raise AssertionError(f"still busy: {answer}")
+
+    def doing(self, name):
+        """What a model is busy with; None if nothing."""
+        models = self.ask("/api/models")[1]["models"]
+        return next(model["doing"] for model in models if model["name"] == name)
+
+    def seconds_until_free(self, name):
+        start = time.monotonic()
+        while self.doing(name) is not None:
+            assert time.monotonic() - start < 60
+            time.sleep(0.01)
+        return time.monotonic() - start
 
     def fit(self, model, estimators):
         status, job = self.ask("/api/fit", {"model": model, "estimators": estimators})

@@ -76,6 +76,56 @@ def test_what_nobody_asks_for_again_is_not_done(held, monkeypatch):
     assert calls == ["job", "last"]
 
 
+def test_long_work_lets_one_question_in_between_two_steps():
+    desk, done, ready = Desk(Answers()), [], threading.Event()
+
+    def write():
+        ready.wait(10)
+        for step in range(3):
+            done.append(step)
+            desk.let_in()
+        return Answer(200, b"written")
+
+    def short(name):
+        return Answer(200, done.append(name) or b"")
+
+    first = desk.ask("write", write, long=True)
+    second = desk.ask("write too", lambda: short("another long one"), long=True)
+    for name in ("a", "b"):
+        desk.ask(name, lambda name=name: short(name))
+    ready.set()
+    assert second.result(10).good
+    assert done == [0, "a", 1, "b", 2, "another long one"]
+    assert first.result(10).body == b"written"
+    assert desk.answers.get("a").good
+    assert desk.answers.get("write") is None  # only the one who asked wants it
+
+
+def test_work_that_is_begun_is_never_forgotten(monkeypatch):
+    monkeypatch.setattr(desks, "FORGOTTEN", 0.05)
+    desk = Desk(Answers())
+
+    def write():
+        time.sleep(0.1)
+        desk.let_in()
+        return Answer(200, b"written")
+
+    assert desk.ask("write", write, long=True).result(10).body == b"written"
+    assert desk.place("write") == 0
+
+
+def test_what_is_still_wanted_keeps_its_place(held, monkeypatch):
+    desk, release, _ = held
+    monkeypatch.setattr(desks, "FORGOTTEN", 0.2)
+    wanted = desk.ask("wanted", lambda: Answer(200, b"wanted"))
+    for _ in range(5):
+        time.sleep(0.06)
+        desk.still_wanted("wanted")
+        desk.still_wanted("unknown")
+    release.set()
+    assert wanted.result(10).body == b"wanted"
+
+
 def test_a_line_that_is_too_long_turns_away(held, monkeypatch):
     desk, _, _ = held
     monkeypatch.setattr(desks, "LONGEST", 3)

@@ -176,6 +176,27 @@ def test_the_streamer_gets_known_tokens_only(model, jumps):
     assert listener.ended == 1
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_streamer_may_hear_the_levels_with_the_tokens(model, jumps, verify):
+    class Leveller(Listener):
+        def left(self, levels):
+            self.got.append(levels)
+
+    listener = Leveller()
+    prompts = [PROMPT, "Tom had"]
+    made = lj.generate(
+        model, jumps, prompts, exit="gap:0.3", verify=verify, streamer=listener, **GREEDY
+    )
+    _, *rest = listener.got
+    for row in (0, 1):
+        told = [
+            (int(ids[row]), levels[row]) for levels, ids in zip(rest[::2], rest[1::2], strict=True)
+        ]
+        ours = list(zip(made.ids[row], made.levels[row], strict=True))
+        assert told[: len(ours)] == ours
+    assert len(set(made.levels[0])) > 1
+
+
 def test_sampling_never_draws_what_hugging_face_draws(model, jumps):
     torch.manual_seed(5)
     wanted = theirs(model, [PROMPT], do_sample=True, temperature=0.7, top_k=20)

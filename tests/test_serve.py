@@ -151,7 +151,7 @@ def test_models_go_by_name_and_say_what_they_have(server):
         ({"text": 5}, 422, "text: "),
         ({"text": None}, 422, "text: "),
         ({"text": "a" * 20_001}, 422, "20000"),
-        ({"text": "word " * 2_000}, 422, "tokens, and up to 128 can be shown; shorten it"),
+        ({"text": "word " * 2_000}, 422, "tokens, and up to 128 can be read; shorten it"),
         ({"text": "\ud800"}, 422, "text: "),
         ({"model": "gpt3"}, 404, "known are tiny-gpt2, tiny-bert, broken"),
         ({"model": "../../etc/passwd"}, 404, "there is no model"),

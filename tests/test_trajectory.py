@@ -174,6 +174,18 @@ def test_several_texts_are_read_as_each_alone(gpt2, bert):
             torch.testing.assert_close(found.kl, alone.kl, rtol=1e-6, atol=1e-9)
 
 
+def test_the_last_positions_are_read_behind_the_whole_text(gpt2, jumps):
+    lenses = {"mat": lj.Lens(gpt2, jumps)}
+    whole = read(gpt2, lenses, STORY)["mat"]
+    end = read(gpt2, lenses, STORY, last=3)["mat"]
+    assert end.positions == whole.positions[-3:]
+    assert end.tokens == whole.tokens
+    torch.testing.assert_close(end.kl, whole.kl[:, -3:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        end.cross_entropy, whole.cross_entropy[:, -3:], rtol=1e-4, atol=1e-5, equal_nan=True
+    )
+
+
 def test_several_lenses_share_one_forward_pass(gpt2, jumps):
     runs = []
     handle = gpt2.stack.register_forward_hook(lambda *_: runs.append(1))

@@ -52,6 +52,8 @@ def generate(
     its own keys and values, computed later (`exact`); those of a state predicted by a jump (`jump`); those of the
     state it left with (`copy`). Prompts are texts, or left-padded `input_ids` and `attention_mask`; all other settings
     are `model.generate`'s (max_new_tokens, do_sample, temperature, generation_config, stopping_criteria …).
+    A `streamer` is Hugging Face's; where it has a method `left`, that is told before each `put` at which levels the
+    tokens left: a list with one level a row, None for a row that has ended.
     """
     if isinstance(prompts, str | Sequence):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)

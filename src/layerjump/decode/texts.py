@@ -82,10 +82,13 @@ class Texts:
                 self.ended[row] = column
 
     def stream(self) -> None:
-        """Give the streamer the columns that all rows are known to."""
+        """Give the streamer the columns that all rows are known to; one that has `left` hears the levels first."""
         if self._streamer is None:
             return
+        left = getattr(self._streamer, "left", None)
         for column in range(self._streamed, self.shortest):
+            if left is not None:
+                left([levels.get(column) for levels in self.levels])
             self._streamer.put(self.result(column + 1)[:, column].cpu())
         self._streamed = max(self._streamed, self.shortest)
         if self.done:

@@ -54,6 +54,8 @@ class Jumps(nn.Module):
         self.provenance = provenance
         self.used_on: str | None = None
         """The model they are used on, where that has other weights than they were fitted on."""
+        self.folder: Path | None = None
+        """Where they were read from: an exit rule may lie beside them."""
         self.maps = nn.ModuleDict({_key(pair): maps[pair] for pair in self.info})
 
     @classmethod

@@ -70,8 +70,13 @@ def has_kept(
     model: Model, estimators: Sequence[str] = ("mat",), *, text: str = TEXT, tokens: int = TOKENS
 ) -> bool:
     """Whether `kept_jumps` would find all of these on disk, without a look inside."""
-    place = _place(model)
-    return all((place / _name(name, text, tokens) / store.TENSORS).is_file() for name in estimators)
+    folders = [kept_folder(model, name, text=text, tokens=tokens) for name in estimators]
+    return all((folder / store.TENSORS).is_file() for folder in folders)
+
+
+def kept_folder(model: Model, estimator: str, *, text: str = TEXT, tokens: int = TOKENS) -> Path:
+    """Where these jumps are kept, if they are."""
+    return _place(model) / _name(estimator, text, tokens)
 
 
 def _place(model: Model) -> Path:

@@ -63,6 +63,7 @@ def load(
     if data is not None:
         _check_copy(data, description, folder)
     jumps = _assemble(tensors, description, tensor_file)
+    jumps.folder = folder
     if model is not None:
         check_model(jumps, model, allow_other_weights)
     return jumps

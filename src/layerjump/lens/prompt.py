@@ -27,8 +27,11 @@ class Prompt:
     """(positions,) the token that really comes next; −1 where none does."""
 
 
-def prompts(model: Model, texts: Sequence[str]) -> list[Prompt]:
-    """Tokenize texts. A causal model is read everywhere, a masked one at its masks, or everywhere if there is none."""
+def prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list[Prompt]:
+    """Tokenize texts. A causal model is read everywhere, a masked one at its masks, or everywhere if there is none.
+
+    `last` asks for no more than so many positions, the last ones; the model sees the whole text all the same.
+    """
     if model.task not in ("causal", "masked"):
         raise BadModel(
             f"{model.name} is an encoder–decoder, and one text does not say what each of the two reads; read its "
@@ -38,13 +41,15 @@ def prompts(model: Model, texts: Sequence[str]) -> list[Prompt]:
     rows = [tuple(tokens.wrap(ids)) for ids in tokens.encode(list(texts))]
     for text, ids in zip(texts, rows, strict=True):
         _check(text, len(ids), tokens.max_length)
-    return [_prompt(ids, tokens.mask if model.masked else None, model.causal) for ids in rows]
+    mask = tokens.mask if model.masked else None
+    return [_prompt(ids, mask, model.causal, last) for ids in rows]
 
 
-def _prompt(ids: tuple[int, ...], mask: int | None, causal: bool) -> Prompt:
+def _prompt(ids: tuple[int, ...], mask: int | None, causal: bool, last: int | None) -> Prompt:
     masked = tuple(place for place, token in enumerate(ids) if token == mask)
     following = [*ids[1:], -1] if causal else [-1] * len(ids)
     positions = masked or tuple(range(len(ids)))
+    positions = positions if last is None else positions[-last:]
     return Prompt(ids, positions, torch.tensor(following)[list(positions)])
 
 

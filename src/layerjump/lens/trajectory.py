@@ -35,9 +35,10 @@ def read(
     levels: Sequence[SiteName] | None = None,
     tokens: Sequence[str | int] = (),
     js: bool = False,
+    last: int | None = None,
 ) -> dict[str, Trajectory]:
-    """Read one text through several lenses, with one forward pass."""
-    return read_all(model, lenses, [text], k=k, levels=levels, tokens=tokens, js=js)[0]
+    """Read one text through several lenses, with one forward pass; `last` positions of it, or all."""
+    return read_all(model, lenses, [text], k=k, levels=levels, tokens=tokens, js=js, last=last)[0]
 
 
 @torch.no_grad()
@@ -50,6 +51,7 @@ def read_all(
     levels: Sequence[SiteName] | None = None,
     tokens: Sequence[str | int] = (),
     js: bool = False,
+    last: int | None = None,
 ) -> list[dict[str, Trajectory]]:
     """Read each of several texts through several lenses; texts of like length share a forward pass."""
     if k < 1:
@@ -62,16 +64,16 @@ def read_all(
     routes = {name: [lens.route(site) for site in sites] for name, lens in lenses.items()}
     follow = tuple(dict.fromkeys(token_id(model, token) for token in tokens))
     asked = Asked(min(k, model.anatomy.vocabulary), follow, js)
-    found = prompts(model, texts)
-    last = Site(model.n_blocks)
+    found = prompts(model, texts, last)
+    level_l = Site(model.n_blocks)
     made: list[dict[str, Trajectory]] = [{} for _ in texts]
     for indices, batch in grouped(found, model.tokens.pad):
-        (at,) = states(model, [batch], [*sites, last])
+        (at,) = states(model, [batch], [*sites, level_l])
         counts = [len(found[index].positions) for index in indices]
-        split = {site: at[site].split(counts) for site in (*sites, last)}
+        split = {site: at[site].split(counts) for site in (*sites, level_l)}
         for place, index in enumerate(indices):
             mine = tuple(split[site][place] for site in sites)
-            text = TextStates(sites, mine, split[last][place], found[index].targets)
+            text = TextStates(sites, mine, split[level_l][place], found[index].targets)
             best, cells = read_cells(model, routes, text, asked)
             made[index] = {
                 name: Trajectory(lens, name, found[index], text, asked, best, cells[name])

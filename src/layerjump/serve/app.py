@@ -6,18 +6,30 @@ import asyncio
 import mimetypes
 from collections.abc import Callable, Hashable
 from importlib import resources
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 
 from layerjump import __version__
 from layerjump.serve.answers import UNFORESEEN, Answer, encode, refusal
 from layerjump.serve.guard import Guard
 from layerjump.serve.jobs import Job, Jobs
+from layerjump.serve.requests import (
+    MOST_CHARACTERS,
+    MOST_FOLLOWED,
+    MOST_K,
+    FitRequest,
+    GenerateRequest,
+    LensRequest,
+    LoadRequest,
+    Problem,
+)
 from layerjump.serve.shelves import FITTED, Library, Question, Shelf
+from layerjump.serve.streams import Stream, Told
+from layerjump.serve.writing import MOST_NEW, Wish, write
 
 PATIENCE = 2.0
 """Seconds that a request waits for its turn before it is told its place in line."""
@@ -27,56 +39,12 @@ BUSY: dict[int | str, dict[str, Any]] = {
     },
     503: {"description": "too many questions wait"},
 }
-MOST_CHARACTERS, MOST_K, MOST_FOLLOWED, MOST_LENSES = 20_000, 50, 16, 4
-
-Name = Annotated[str, Field(max_length=300)]
-Word = Annotated[str, Field(min_length=1, max_length=200)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-
-
-class Problem(BaseModel):
-    """Why a question was not answered."""
-
-    error: str
-
-
-class LensRequest(BaseModel):
-    """A text, and what to read of it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: Name = Field(description="One of the names that /api/models gives.")
-    text: str = Field(min_length=1, max_length=MOST_CHARACTERS)
-    lenses: list[Name] = Field(
-        default=["identity"],
-        min_length=1,
-        max_length=MOST_LENSES,
-        description="identity, an estimator, or a jump set's name.",
-    )
-    k: int = Field(default=10, ge=1, le=MOST_K, strict=True, description="Best tokens a cell.")
-    tokens: list[TokenId | Word] = Field(
-        default=[],
-        max_length=MOST_FOLLOWED,
-        description="Tokens to follow through the levels: ids, or texts of one token.",
-    )
-    js: bool = Field(default=False, strict=True, description="Jensen–Shannon divergence too.")
-
-
-class LoadRequest(BaseModel):
-    """Which model to load."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: Name
-
-
-class FitRequest(BaseModel):
-    """Which jumps to fit on the built-in text."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: Name
-    estimators: list[Name] = Field(default=list(FITTED), min_length=1, max_length=len(FITTED))
+UNFITTED = {"description": "a lens is not fitted yet: see /api/fit"}
+FULL = refusal(503, "too many questions are waiting; ask again in a while")
+STREAMED = (
+    "JSON lines, as they come: {busy, position} while in line, {token, text, level, verified} for every token, and at "
+    "the end {done: …} or {error}. Closing the connection stops the writing"
+)
 
 
 def make_app(library: Library) -> FastAPI:
@@ -94,6 +62,7 @@ def make_app(library: Library) -> FastAPI:
     _add_errors(app)
     _add_page(app)
     _add_lens(app, library)
+    _add_generate(app, library)
     _add_fit(app, library)
     return app
 
@@ -105,17 +74,19 @@ def _add_lens(app: FastAPI, library: Library) -> None:
 
     @app.get("/api/models", summary="Models, their lenses, and how far they are loaded")
     async def models() -> Response:
-        limits = {"characters": MOST_CHARACTERS, "k": MOST_K, "followed": MOST_FOLLOWED}
+        limits = {
+            "characters": MOST_CHARACTERS,
+            "k": MOST_K,
+            "followed": MOST_FOLLOWED,
+            "new_tokens": MOST_NEW,
+        }
         shelves = [shelf.about() for shelf in library.shelves.values()]
         return _json({"models": shelves, "fitted_here": FITTED, "limits": limits})
 
     @app.post(
         "/api/lens",
         summary="What every level predicts at every position of a text",
-        responses={
-            409: {"description": "a lens is not fitted yet: see /api/fit"},
-            **BUSY,
-        },
+        responses={409: UNFITTED, **BUSY},
     )
     async def lens(asked: LensRequest) -> Response:
         shelf = _shelf(library, asked.model)
@@ -141,15 +112,50 @@ async def _in_turn(shelf: Shelf, key: Hashable, work: Callable[[], Answer]) -> R
         return _response(known, cached=True)
     future = shelf.desk.ask(key, work)
     if future is None:
-        return _response(refusal(503, "too many questions are waiting; ask again in a while"))
+        return _response(FULL)
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=PATIENCE)
     if waiting.done():
         return _response(waiting.result(), cached=False)
+    return _response(_busy(shelf, key), cached=False, **{"Retry-After": "1"})
+
+
+def _busy(shelf: Shelf, key: Hashable) -> Answer:
     place = shelf.desk.place(key)
     doing = "loading the model" if shelf.state == "loading" else shelf.desk.doing
     said = {"busy": True, "position": place, "doing": doing, "said": f"busy, position {place}"}
-    return _response(Answer(202, encode(said)), cached=False, **{"Retry-After": "1"})
+    return Answer(202, encode(said))
+
+
+def _add_generate(app: FastAPI, library: Library) -> None:
+    @app.post(
+        "/api/generate",
+        summary="Go on with a prompt, each token leaving at the first level that is sure",
+        response_class=StreamingResponse,  # of unknown kind: what it is stands below
+        responses={
+            200: {"description": STREAMED, "content": {Stream.media_type: {}}},
+            409: UNFITTED,
+            503: BUSY[503],
+        },
+    )
+    async def generate(asked: GenerateRequest) -> Response:
+        shelf = _shelf(library, asked.model)
+        _require_lens(library, asked.lens)
+        wish = Wish(**asked.model_dump(exclude={"model"}))
+        told = Told(library.closing)
+        future = shelf.desk.ask(told, lambda: write(shelf, wish, told), doing="writing", long=True)
+        if future is None:
+            return _response(FULL)
+        asyncio.wrap_future(future).add_done_callback(lambda done: told.end(done.result()))
+        first = await told.next(PATIENCE)
+        if first is not None and not first.good:
+            return _response(first)
+        return Stream(first, told, lambda: _still_busy(shelf, told), patience=PATIENCE)
+
+
+def _still_busy(shelf: Shelf, key: Hashable) -> Answer:
+    shelf.desk.still_wanted(key)
+    return _busy(shelf, key)
 
 
 def _add_fit(app: FastAPI, library: Library) -> None:
@@ -169,7 +175,9 @@ def _add_fit(app: FastAPI, library: Library) -> None:
             job = jobs.add(Job(shelf.name, estimators))
             made: Job = job
             doing = f"fitting {', '.join(estimators)}"
-            shelf.desk.ask(("fit", job.id), lambda: shelf.fit(made), doing=doing, lasting=True)
+            shelf.desk.ask(
+                ("fit", job.id), lambda: shelf.fit(made), doing=doing, lasting=True, long=True
+            )
         return _json(job.about(), 202)
 
     @app.get("/api/jobs/{id}", summary="How far a fit is")

@@ -2,6 +2,8 @@
 
 A request whose turn does not come soon is told its place, and asks again: the same question finds its old place in the
 line, or its answer in the cache. So nobody stalls, nobody loses a place, and a question asked twice is answered once.
+
+Work that takes long in small steps (a generation, token by token) lets one question in between two of its steps.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ class Piece:
     """What it is, for those who wait: `reading`, `fitting mat`."""
     lasting: bool
     """Done even if nobody asks for it again."""
+    long: bool
+    """Never let in between the steps of another; its answer is for the one who asked, and not kept."""
+    begun: bool = False
     asked: float = field(default_factory=time.monotonic)
     answer: Future[Answer] = field(default_factory=Future)
 
@@ -54,6 +59,7 @@ class Desk:
         *,
         doing: str = "reading",
         lasting: bool = False,
+        long: bool = False,
     ) -> Future[Answer] | None:
         """Get in line, or back to one's place in it; the future gets the answer. None: the line is too long."""
         with self._changed:
@@ -63,10 +69,24 @@ class Desk:
                 return found.answer
             if len(self._line) >= LONGEST and not lasting:
                 return None
-            piece = self._line[key] = Piece(work, doing, lasting)
+            piece = self._line[key] = Piece(work, doing, lasting, long)
             self._start()
             self._changed.notify()
             return piece.answer
+
+    def still_wanted(self, key: Hashable) -> None:
+        """Somebody waits for this: it keeps its place, as if it were asked again."""
+        with self._changed:
+            if key in self._line:
+                self._line[key].asked = time.monotonic()
+
+    def let_in(self) -> None:
+        """For long work to call between two of its steps: one short piece that waits is done now."""
+        with self._changed:
+            self._drop_forgotten()
+            short = next(((key, each) for key, each in self._line.items() if not each.long), None)
+        if short is not None:
+            self._do(*short)
 
     def place(self, key: Hashable) -> int:
         """How many pieces are done before this one is; 0 while it is worked on, the line's length if not in it."""
@@ -90,18 +110,27 @@ class Desk:
     def _work(self) -> None:
         while True:
             with self._changed:
+                self._drop_forgotten()
                 while not self._line:
                     self._changed.wait()
                 key, piece = next(iter(self._line.items()))
-                if not piece.lasting and time.monotonic() - piece.asked > FORGOTTEN:
-                    del self._line[key]
-                    continue
-            answer = _answer(piece.work)
-            with self._changed:
-                # Before it leaves the line, so that one who asks again finds it in one of the two.
-                self.answers.keep(key, answer)
+            self._do(key, piece)
+
+    def _drop_forgotten(self) -> None:
+        now = time.monotonic()
+        for key, piece in list(self._line.items()):
+            if not piece.lasting and not piece.begun and now - piece.asked > FORGOTTEN:
                 del self._line[key]
-            piece.answer.set_result(answer)
+
+    def _do(self, key: Hashable, piece: Piece) -> None:
+        piece.begun = True
+        answer = _answer(piece.work)
+        with self._changed:
+            # Before it leaves the line, so that one who asks again finds it in one of the two.
+            if not piece.long:
+                self.answers.keep(key, answer)
+            del self._line[key]
+        piece.answer.set_result(answer)
 
 
 def _answer(work: Callable[[], Answer]) -> Answer:

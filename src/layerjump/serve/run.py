@@ -39,19 +39,25 @@ def serve(
             timeout_graceful_shutdown=2,
         )
         with contextlib.suppress(KeyboardInterrupt):  # the ordinary way to stop it
-            _Server(config, started).run(sockets=[listener])
+            _Server(config, started, library.closing.set).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready."""
+    """uvicorn's server, which says when it is ready and when it is about to end."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, started: Callable[[], None], ending: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._say_started = started
+        self._say_started, self._say_ending = started, ending
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._say_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._say_ending()  # or it would wait for whoever still writes
+        await super().shutdown(sockets)
 
 
 def _listen(port: int) -> socket.socket:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from layerjump.decode.kept import NAME as EXIT_RULE
 from layerjump.errors import BadText, CannotServe, LayerjumpError
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
-from layerjump.fit.kept import has_kept, kept_jumps
+from layerjump.fit.kept import has_kept, kept_folder, kept_jumps
 from layerjump.inputs.models import Model, load
+from layerjump.inputs.sites import Site
 from layerjump.lens.lens import Lens
 from layerjump.lens.trajectory import read
 from layerjump.serve.answers import NOT_YET, UNFORESEEN, Answer, Answers, encode, refusal
@@ -23,7 +26,9 @@ from layerjump.serve.jobs import Job
 FITTED = ("mat", "affine", "ridge")
 """Estimators that the page fits itself, all in one pass over the built-in text."""
 MOST_TOKENS = 256
-"""Positions of a text that are read: a grid of more is neither quick to make nor possible to look at."""
+"""Positions of a text that are shown: a grid of more is neither quick to make nor possible to look at."""
+MOST_READ = 1024
+"""Tokens of a text that the model reads: nobody else is answered meanwhile."""
 
 State = Literal["not loaded", "loading", "ready", "failed"]
 _NAME = re.compile(r"[\w.+-]{1,60}")
@@ -54,6 +59,8 @@ class Shelf:
     lenses: dict[str, Lens] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     """Estimators whose jumps are on disk but not in memory yet."""
+    folders: dict[str, Path] = field(default_factory=dict)
+    """Lens → where its jumps are or will be, and maybe an exit rule with them."""
 
     def load(self) -> Model:
         """The model, loaded on the first call."""
@@ -83,20 +90,32 @@ class Shelf:
         for name, jumps in self.sets.items():
             if jumps.provenance.fingerprint == own:
                 self.lenses[name] = Lens(model, jumps)
+        own_folders = {name: kept_folder(model, name) for name in FITTED}
+        self.folders = own_folders | {
+            name: jumps.folder
+            for name, jumps in self.sets.items()
+            if name in self.lenses and jumps.folder is not None
+        }
         self.kept = {name for name in FITTED if has_kept(model, (name,))}
 
     def answer(self, question: Question) -> Answer:
         """Read a text through the lenses asked for."""
         model = self.load()
-        refused = self._refused(question.lenses)
+        refused = self.refused(question.lenses)
         if refused is not None:
             return refused
-        self._fetch([name for name in question.lenses if name not in self.lenses])
+        self.fetch(question.lenses)
         _check_length(model, question.text)
         lenses = {name: self.lenses[name] for name in question.lenses}
         start = time.perf_counter()
         found = read(
-            model, lenses, question.text, k=question.k, tokens=question.tokens, js=question.js
+            model,
+            lenses,
+            question.text,
+            k=question.k,
+            tokens=question.tokens,
+            js=question.js,
+            last=MOST_TOKENS,
         )
         content = {
             "model": self.name,
@@ -105,7 +124,7 @@ class Shelf:
         }
         return Answer(200, encode(content))
 
-    def _refused(self, lenses: Sequence[str]) -> Answer | None:
+    def refused(self, lenses: Sequence[str]) -> Answer | None:
         """Why a text cannot be read through these, if it cannot."""
         by_state = {self.lens_state(name): name for name in lenses}
         if "other weights" in by_state:
@@ -126,10 +145,11 @@ class Shelf:
                 self.lenses[name] = Lens(model, jumps)
         return Answer(200, b"")
 
-    def _fetch(self, names: Sequence[str]) -> None:
+    def fetch(self, names: Sequence[str]) -> None:
         """Read kept jumps from disk, once."""
-        if names and self.model is not None:
-            for name, jumps in kept_jumps(self.model, tuple(names)).items():
+        missing = tuple(name for name in names if name not in self.lenses)
+        if missing and self.model is not None:
+            for name, jumps in kept_jumps(self.model, missing).items():
                 self.lenses[name] = Lens(self.model, jumps)
 
     def lens_state(self, name: str) -> str:
@@ -139,6 +159,32 @@ class Shelf:
         if self.model is None:
             return "unknown"
         return "not fitted" if name in FITTED else "other weights"
+
+    @property
+    def cannot_generate(self) -> str | None:
+        """Why this model writes no text, if it does not."""
+        if self.model is None or self.model.task == "causal":
+            return None
+        kinds = {"masked": "a masked model", "seq2seq": "an encoder–decoder"}
+        kind = kinds.get(self.model.task, "an encoder")
+        return f"{self.name} is {kind}; only decoders generate with early exit"
+
+    @property
+    def calibrated(self) -> list[str]:
+        """Lenses that have an exit rule beside their jumps."""
+        return [name for name, place in self.folders.items() if (place / EXIT_RULE).is_file()]
+
+    @property
+    def predicting(self) -> list[str]:
+        """Lenses whose jumps lead to every level above, so that they can fill skipped blocks."""
+        if self.model is None:
+            return []
+        last = self.model.n_blocks
+        return [
+            name
+            for name, jumps in self.sets.items()
+            if name in self.lenses and _leads_everywhere(jumps, last)
+        ]
 
     def about(self) -> dict[str, Any]:
         """What the page shows of it."""
@@ -154,6 +200,9 @@ class Shelf:
             "most_tokens": model and _most_tokens(model),
             "mask": model and model.masked and model.tokens.tokenizer.mask_token,
             "lenses": [{"name": name, "state": self.lens_state(name)} for name in names],
+            "cannot_generate": self.cannot_generate,
+            "calibrated": self.calibrated,
+            "predicting": self.predicting,
         }
 
 
@@ -163,6 +212,8 @@ class Library:
     def __init__(self, sources: Sequence[str], sets: Mapping[str, Jumps]) -> None:
         self.sets = dict(sets)
         self.shelves: dict[str, Shelf] = {}
+        self.closing = threading.Event()
+        """Set when the server ends: whoever writes stops."""
         answers = Answers()
         for source in sources:
             name = self._free_name(source)
@@ -200,15 +251,20 @@ def jump_sets(given: Sequence[str]) -> dict[str, Jumps]:
     return found
 
 
+def _leads_everywhere(jumps: Jumps, n_blocks: int) -> bool:
+    pairs = ((level, above) for level in range(1, n_blocks) for above in range(level + 1, n_blocks))
+    return all((Site(level), Site(above)) in jumps for level, above in pairs)
+
+
 def _most_tokens(model: Model) -> int:
     return min(MOST_TOKENS, model.tokens.max_length)
 
 
 def _check_length(model: Model, text: str) -> None:
     tokens = model.tokens
-    length, most = len(tokens.wrap(tokens.encode([text])[0])), _most_tokens(model)
+    length, most = len(tokens.wrap(tokens.encode([text])[0])), min(MOST_READ, tokens.max_length)
     if length > most:
         raise BadText(
-            f"the text has {length:,} tokens, and up to {most:,} can be shown; shorten it to about "
+            f"the text has {length:,} tokens, and up to {most:,} can be read; shorten it to about "
             f"{len(text) * most // length:,} characters"
         )

@@ -5,17 +5,24 @@ const BETWEEN_LOOKS = 400; // ms between two looks at a fit
 
 export class Refused extends Error {}
 
-async function once(path, body, signal) {
+async function reach(path, body, signal) {
   const options = body === undefined ? {} : {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
   };
-  let response;
   try {
-    response = await fetch(path, { ...options, signal });
+    return await fetch(path, { ...options, signal });
   } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Refused("The server does not answer. Is layerjump serve still running?");
+    throw unreachable(error);
   }
+}
+
+function unreachable(error) {
+  if (error.name === "AbortError") return error;
+  return new Refused("The server does not answer. Is layerjump serve still running?");
+}
+
+async function once(path, body, signal) {
+  const response = await reach(path, body, signal);
   const answer = await response.json();
   if (!response.ok && !answer.busy) throw new Refused(answer.error);
   return answer;
@@ -29,6 +36,29 @@ export async function ask(path, body, { signal, waiting = () => {} } = {}) {
     waiting(answer);
     await pause(PAUSE);
     signal?.throwIfAborted();
+  }
+}
+
+// Ask for an answer that comes in lines: `each` is given one after the other. Aborting closes the connection.
+export async function follow(path, body, { signal, each }) {
+  const response = await reach(path, body, signal);
+  if (!response.ok) throw new Refused((await response.json()).error);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let part;
+    try {
+      part = await reader.read();
+    } catch (error) {
+      throw unreachable(error);
+    }
+    if (part.done) return;
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines.map((text) => JSON.parse(text))) {
+      if (line.error) throw new Refused(line.error);
+      each(line);
+    }
   }
 }
 

@@ -32,7 +32,7 @@ function fields(schema) {
 
 function kind(field) {
   if (field.type === "array") return `list of ${kind(field.items)}`;
-  return field.type ?? field.anyOf?.map(kind).join(" or ") ?? "";
+  return field.enum?.join(", ") ?? field.type ?? field.anyOf?.map(kind).join(" or ") ?? "";
 }
 
 function limits(field) {
@@ -43,6 +43,7 @@ function limits(field) {
 function example(path) {
   const bodies = {
     "/api/lens": { model, text: "The capital of France is", lenses: ["identity", "mat"], tokens: [" Paris"] },
+    "/api/generate": { model, prompt: "The capital of France is", exit: "gap:0.9", max_new_tokens: 16 },
   };
   const body = bodies[path] ?? { model };
   const text = `curl ${location.origin}${path} -H 'Content-Type: application/json' -d '${JSON.stringify(body)}'`;

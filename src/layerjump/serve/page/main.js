@@ -4,10 +4,11 @@ import { ask, fit, Refused } from "./api.js";
 import { drawPins } from "./chart.js";
 import { MEASURES } from "./colours.js";
 import { exitsOf } from "./exits.js";
+import { GeneratePanel } from "./generate.js";
 import { Grid, linkScrolling } from "./grid.js";
 import { drawCell } from "./panel.js";
 import { fromHash, toHash } from "./state.js";
-import { element, listed, number, percent } from "./words.js";
+import { element, fillSelect, listed, number, percent } from "./words.js";
 
 const MOST_PINS = 16;
 const $ = (id) => document.getElementById(id);
@@ -18,6 +19,7 @@ let readings = new Map(); // lens → its reading of the text
 let grids = [];
 let shown = ""; // the question whose answer is on the page
 let asking = null; // aborts the question that is under way
+let generating = null; // the generate panel
 
 // ── the address ──
 
@@ -65,7 +67,7 @@ async function show() {
     readings = new Map(lenses.map((name) => [name, answer.lenses[name]]));
     shown = key;
     const [first] = readings.values();
-    say(`${first.positions.length} positions × ${first.levels.length} levels in ${number(answer.seconds, 2)} s`);
+    say(`${lengthSaid(first)} × ${first.levels.length} levels in ${number(answer.seconds, 2)} s`);
     build();
   } catch (error) {
     if (mine.signal.aborted) return;
@@ -83,19 +85,28 @@ async function show() {
 async function answerTo(question, signal) {
   say("Reading …");
   const waiting = (answer) => say(waitingSaid(answer, question.model));
-  if (models.get(question.model).state !== "ready") {
-    say(`Loading ${question.model} …`);
-    note(await ask("/api/load", { model: question.model }, { signal, waiting }));
-  }
-  const states = new Map(models.get(question.model).lenses.map((lens) => [lens.name, lens.state]));
-  if (question.lenses.some((name) => states.get(name) === "not fitted")) {
-    const missing = fittedHere.filter((name) => states.get(name) === "not fitted"); // one pass fits them all
-    await fit(question.model, missing, { signal, progress: (job) => showFitting(job) });
-    $("fitting").hidden = true;
-    note(await ask("/api/load", { model: question.model }, { signal, waiting }));
-    say("Reading …");
-  }
+  await prepare(question.model, question.lenses, { signal, waiting });
+  say("Reading …");
   return ask("/api/lens", question, { signal, waiting });
+}
+
+// Load the model and fit the lenses, where they are not yet.
+async function prepare(model, lenses, { signal, waiting }) {
+  if (models.get(model).state !== "ready") {
+    say(`Loading ${model} …`);
+    note(await ask("/api/load", { model }, { signal, waiting }));
+  }
+  const states = new Map(models.get(model).lenses.map((lens) => [lens.name, lens.state]));
+  if (!lenses.some((name) => states.get(name) === "not fitted")) return;
+  const missing = fittedHere.filter((name) => states.get(name) === "not fitted"); // one pass fits them all
+  await fit(model, missing, { signal, progress: (job) => showFitting(job) });
+  $("fitting").hidden = true;
+  note(await ask("/api/load", { model }, { signal, waiting }));
+}
+
+function lengthSaid({ task, positions, tokens }) {
+  const cut = task === "causal" && positions.length < tokens.length;
+  return cut ? `The last ${positions.length} of ${tokens.length} positions` : `${positions.length} positions`;
 }
 
 function waitingSaid(answer, model) {
@@ -197,24 +208,16 @@ function trouble(words) {
 // ── controls ──
 
 function fillControls() {
-  fill($("model"), [...models.keys()].map((name) => [name, name]), state.model);
+  fillSelect($("model"), [...models.keys()].map((name) => [name, name]), state.model);
   const lenses = (models.get(state.model)?.lenses ?? []).filter((lens) => lens.state !== "other weights");
   const choices = lenses.map(({ name, state: how }) => [name, how === "not fitted" ? `${name} (will be fitted)` : name]);
-  fill($("lens"), choices, state.lens);
-  fill($("other"), [["", "nothing"], ...choices], state.other);
-  fill($("colour"), Object.entries(MEASURES).map(([name, { title }]) => [name, title]), state.colour);
+  fillSelect($("lens"), choices, state.lens);
+  fillSelect($("other"), [["", "nothing"], ...choices], state.other);
+  fillSelect($("colour"), Object.entries(MEASURES).map(([name, { title }]) => [name, title]), state.colour);
   $("strength").value = state.strength;
   $("strength-said").textContent = state.strength.toFixed(2);
   $("strength").setAttribute("aria-valuetext", `λ ${state.strength.toFixed(2)}`);
-}
-
-function fill(select, choices, value) {
-  const said = JSON.stringify(choices);
-  if (select.dataset.choices !== said) {
-    select.replaceChildren(...choices.map(([name, text]) => element("option", { value: name, text })));
-    select.dataset.choices = said;
-  }
-  select.value = value;
+  generating?.fill(); // not before the server has said what it has
 }
 
 $("ask").addEventListener("submit", (event) => {
@@ -249,6 +252,14 @@ $("link").addEventListener("click", async () => {
   }
 });
 
+const pageForPanel = {
+  get state() { return state; },
+  get model() { return models.get(state.model); },
+  get prompt() { return $("text").value; },
+  go: (change) => go(change, { push: false }),
+  prepare: (signal) => prepare(state.model, [state.lens], { signal, waiting: () => {} }),
+};
+
 // ── light and dark ──
 
 const root = document.documentElement;
@@ -266,6 +277,7 @@ try {
   const said = await ask("/api/models");
   models = new Map(said.models.map((model) => [model.name, model]));
   fittedHere = said.fitted_here;
+  generating = new GeneratePanel(pageForPanel, said.limits.new_tokens);
   state = withDefaults(state);
   if (!state.text && !location.hash) {
     const model = models.get(state.model);

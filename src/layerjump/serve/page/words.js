@@ -11,6 +11,11 @@ export function visible(text) {
   return NOTHING_TO_SEE.test(shown) ? [...shown].map(code).join("") : shown;
 }
 
+// A piece of running text: blanks and line breaks stay what they are, so that it reads as text.
+export function running(text) {
+  return text.replace(/\r\n?/g, "\n").split("\n").map((line) => line.replace(CONTROLS, (c) => (c === "\t" ? c : code(c)))).join("↵\n");
+}
+
 function code(letter) {
   return `⟨${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
@@ -41,4 +46,14 @@ export function element(name, { className = "", text = null, children = [], ...a
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);
   return made;
+}
+
+// A select's options, made anew only if they changed.
+export function fillSelect(select, choices, value) {
+  const said = JSON.stringify(choices);
+  if (select.dataset.choices !== said) {
+    select.replaceChildren(...choices.map(([name, text]) => element("option", { value: name, text })));
+    select.dataset.choices = said;
+  }
+  select.value = value;
 }
