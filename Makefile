@@ -26,7 +26,7 @@ format: $(READY)
 # Installs anew only when what is to be installed has changed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval]"
 	touch $@
 
 clean:

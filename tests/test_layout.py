@@ -15,6 +15,7 @@ ROOMS = [
     "decode",
     "compress",
     "train",
+    "evaluate",
     "studies",
     "show",
     "serve",

@@ -16,6 +16,7 @@
     │   ├── NewerFormat        its format is newer than this library
     │   └── WrongModel         it was fitted on other weights than the model given
     ├── BadPruning             blocks that cannot be dropped, or not in the way asked for
+    ├── BadEvaluation          no such task, data that are not a task's, or no lm-eval
     ├── BadStudy               no such study, or one that cannot be done as asked
     ├── CannotServe            the page cannot be served as asked
     ├── BadExit                an exit rule, or a way of generating, that cannot be had here
@@ -90,6 +91,10 @@ class WrongModel(BadArtifact):
 
 class BadPruning(LayerjumpError):
     """The blocks to drop, or what is to stand in for them, cannot be had from this model and text."""
+
+
+class BadEvaluation(LayerjumpError):
+    """There is no such task, its data cannot be used, the model cannot do it, or lm-eval is not installed."""
 
 
 class BadStudy(LayerjumpError):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from layerjump import __version__
+from layerjump.cli.evaluate import evaluate
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
 from layerjump.cli.generate import calibrate, generate
@@ -46,8 +47,10 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, families):
+for command in (study, report, fit, show, lens, serve, generate, calibrate, prune):
     app.command()(command)
+app.command("eval")(evaluate)  # the name of a built-in function
+app.command()(families)
 app.add_typer(plausibility, name="plausibility")
 
 

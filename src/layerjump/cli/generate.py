@@ -72,8 +72,8 @@ def generate(
     """
     import torch
 
+    from layerjump.compress.load import load
     from layerjump.decode.generate import generate as write
-    from layerjump.inputs.models import load
 
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code

@@ -57,7 +57,7 @@ def _cell(value: Any) -> str:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error with tokens a second and the time left; silent when that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -66,7 +66,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TextColumn(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {unit}"),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
@@ -75,7 +75,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
         def update(done: int, total: int) -> None:
             speed = progress.tasks[task].speed
-            rate = f"{speed:,.0f} tokens/s" if speed else ""
+            rate = f"{speed:,.0f} {unit}/s" if speed else ""
             progress.update(task, completed=done, total=total, rate=rate)
 
         yield update

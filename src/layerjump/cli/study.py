@@ -57,6 +57,11 @@ def study(
     exit_position: Annotated[
         int | None, typer.Option(help="exits: t of every example (the paper's BERT: 3).")
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="pruning: tasks to score as well, e.g. copa,piqa (see eval).")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="pruning: folder of the tasks' files.")] = None,
+    limit: Annotated[int | None, typer.Option(help="pruning: items of each task.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
@@ -74,6 +79,7 @@ def study(
     [bold]layerjump study MODEL --study r2,exits --estimators mat,affine[/]
     [bold]layerjump study MODEL --study transfer --text wiki.txt --text news.txt[/]
     """
+    from layerjump.evaluate.tasks import chosen as chosen_tasks
     from layerjump.inputs.corpus import read
     from layerjump.inputs.models import load
     from layerjump.show.report import write_report
@@ -93,6 +99,9 @@ def study(
         budget=budget,
         targets=tuple(target or (0.95,)),
         exit_position=exit_position,
+        tasks=None if tasks is None else tuple(task.name for task in chosen_tasks(tasks)),
+        task_data=None if data is None else str(data),
+        task_limit=limit,
     )
     loaded = load(
         model,

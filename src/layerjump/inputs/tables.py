@@ -15,7 +15,7 @@ TEXT_COLUMNS = ("text", "sentence", "content")
 
 def read_json(name: str, text: str, wanted: str | None) -> tuple[str, Iterator[str]]:
     """The column taken and its texts, from one object a line or an array of objects."""
-    rows = list(_json_rows(name, text))
+    rows = list(json_rows(name, text))
     kinds: dict[str, set[type]] = {}
     for row in rows:
         for key, value in row.items():
@@ -25,7 +25,8 @@ def read_json(name: str, text: str, wanted: str | None) -> tuple[str, Iterator[s
     return column, texts(name, column, (row.get(column) for row in rows))
 
 
-def _json_rows(name: str, text: str) -> Iterator[dict[str, Any]]:
+def json_rows(name: str, text: str) -> Iterator[dict[str, Any]]:
+    """The objects of a text: one a line, or an array of them."""
     if text.lstrip().startswith("["):
         numbered: Iterable[tuple[int, Any]] = enumerate(_json_value(name, 1, text), start=1)
     else:

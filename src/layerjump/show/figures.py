@@ -13,7 +13,7 @@ MAKERS: dict[str, list[Maker]] = {
     "linearity": [linearity.scores, linearity.steps, linearity.angles, linearity.shape],
     "examples": [examples.examples],
     "alternation": [alternation.schedules],
-    "pruning": [pruning.pruned],
+    "pruning": [pruning.pruned, pruning.tasks],
 }
 """To show a study in its own way, add a row; what no maker draws is drawn by `fallback`."""
 

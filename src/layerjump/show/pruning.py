@@ -1,4 +1,4 @@
-"""Figures of `pruning`: what dropping blocks costs, and what it buys."""
+"""Figures of `pruning`: what dropping blocks costs, in loss and in tasks, and what it buys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from layerjump.show.charts import add_line, level_axis
 from layerjump.show.look import colours, empty_figure, number, safe
-from layerjump.show.panel import Panel, Row, Study, unique, where
+from layerjump.show.panel import Panel, Row, Study, mean, unique, where
 
 
 def pruned(study: Study) -> list[Panel]:
@@ -19,6 +19,47 @@ def pruned(study: Study) -> list[Panel]:
     methods = [name for name in unique(row["method"] for row in rows) if name != "whole model"]
     figures = [_ratios(rows, methods), _front(rows, methods)]
     return [Panel("Fewer blocks", _reading(rows, methods), ("pruned",), figures)]
+
+
+def tasks(study: Study) -> list[Panel]:
+    """Each task's score against blocks dropped."""
+    rows = study["tables"].get("tasks")
+    if not rows:
+        return []
+    figures = []
+    for task in unique(row["task"] for row in rows):
+        mine = where(rows, task=task)
+        figures.append(_task(where(mine, metric=mine[0]["metric"])))
+    return [Panel("Tasks", _task_reading(rows), ("tasks",), figures)]
+
+
+def _task(rows: Sequence[Row]) -> go.Figure:
+    title = f"{rows[0]['task']}: {rows[0]['metric']} of {rows[0]['items']:,} items"
+    figure = empty_figure(title, x="blocks dropped", height=300)
+    methods = [name for name in unique(row["method"] for row in rows) if name != "whole model"]
+    paint, whole = colours(methods), where(rows, method="whole model")
+    for name in methods:
+        mine = whole + where(rows, method=name)
+        add_line(figure, mine, "dropped", "score", name=name, colour=paint[name], band=False)
+    return level_axis(figure, rows, "dropped")
+
+
+def _task_reading(rows: Sequence[Row]) -> str:
+    """The mean accuracy over tasks of the whole model, and of the best method with the most blocks out."""
+    first = [row for row in rows if row["metric"] == "acc"]
+    most = max(row["dropped"] for row in first)
+    means = {
+        name: mean(row["score"] for row in where(first, method=name, dropped=most))
+        for name in unique(row["method"] for row in first if row["dropped"] == most)
+    }
+    whole = mean(row["score"] for row in where(first, method="whole model"))
+    if not most:
+        return f"The whole model is right in {number(whole)} of items, on average over tasks."
+    best = max(means, key=lambda name: means[name])
+    return (
+        f"The whole model is right in {number(whole)} of items, on average over tasks; with {most} blocks dropped "
+        f"{best} keeps {number(means[best])}."
+    )
 
 
 def _ratios(rows: Sequence[Row], methods: Sequence[str]) -> go.Figure:

@@ -3,7 +3,7 @@
 Blocks are chosen once, greedily by the loss on select documents with a full map in place; every method is then fitted
 on the same cuts and measured on test documents, beside the whole model on the same tokens. Time is of a forward pass
 over one batch, whole and pruned models in turn. A row is on the front if no other is at least as good in parameters,
-time and loss, and better in one of them.
+time and loss, and better in one of them. Where tasks are given, every model is scored on them through lm-eval.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from layerjump.compress.projections import cannot_fold, cannot_turn
 from layerjump.compress.prune import Calibration, Pruned, calibrate, compared, cut_out
 from layerjump.compress.stand_ins import parameters
 from layerjump.errors import TextTooShort
+from layerjump.evaluate.run import evaluate
 from layerjump.inputs.models import Model
 from layerjump.measure.timing import alternate, ratio
 from layerjump.studies.alternation import with_select
@@ -60,13 +61,14 @@ def run(setup: Setup) -> Result:
     many = counts(len(given.free), model.n_blocks)
     order = order_by_loss(max(many), given) if many else []
     before = losses(model, calibration.test)
-    rows = [_whole(model, before)]
+    rows, tasks = [_whole(model, before)], _scored(setup, model, "whole model", 0)
     for count in many:
         for method in methods_of(model):
             pruned = cut_out(model, spans(order[:count]), method, calibration)
             rows.append(_row(pruned, before, calibration))
+            tasks += _scored(setup, pruned.model, method, count)
     _mark_front(rows)
-    result = Result("pruning", {"pruned": rows})
+    result = Result("pruning", {"pruned": rows} | ({"tasks": tasks} if tasks else {}))
     result.settings = {
         "tokens": calibration.about["tokens"],
         "chosen": "loss",
@@ -76,6 +78,10 @@ def run(setup: Setup) -> Result:
     }
     result.headline = _headline(rows)
     result.notes += [note] if note else []
+    if setup.settings.tasks and not tasks:
+        result.notes.append(
+            f"The tasks score the next token, so a {model.task} model has no scores."
+        )
     if not many:
         result.notes.append("No block may go: there is none between those that must stay.")
     return result
@@ -121,6 +127,27 @@ def _row(pruned: Pruned, before: Losses, calibration: Calibration) -> Row:
         "parameters": pruned.parameters[1],
         "time": _time(pruned, calibration),
     }
+
+
+def _scored(setup: Setup, model: Model, method: str, dropped: int) -> list[Row]:
+    """What a model scores on the tasks of this run, if it has any."""
+    settings = setup.settings
+    if not settings.tasks or settings.task_data is None or model.task != "causal":
+        return []
+    found = evaluate(model, settings.tasks, settings.task_data, limit=settings.task_limit)
+    return [
+        {
+            "method": method,
+            "dropped": dropped,
+            "task": row["task"],
+            "metric": row["metric"],
+            "score": row["value"],
+            "score low": row["low"],
+            "score high": row["high"],
+            "items": row["items"],
+        }
+        for row in found.scores
+    ]
 
 
 @torch.no_grad()

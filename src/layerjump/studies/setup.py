@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
+from layerjump.evaluate.run import require_harness
+from layerjump.evaluate.tasks import chosen, items_of
 from layerjump.fit.collect import Plan, plan
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import NAMES, selects, solve_jumps
@@ -47,6 +49,12 @@ class Settings:
     """Agreements at which `exits` states the layers saved."""
     exit_position: int | None = None
     """`exits`: the t of every example (the authors' BERT code has 3); None: its own position."""
+    tasks: tuple[str, ...] = ()
+    """`pruning`: benchmark tasks that every model is scored on too."""
+    task_data: str | None = None
+    """The folder with their files."""
+    task_limit: int | None = None
+    """Items of each task (None: all)."""
     paper: bool = False
     """The authors' protocol: one position a sentence, position 0 allowed, no bias, no penalty."""
 
@@ -72,7 +80,19 @@ def settings_of(protocol: str, **given: Any) -> Settings:
         raise BadStudy(
             f"targets given are {settings.targets}; give agreements above 0 and at most 1"
         )
+    _check_tasks(settings)
     return settings
+
+
+def _check_tasks(settings: Settings) -> None:
+    """Errors about tasks come before a long run, not in the midst of it."""
+    if not settings.tasks:
+        return
+    if settings.task_data is None:
+        raise BadStudy("tasks were given, but not where their files are; give that folder too")
+    for task in chosen(settings.tasks):
+        items_of(task, settings.task_data, settings.task_limit)
+    require_harness()
 
 
 @dataclass

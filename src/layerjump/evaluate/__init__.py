@@ -1,0 +1,1 @@
+"""Benchmarks: tasks through lm-eval, from local files; perplexity with a sliding window."""
