@@ -45,6 +45,7 @@ def folder(tmp_path_factory):
         ["generate", "--help"],
         ["calibrate", "--help"],
         ["prune", "-h"],
+        ["pretrain", "--help"],
         ["plausibility", "score", "--help"],
     ],
 )

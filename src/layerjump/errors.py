@@ -16,6 +16,8 @@
     │   ├── NewerFormat        its format is newer than this library
     │   └── WrongModel         it was fitted on other weights than the model given
     ├── BadPruning             blocks that cannot be dropped, or not in the way asked for
+    ├── BadTraining            a model that cannot be trained as asked
+    │   └── Diverged           its loss grew out of all bounds
     ├── BadStudy               no such study, or one that cannot be done as asked
     ├── CannotServe            the page cannot be served as asked
     ├── BadExit                an exit rule, or a way of generating, that cannot be had here
@@ -90,6 +92,14 @@ class WrongModel(BadArtifact):
 
 class BadPruning(LayerjumpError):
     """The blocks to drop, or what is to stand in for them, cannot be had from this model and text."""
+
+
+class BadTraining(LayerjumpError):
+    """A model, a penalty or a way of training that cannot be had as asked."""
+
+
+class Diverged(BadTraining):
+    """The loss grew out of all bounds; the message names the last good checkpoint."""
 
 
 class BadStudy(LayerjumpError):

@@ -14,6 +14,7 @@ from layerjump.cli.fit import fit, show
 from layerjump.cli.generate import calibrate, generate
 from layerjump.cli.lens import lens
 from layerjump.cli.plausibility import plausibility
+from layerjump.cli.pretrain import pretrain
 from layerjump.cli.prune import prune
 from layerjump.cli.serve import serve
 from layerjump.cli.study import report, study
@@ -46,7 +47,8 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, families):
+_COMMANDS = (study, report, fit, show, lens, serve, generate, calibrate, prune, pretrain, families)
+for command in _COMMANDS:
     app.command()(command)
 app.add_typer(plausibility, name="plausibility")
 

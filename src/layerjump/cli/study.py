@@ -57,6 +57,18 @@ def study(
     exit_position: Annotated[
         int | None, typer.Option(help="exits: t of every example (the paper's BERT: 3).")
     ] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="dynamics: a folder, one that holds checkpoint-*, or a hub revision."),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="finetune: items to learn, lines of JSON (query, choices, gold)."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="finetune, architecture: steps of each training.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="finetune, architecture: trainings (seeds).")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
@@ -73,6 +85,8 @@ def study(
     [bold]layerjump study gpt2 --text wiki.txt --protocol paper[/]         the authors' protocol
     [bold]layerjump study MODEL --study r2,exits --estimators mat,affine[/]
     [bold]layerjump study MODEL --study transfer --text wiki.txt --text news.txt[/]
+    [bold]layerjump study MODEL --study dynamics --checkpoint step1000 --checkpoint step8000[/]
+    [bold]layerjump study MODEL --study finetune --task boolq.jsonl --text wiki.txt[/]
     """
     from layerjump.inputs.corpus import read
     from layerjump.inputs.models import load
@@ -93,6 +107,10 @@ def study(
         budget=budget,
         targets=tuple(target or (0.95,)),
         exit_position=exit_position,
+        checkpoints=tuple(checkpoint or ()),
+        task=task,
+        steps=steps,
+        runs=runs,
     )
     loaded = load(
         model,
