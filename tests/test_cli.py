@@ -46,6 +46,7 @@ def folder(tmp_path_factory):
         ["calibrate", "--help"],
         ["prune", "-h"],
         ["eval", "--help"],
+        ["pretrain", "--help"],
         ["plausibility", "score", "--help"],
     ],
 )

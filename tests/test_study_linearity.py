@@ -5,6 +5,7 @@ import pytest
 import torch
 from rows import random
 
+from layerjump.fit.linearity import block_map, block_scores
 from layerjump.fit.moments import Moments
 from layerjump.inputs.sites import Site
 from layerjump.measure import linearity as measure
@@ -29,7 +30,7 @@ def neighbours(x, y):
 
 def scored(fit, test):
     fit, test = neighbours(*fit), neighbours(*test)
-    return linearity._scores(linearity._map(fit, 0), fit, test, 0, "")
+    return block_scores(block_map(fit, 0), fit, test, 0)
 
 
 @pytest.mark.parametrize("sinks", [0, 3])

@@ -15,6 +15,7 @@ The rooms, in the order in which data flows (a module imports only from earlier 
     lens/      levels → predictions: trajectories of a text, readings of many positions, directions
     decode/    early exit: rules, caches, generation, calibration
     compress/  maps in the place of parts, blocks dropped, plain checkpoints
+    train/     penalties on neighbouring levels, small models trained with them, fine-tuning
     evaluate/  benchmark tasks through lm-eval, perplexity with a sliding window
     studies/   experiments: protocol → numbers
     show/      numbers → figures, report, summary

@@ -17,6 +17,8 @@
     │   └── WrongModel         it was fitted on other weights than the model given
     ├── BadPruning             blocks that cannot be dropped, or not in the way asked for
     ├── BadEvaluation          no such task, data that are not a task's, or no lm-eval
+    ├── BadTraining            a model that cannot be trained as asked
+    │   └── Diverged           its loss grew out of all bounds
     ├── BadStudy               no such study, or one that cannot be done as asked
     ├── CannotServe            the page cannot be served as asked
     ├── BadExit                an exit rule, or a way of generating, that cannot be had here
@@ -95,6 +97,14 @@ class BadPruning(LayerjumpError):
 
 class BadEvaluation(LayerjumpError):
     """There is no such task, its data cannot be used, the model cannot do it, or lm-eval is not installed."""
+
+
+class BadTraining(LayerjumpError):
+    """A model, a penalty or a way of training that cannot be had as asked."""
+
+
+class Diverged(BadTraining):
+    """The loss grew out of all bounds; the message names the last good checkpoint."""
 
 
 class BadStudy(LayerjumpError):

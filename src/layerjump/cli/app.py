@@ -15,6 +15,7 @@ from layerjump.cli.fit import fit, show
 from layerjump.cli.generate import calibrate, generate
 from layerjump.cli.lens import lens
 from layerjump.cli.plausibility import plausibility
+from layerjump.cli.pretrain import pretrain
 from layerjump.cli.prune import prune
 from layerjump.cli.serve import serve
 from layerjump.cli.study import report, study
@@ -47,7 +48,7 @@ def _options(
     """Options that stand before the command."""
 
 
-for command in (study, report, fit, show, lens, serve, generate, calibrate, prune):
+for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, pretrain):
     app.command()(command)
 app.command("eval")(evaluate)  # the name of a built-in function
 app.command()(families)

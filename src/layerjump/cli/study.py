@@ -62,6 +62,18 @@ def study(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="pruning: folder of the tasks' files.")] = None,
     limit: Annotated[int | None, typer.Option(help="pruning: items of each task.")] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="dynamics: a folder, one that holds checkpoint-*, or a hub revision."),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="finetune: items to learn, lines of JSON (query, choices, gold)."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="finetune, architecture: steps of each training.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="finetune, architecture: trainings (seeds).")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
@@ -78,6 +90,8 @@ def study(
     [bold]layerjump study gpt2 --text wiki.txt --protocol paper[/]         the authors' protocol
     [bold]layerjump study MODEL --study r2,exits --estimators mat,affine[/]
     [bold]layerjump study MODEL --study transfer --text wiki.txt --text news.txt[/]
+    [bold]layerjump study MODEL --study dynamics --checkpoint step1000 --checkpoint step8000[/]
+    [bold]layerjump study MODEL --study finetune --task boolq.jsonl --text wiki.txt[/]
     """
     from layerjump.evaluate.tasks import chosen as chosen_tasks
     from layerjump.inputs.corpus import read
@@ -102,6 +116,10 @@ def study(
         tasks=None if tasks is None else tuple(task.name for task in chosen_tasks(tasks)),
         task_data=None if data is None else str(data),
         task_limit=limit,
+        checkpoints=tuple(checkpoint or ()),
+        task=task,
+        steps=steps,
+        runs=runs,
     )
     loaded = load(
         model,

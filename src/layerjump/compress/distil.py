@@ -8,7 +8,6 @@ every weight of the pruned model.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,20 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainingArguments
 
 from layerjump.compress.projections import last_of
 from layerjump.compress.prune import Calibration, Pruned, measured
 from layerjump.compress.stand_ins import Frame
-from layerjump.errors import BadArtifact, BadPruning
-from layerjump.fit.files import read_json, write_json, writing
+from layerjump.compress.training import Resumable, last_checkpoint, quieten
+from layerjump.errors import BadPruning
 from layerjump.inputs.batches import Batch, Batches
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import Site
 from layerjump.inputs.states import Recorder
-
-RUN = "run.json"
 
 
 def distil(
@@ -55,7 +51,7 @@ def distil(
         raise BadPruning(f"the steps given are {steps}; give 1 or more")
     trainee, place = Trainee(pruned, kl=kl, whole=whole), Path(folder)
     told = {"steps": steps, "learning_rate": learning_rate, "kl": kl, "whole": whole, "seed": seed}
-    before = _last_of(place, _run(pruned, told))
+    before = last_checkpoint(place, _run(pruned, told))
     arguments = TrainingArguments(
         output_dir=str(place),
         max_steps=steps,
@@ -71,16 +67,14 @@ def distil(
         seed=seed,
         disable_tqdm=True,  # it would print to standard output
     )
-    trainer = Trainer(
+    trainer = Resumable(
         model=trainee,
         args=arguments,
         train_dataset=_Batches(calibration.fit),
         data_collator=lambda found: found[0],
     )
     start = time.perf_counter()
-    trainer.remove_callback(PrinterCallback)
-    if sys.stderr.isatty():
-        trainer.add_callback(_Bar())
+    quieten(trainer)
     trainer.train(resume_from_checkpoint=before)
     trainee.finish()
     done = {
@@ -156,31 +150,10 @@ class Trainee(nn.Module):
         return kl_div(given, wanted, reduction="batchmean", log_target=True)
 
 
-class _Bar(ProgressCallback):
-    """A progress bar on standard error, and nothing on standard output."""
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """The losses are in the Trainer's own state."""
-
-
 def _run(pruned: Pruned, told: dict[str, Any]) -> dict[str, Any]:
     """All that a training's end depends on."""
     about = {name: pruned.about[name] for name in ("fingerprint", "text_sha256", "tokens", "split")}
     return about | told | {"method": pruned.method, "dropped": list(pruned.dropped)}
-
-
-def _last_of(folder: Path, run: dict[str, Any]) -> str | None:
-    """The last checkpoint of the same training; None where there is none yet."""
-    path = folder / RUN
-    if path.is_file() and (before := read_json(path)) != run:
-        changed = [name for name in run if before.get(name) != run[name]]
-        raise BadArtifact(
-            f"{folder} holds a training with other settings ({', '.join(changed)}); give the same, or remove it"
-        )
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, run)
-    return get_last_checkpoint(str(folder))
 
 
 class _Batches(Dataset[dict[str, Batch]]):

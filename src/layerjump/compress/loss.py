@@ -60,7 +60,8 @@ def losses(
 def losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
     """The losses and documents of a batch, from its picks' states at level L."""
     chosen, token = _predicted(model, batch)
-    rows, parts = last[chosen.to(last.device)], []
+    # The empty one: in a batch of the shortest texts no pick may have a token behind it.
+    rows, parts = last[chosen.to(last.device)], [torch.zeros(0)]
     for start in range(0, len(rows), ROWS):
         part = slice(start, start + ROWS)
         logits = model.logits(rows[part]).float()

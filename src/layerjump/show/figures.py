@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from layerjump.show import alternation, examples, exits, levels, linearity, pruning
+from layerjump.show import (
+    alternation,
+    architecture,
+    examples,
+    exits,
+    finetune,
+    levels,
+    linearity,
+    pruning,
+    training,
+)
 from layerjump.show.fallback import fallback
 from layerjump.show.panel import Maker, Panel, Study
 
@@ -14,6 +24,9 @@ MAKERS: dict[str, list[Maker]] = {
     "examples": [examples.examples],
     "alternation": [alternation.schedules],
     "pruning": [pruning.pruned, pruning.tasks],
+    "dynamics": [training.over_steps, training.by_block],
+    "finetune": [finetune.blocks],
+    "architecture": [architecture.variants],
 }
 """To show a study in its own way, add a row; what no maker draws is drawn by `fallback`."""
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from layerjump.fit.affine import Affine
 from layerjump.fit.bill import bill
 from layerjump.fit.collect import products_on
+from layerjump.fit.linearity import block_map, block_pair, block_scores
 from layerjump.fit.moments import Moments
-from layerjump.fit.pairs import Pair, parse_pairs
+from layerjump.fit.pairs import parse_pairs
 from layerjump.fit.reservoir import keys_of
-from layerjump.fit.score import residual
-from layerjump.fit.solve import solve
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.sites import Site
 from layerjump.inputs.states import states
@@ -60,7 +59,9 @@ def _measure(setup: Setup) -> Result:
     result.tables["levels"] = _levels(fit.later)
     every = fit.with_sinks(), test.with_sinks()
     result.tables["blocks"] = blocks = [
-        {"block": level + 1} | _scores(_map(every[0], level), *every, level, "") | later[level]
+        {"block": level + 1}
+        | block_scores(block_map(every[0], level), *every, level)
+        | later[level]
         for level in levels
     ]
     result.tables["angles"] = [
@@ -128,49 +129,18 @@ def _sums(setup: Setup, part: str, share: float) -> _Sums:
     return _Sums(later, sinks, torch.tensor(documents))
 
 
-def _pair(level: int) -> Pair:
-    return Site(level), Site(level + 1)
-
-
-def _map(fit: Moments, level: int) -> Affine:
-    """The regression with intercept over a block. Without the residual its error is the same: only W − I is sought."""
-    return solve("affine", fit.source(Site(level)), [fit.target(*_pair(level))])[0]
-
-
 def _without_first(fit: _Sums, test: _Sums, level: int) -> Row:
     """All that is said of a block from the positions after the first."""
-    jump = _map(fit.later, level)
-    scores = _scores(jump, fit.later, test.later, level, LATER)
+    jump = block_map(fit.later, level)
+    scores = block_scores(jump, fit.later, test.later, level, LATER)
     return scores | _intervals(jump, test, level, scores) | _why(test.later, level)
-
-
-def _scores(jump: Affine, fit: Moments, test: Moments, level: int, which: str) -> Row:
-    """The paper's two scores in sample and held out, the identity's, and the chance floor."""
-    pair = _pair(level)
-    row: Row = {}
-    for name, sums in (("", fit), (" held out", test)):
-        source, target = sums.source(pair[0]), sums.target(*pair)
-        error = float(residual(jump, source, target).sum())
-        row[f"with residual{name}{which}"] = 1 - error / float(target.spread.sum())
-        row[f"without residual{name}{which}"] = 1 - error / _step_variance(sums, pair)
-    target = fit.target(*pair)
-    row[f"identity{which}"] = 1 - _step_variance(fit, pair) / float(target.spread.sum())
-    row[f"chance floor{which}"] = measure.chance_floor(len(target.mean), fit.n)
-    return row
-
-
-def _step_variance(sums: Moments, pair: Pair) -> float:
-    """Σ ‖(y − x) − mean‖²: the centred variation of what the block adds."""
-    source, target = sums.source(pair[0]), sums.target(*pair)
-    spread = source.scatter.diagonal() - 2 * target.cross.diagonal() + target.spread
-    return float(spread.sum())
 
 
 def _intervals(jump: Affine, test: _Sums, level: int, scores: Row) -> Row:
     """95 % intervals of the held-out scores without position 0, by resampling the sampled rows' documents."""
     device = jump.weight.device  # the sums'; sampled states are on the CPU
     sampled = test.later.reservoir.states
-    x, y = (sampled[site].to(device, torch.float64) for site in _pair(level))
+    x, y = (sampled[site].to(device, torch.float64) for site in block_pair(level))
     error = (jump(x) - y).square().sum(-1)
     row: Row = {}
     for name, total in (("with", y), ("without", y - x)):
@@ -187,7 +157,7 @@ def _intervals(jump: Affine, test: _Sums, level: int, scores: Row) -> Row:
 
 def _why(test: Moments, level: int) -> Row:
     """How small the block's step is beside the stream it is added to, and how far it turns it."""
-    x, y = (test.reservoir.states[site].double() for site in _pair(level))
+    x, y = (test.reservoir.states[site].double() for site in block_pair(level))
     cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
     return {
         "step norm over stream norm": float(((y - x).norm(dim=-1) / x.norm(dim=-1)).mean()),

@@ -55,10 +55,19 @@ class Settings:
     """The folder with their files."""
     task_limit: int | None = None
     """Items of each task (None: all)."""
+    checkpoints: tuple[str, ...] = ()
+    """`dynamics`: folders (or folders of `checkpoint-*`), or hub revisions of the model."""
+    task: str | None = None
+    """`finetune`: the file of items to learn."""
+    steps: int | None = None
+    """`finetune`, `architecture`: optimiser steps of each training."""
+    runs: int = 3
+    """`finetune`, `architecture`: trainings with different seeds."""
     paper: bool = False
     """The authors' protocol: one position a sentence, position 0 allowed, no bias, no penalty."""
 
 
+_LEAST = {"tokens": 1, "score": 1, "budget": 1, "exit_position": 0, "steps": 1, "runs": 1}
 PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, score=10**9)
 """9,000 sentences to fit on and 1,000 to test on, one position each."""
 
@@ -72,7 +81,7 @@ def settings_of(protocol: str, **given: Any) -> Settings:
     unknown = [name for name in settings.estimators if name not in NAMES]
     if unknown:
         raise BadEstimator(f"there is no estimator {unknown[0]!r}; known are {', '.join(NAMES)}")
-    for name, least in {"tokens": 1, "score": 1, "budget": 1, "exit_position": 0}.items():
+    for name, least in _LEAST.items():
         value = getattr(settings, name)
         if value is not None and value < least:
             raise BadStudy(f"{name} given is {value}; give {least} or more")

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from layerjump.errors import BadStudy
 from layerjump.studies import (
     alternation,
+    architecture,
     data,
+    dynamics,
     examples,
     exits,
     failures,
+    finetune,
     heads,
     linearity,
     plausibility,
@@ -70,6 +73,19 @@ _ROWS = (
         "transfer", transfer.run, "does a map fitted on one text serve another?", transfer.unable
     ),
     Study("data", data.run, "how much text does a map need, and of what kind?"),
+    Study(
+        "dynamics",
+        dynamics.run,
+        "how does linearity change from checkpoint to checkpoint?",
+        dynamics.unable,
+    ),
+    Study("finetune", finetune.run, "does fine-tuning make blocks more linear?", finetune.unable),
+    Study(
+        "architecture",
+        architecture.run,
+        "does it matter how a transformer is built?",
+        architecture.unable,
+    ),
     Study("size", size.run, "what do maps and shortcuts cost, and give?"),
     Study("failures", failures.run, "where are the maps wrong?"),
     Study(

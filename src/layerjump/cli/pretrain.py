@@ -1,0 +1,131 @@
+"""`layerjump pretrain`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from layerjump.cli.options import AsJson, print_table
+from layerjump.errors import BadTraining
+
+
+def pretrain(
+    text: Annotated[
+        list[str],
+        typer.Option(help="A file, a hub dataset, `-` or `pydoc`; several are put together."),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
+        "model"
+    ),
+    held_out: Annotated[
+        str | None,
+        typer.Option(help="Text to measure on (default: 5 % of the documents)."),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    arch: Annotated[str, typer.Option(help="llama, mistral, gpt2, bert.")] = "llama",
+    layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
+    hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 128,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    vocab: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.")] = 2048,
+    length: Annotated[int, typer.Option(help="Tokens in a row.")] = 128,
+    positions: Annotated[
+        int | None, typer.Option(help="Longest sequence the model takes (default: the length).")
+    ] = None,
+    penalty: Annotated[
+        str, typer.Option(help="none, cosine, mse, jump: what is added to the loss.")
+    ] = "none",
+    strength: Annotated[float, typer.Option(help="What the penalty is multiplied by.")] = 0.5,
+    levels: Annotated[
+        str | None, typer.Option(help="Levels to penalise, e.g. 3,4 (default: all).")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000,
+    batch: Annotated[int, typer.Option(help="Rows in a step, over all processes.")] = 32,
+    accumulate: Annotated[int, typer.Option(help="Parts that a step's rows are run in.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Its largest value.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order and held-out text.")] = 0,
+    every: Annotated[
+        int | None,
+        typer.Option(help="Steps between measurements and checkpoints (default: a tenth)."),
+    ] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Mixed precision.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda (default: a GPU where there is one).")
+    ] = None,
+    keep_checkpoints: Annotated[
+        bool,
+        typer.Option("--keep-checkpoints", help="Keep them all, e.g. for the study `dynamics`."),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the folder.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model from scratch, with a penalty that changes how linear it becomes.
+
+    [bold]layerjump pretrain --text stories.txt --penalty cosine --strength 0.5 -o model[/]
+    [bold]layerjump pretrain --text a.txt --text b.txt --held-out c.txt --arch gpt2 --layers 6[/]
+    [bold]torchrun --nproc-per-node 2 -m layerjump pretrain --text stories.txt[/]    two processes
+
+    Writes an ordinary checkpoint with its tokenizer, training.json (every number) and training.html (figures). A run
+    that was stopped goes on with the same command: its checkpoints stand in OUTPUT-training.
+    """
+    from layerjump.inputs.corpus import read
+    from layerjump.train.architectures import Shape
+    from layerjump.train.pretrain import pretrain as train
+    from layerjump.train.pretrain import together
+    from layerjump.train.recipe import Recipe
+
+    recipe = Recipe(
+        arch=arch,
+        shape=Shape(layers, hidden, heads, length if positions is None else positions),
+        vocabulary=vocab,
+        length=length,
+        penalty=penalty,
+        strength=strength,
+        levels=None if levels is None else _numbers(levels),
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+        every=max(1, steps // 10) if every is None else every,
+        bf16=bf16,
+    )
+    record = train(
+        together([read(source, column=column) for source in text]),
+        output,
+        recipe,
+        held_out=None if held_out is None else read(held_out, column=column),
+        accumulate=accumulate,
+        device=device,
+        keep=keep_checkpoints,
+        force=force,
+    )
+    if int(os.environ.get("RANK", "0")) == 0:  # the first process speaks for all
+        _show(record, output, as_json=as_json)
+
+
+def _show(record: dict[str, Any], output: Path, *, as_json: bool) -> None:
+    from layerjump.fit.files import write_text
+    from layerjump.show.training import training_page
+
+    command = shlex.join(["layerjump", *sys.argv[1:]])
+    write_text(output / "training.html", training_page(record, command))
+    if as_json:
+        print(json.dumps(record, indent=2))
+    else:
+        first, last = record["tables"]["steps"][0], record["tables"]["steps"][-1]
+        rows = [{"": name, "before": first[name], "after": last[name]} for name in last]
+        size = f"{record['settings']['arch']}, {record['parameters']:,} parameters"
+        print_table(f"{size}, held-out text", rows, as_json=False)
+    print(f"wrote {output}", file=sys.stderr)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise BadTraining(f"levels were given as {text!r}; give numbers, such as 3,4") from None

@@ -1,0 +1,128 @@
+"""`architecture`: does it matter for linear jumps how a transformer is built?
+
+Models as deep and wide as the one given, with its tokenizer, are trained from scratch on the same text, in the same
+order, for as many steps; they differ in where positions come from, how far attention reaches, or where the norms stand.
+What varies is compared within rows that share all else. The authors of "Jump to Conclusions" leave the question open.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+
+from layerjump.inputs.corpus import Corpus
+from layerjump.inputs.models import Model
+from layerjump.studies.result import Result, Row
+from layerjump.studies.setup import Setup
+from layerjump.train.architectures import VARIED, Architecture, Shape, new_model
+from layerjump.train.loop import arguments, train
+from layerjump.train.packing import pack
+from layerjump.train.profile import profile
+from layerjump.train.recipe import Recipe
+
+LENGTH, BATCH = 128, 16
+LEARNING_RATE = 1e-3
+SHOWN = (
+    "perplexity",
+    "r2",
+    "agreement map",
+    "agreement identity",
+    "gain",
+    "with residual held out",
+    "without residual held out",
+    "jump strength",
+)
+
+
+def unable(setup: Setup) -> str | None:
+    """Why it cannot be studied here, if it cannot."""
+    if setup.model.task != "causal":
+        return "it trains causal models with this one's tokenizer, and this one is not causal"
+    if setup.model.tokenizer is None:
+        return "it trains models with this one's tokenizer, and it has none"
+    return (
+        None
+        if setup.settings.steps
+        else "it trains models as large as this one; say how long with --steps, and give a small one"
+    )
+
+
+def run(setup: Setup) -> Result:
+    """Train every variant `runs` times, and measure each on the test documents."""
+    settings = setup.settings
+    result = Result("architecture", {"runs": [], "variants": []})
+    every = [(what, name) for what, variants in VARIED.items() for name in variants]
+    text, held_out = (_documents(setup, part) for part in ("fit", "test"))
+    for what, name in every:
+        rows = []
+        for turn in range(settings.runs):
+            recipe = _recipe(setup, seed=settings.seed + turn)
+            model = _trained(setup.model, VARIED[what][name], text, recipe)
+            found = profile(model, held_out, seed=settings.seed).row()
+            found["gain"] = found["agreement map"] - found["agreement identity"]
+            about: Row = {"varies": what, "variant": name, "run": turn + 1}
+            rows.append(about | {"parameters": model.hf.num_parameters()} | found)
+        result.tables["runs"] += rows
+        result.tables["variants"].append(_summed(rows))
+    recipe = _recipe(setup, seed=settings.seed)
+    result.settings = {"steps": recipe.steps, "batch": BATCH, "length": recipe.length}
+    result.settings |= {"learning_rate": LEARNING_RATE, "runs": settings.runs}
+    result.headline = _headline(result.tables["variants"])
+    result.notes.append(
+        "Gain is how often the map to the last level gives the model's own token, less how often the identity does, "
+        "mean over levels; ± is the standard deviation over seeds. Compare within what varies: other rows differ "
+        "in more than that. One learning rate serves all, and none of them is trained to the end."
+    )
+    return result
+
+
+def _documents(setup: Setup, part: str) -> Corpus:
+    documents = setup.documents(part)
+    chosen = tuple(setup.corpus.documents[i] for i in documents)
+    return Corpus(setup.corpus.name, chosen, part)
+
+
+def _recipe(setup: Setup, *, seed: int) -> Recipe:
+    model, steps = setup.model, setup.settings.steps or 1
+    length = min(LENGTH, model.tokens.max_length)
+    heads = int(model.hf.config.num_attention_heads)
+    return Recipe(
+        shape=Shape(model.n_blocks, model.width, heads, length),
+        length=length,
+        steps=steps,
+        batch=BATCH,
+        learning_rate=LEARNING_RATE,
+        seed=seed,
+        every=steps,
+    )
+
+
+def _trained(like: Model, kind: Architecture, text: Corpus, recipe: Recipe) -> Model:
+    tokenizer = like.tokens.tokenizer
+    rows = pack(text.documents, like.tokens, recipe.length)
+    hf = new_model(kind, recipe.shape, tokenizer, seed=recipe.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = arguments(recipe, Path(folder), device=like.device.type)
+        settings.save_strategy = "no"
+        train(hf, tokenizer, rows, recipe, settings)
+    return Model.wrap(hf, tokenizer, name=kind.family)
+
+
+def _summed(rows: list[Row]) -> Row:
+    """Means over seeds, with their standard deviations as bounds."""
+    found: Row = {name: rows[0][name] for name in ("varies", "variant", "parameters")}
+    for name in SHOWN:
+        values = [row[name] for row in rows]
+        spread = stdev(values) if len(values) > 1 else 0.0
+        found |= {name: mean(values), f"{name} low": mean(values) - spread}
+        found[f"{name} high"] = mean(values) + spread
+    return found
+
+
+def _headline(rows: list[Row]) -> Row:
+    return {
+        f"{name}_{row['variant']}".replace(" ", "_"): row[name]
+        for row in rows
+        for name in ("gain", "without residual held out")
+    }

@@ -1,0 +1,1 @@
+"""Training: penalties on how far levels lie apart, small models made with them, fine-tuning."""

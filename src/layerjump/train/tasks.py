@@ -1,0 +1,122 @@
+"""Multiple-choice tasks: read from a file, learnt as text, scored by likelihood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from torch.nn.utils.rnn import pad_sequence
+
+from layerjump.errors import BadText
+from layerjump.inputs.models import Model
+from layerjump.inputs.tokens import Tokens
+from layerjump.train.packing import IGNORED
+
+ROWS = 16
+"""Answers that are scored at once."""
+_FORMATS = "give lines of JSON with `query`, `choices` and `gold`, or with `premise`, `hypothesis` and `label`"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt, what may follow it, and which of these is right."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    gold: int
+
+
+def read_task(path: str | Path) -> list[Item]:
+    """Read a task file, one item a line: `query`, `choices`, `gold`, or an entailment set's `premise` … `label`.
+
+    An entailment item becomes "premise", "Question: hypothesis", "Answer:", and its choices are the labels of the file:
+    the wording is ours.
+    """
+    place = Path(path).expanduser()
+    try:
+        lines = place.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadText(f"the task {place} cannot be read ({error}); {_FORMATS}") from error
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            found.append(_parsed(line, place, number))
+    if not found:
+        raise BadText(f"the task {place} has no items; {_FORMATS}")
+    labels = sorted({row["label"] for row in found if "label" in row})
+    return [_item(row, labels) for row in found]
+
+
+def _parsed(line: str, place: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        if "label" in row:
+            good = all(isinstance(row[name], str) for name in ("premise", "hypothesis", "label"))
+        else:
+            choices = row["choices"]
+            good = isinstance(row["query"], str) and all(isinstance(one, str) for one in choices)
+            good = good and isinstance(row["gold"], int) and 0 <= row["gold"] < len(choices)
+    except (ValueError, KeyError, TypeError):
+        good = False
+    if not good:
+        raise BadText(f"line {number} of the task {place} is no item; {_FORMATS}")
+    return row
+
+
+def _item(row: dict[str, Any], labels: Sequence[str]) -> Item:
+    if "label" in row:
+        prompt = f"{row['premise']}\nQuestion: {row['hypothesis']}\nAnswer:"
+        words = tuple(label.replace("_", " ") for label in labels)
+        return Item(prompt, words, labels.index(row["label"]))
+    return Item(row["query"].rstrip(), tuple(row["choices"]), row["gold"])
+
+
+def sequence(tokens: Tokens, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
+    """Ids of a prompt and an answer, and the labels of the answer alone; a long prompt loses its beginning."""
+    before, after = tokens.encode([prompt, f" {answer.strip()}"])
+    room = tokens.max_length - len(tokens.prefix) - len(after)
+    if room < 1:
+        raise BadText(
+            f"the answer {answer[:30]!r} has {len(after)} tokens, and the model takes {tokens.max_length}; give "
+            "shorter answers, or a model with more positions"
+        )
+    ids = [*tokens.prefix, *before[-room:], *after]
+    labels = [IGNORED] * (len(ids) - len(after)) + after
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def padded(rows: Sequence[tuple[Tensor, Tensor]], pad: int) -> dict[str, Tensor]:
+    """Sequences side by side, padded on the right."""
+    ids = pad_sequence([row[0] for row in rows], batch_first=True, padding_value=pad)
+    labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORED)
+    mask = pad_sequence([torch.ones_like(row[0]) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@torch.no_grad()
+def accuracy(model: Model, items: Sequence[Item]) -> float:
+    """The share of items whose right answer has the highest likelihood, mean over its tokens."""
+    tokens = model.tokens
+    rows = [sequence(tokens, item.prompt, choice) for item in items for choice in item.choices]
+    scores: list[float] = []
+    for start in range(0, len(rows), ROWS):
+        batch = padded(rows[start : start + ROWS], tokens.pad)
+        ids, mask, labels = (tensor.to(model.device) for tensor in batch.values())
+        shares = log_softmax(
+            model.hf(input_ids=ids, attention_mask=mask).logits[:, :-1].float(), -1
+        )
+        there = labels[:, 1:] != IGNORED
+        each = shares.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * there
+        scores += (each.sum(1) / there.sum(1)).tolist()
+    right, at = 0, 0
+    for item in items:
+        mine = scores[at : at + len(item.choices)]
+        right += mine.index(max(mine)) == item.gold
+        at += len(item.choices)
+    return right / len(items)
