@@ -14,7 +14,7 @@ from test_cli import run
 import layerjump as lj
 from layerjump.decode import kept
 from layerjump.decode.calibrate import binomial_tail, calibrate, loosest
-from layerjump.decode.contenders import Contender, Probes, cheapest
+from layerjump.decode.contenders import Contender, Probes, Replayed, cheapest
 from layerjump.decode.costs import Costs, measure
 from layerjump.decode.drafts import at_one_level, cheapest_drafts, draft_cost
 from layerjump.decode.evidence import Evidence, candidates, shares, unseen_documents
@@ -151,14 +151,16 @@ def test_levels_that_do_not_pay_are_not_checked():
 def test_what_drafts_cost():
     costs = Costs(block=1, waiting=0.5, head=2, gate=0)
     none = torch.zeros(4).long()
-    whole = draft_cost(costs, 10, none + 10, none == 0, none + 1, none, 4)
-    assert whole == 12
+    whole = Replayed(none + 10, none == 0, none + 1, none)
+    assert draft_cost(costs, 10, whole, 4) == 12
     # Three drafts at level 4 (4 blocks and a product each), then a token that goes to 10 with them all.
     left, heads = torch.tensor([4, 4, 4, 10]), torch.tensor([1, 1, 1, 1])
     right = torch.tensor([True, True, True, True])
-    assert draft_cost(costs, 10, left, right, heads, none, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 4
+    played = Replayed(left, right, heads, none)
+    assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 4
     wrong = torch.tensor([True, False, True, True])
-    assert draft_cost(costs, 10, left, wrong, heads, none, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 2
+    played = Replayed(left, wrong, heads, none)
+    assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 2
 
 
 def test_drafts_are_made_where_they_are_cheapest():

@@ -7,12 +7,11 @@ a threshold of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor
 
-from layerjump.decode.contenders import THRESHOLDS, WORTH, Contender, Probes
+from layerjump.decode.contenders import THRESHOLDS, WORTH, Contender, Probes, Replayed
 from layerjump.decode.costs import Costs
 from layerjump.decode.evidence import Evidence
 from layerjump.decode.rules import Never, Rule
@@ -51,9 +50,9 @@ def cheapest_drafts(
         replay = contender.replay(evidence, n_blocks)
         for threshold in THRESHOLDS[::3]:
             made = replay(threshold)
-            parts = [part[order] for part in (made.left, made.right, made.heads, made.gates)]
+            played = Replayed(*(part[order] for part in astuple(made)))
             for most in UNVERIFIED:
-                cost = draft_cost(costs, n_blocks, *parts, most)
+                cost = draft_cost(costs, n_blocks, played, most)
                 if cost < best.cost:
                     best = Drafts(contender, threshold, most, cost)
     return best
@@ -69,15 +68,7 @@ def at_one_level(kinds: Sequence[str], probes: Probes, levels: Sequence[int]) ->
     ]
 
 
-def draft_cost(
-    costs: Costs,
-    n_blocks: int,
-    left: Tensor,
-    right: Tensor,
-    heads: Tensor,
-    gates: Tensor,
-    most: int,
-) -> float:
+def draft_cost(costs: Costs, n_blocks: int, played: Replayed, most: int) -> float:
     """Milliseconds a verified token, if examples came one after another in this order.
 
     Drafts gather until one example goes to level L or `most` wait; then all of them go up together, and what follows
@@ -86,7 +77,11 @@ def draft_cost(
     spent, kept = 0.0, 0
     waiting: list[tuple[int, bool]] = []
     for level, good, looks, gated in zip(
-        left.tolist(), right.tolist(), heads.tolist(), gates.tolist(), strict=True
+        played.left.tolist(),
+        played.right.tolist(),
+        played.heads.tolist(),
+        played.gates.tolist(),
+        strict=True,
     ):
         drafts = level < n_blocks and len(waiting) < most
         depth = level if drafts else n_blocks
