@@ -394,3 +394,9 @@ def test_a_long_run():
     )
     assert drafted.ids[0] == wanted[:300]
     assert drafted.counts.drafts > 0
+
+
+def test_text_goes_on_where_the_prompt_ends(real_folder):
+    model = lj.load(real_folder("stories15M"))  # its tokenizer drops a blank that comes first
+    made = lj.generate(model, None, "Once upon a time,", exit="never", max_new_tokens=4)
+    assert made.text[0].startswith(" there was")

@@ -223,11 +223,17 @@ def _result(model: Model, texts: Texts, counts: Counts) -> Generated:
     levels = [
         [texts.levels[row][texts.prompt + place] for place in range(len(ids[row]))] for row in rows
     ]
-    said = [_decoded(model, row) for row in ids]
+    prompts = texts.ids[:, : texts.prompt].tolist()
+    said = [_added(model, prompt, row) for prompt, row in zip(prompts, ids, strict=True)]
     return Generated(said, ids, levels, model.n_blocks, counts)
 
 
-def _decoded(model: Model, ids: list[int]) -> str:
+def _added(model: Model, prompt: list[int], ids: list[int]) -> str:
+    """What new tokens add to a prompt's text; alone, some tokenizers would drop their first blank."""
     if model.tokenizer is None:
         return ""
-    return str(model.tokenizer.decode(ids, skip_special_tokens=True))
+    before, whole, alone = (
+        str(model.tokenizer.decode(each, skip_special_tokens=True))
+        for each in (prompt, prompt + ids, ids)
+    )
+    return whole[len(before) :] if whole.startswith(before) else alone
