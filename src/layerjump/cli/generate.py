@@ -209,7 +209,9 @@ def _coloured(model: Model, made: Generated, row: int) -> str:
         red, blue = round(60 + 195 * share), round(90 + 165 * share)
         pieces.append(f"\x1b[38;2;{red};255;{blue}m{text[len(before) :]}\x1b[0m")
         before = text
-    return "".join(pieces)
+    # Decoded without their prompt, tokens may have lost a first blank.
+    lost = max(0, len(made.text[row]) - len(before))
+    return made.text[row][:lost] + "".join(pieces)
 
 
 def _rows(found: Calibration) -> list[dict[str, Any]]:
