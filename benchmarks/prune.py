@@ -19,6 +19,7 @@ import argparse
 import json
 import tempfile
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import layerjump as lj
-from layerjump.compress.choose import Choosing, choose
+from layerjump.compress.choose import Choosing, choose, order_by_loss
 from layerjump.compress.cuts import Span, must_stay, spans
 from layerjump.compress.distil import distil
 from layerjump.compress.loss import Losses, losses
@@ -58,9 +59,9 @@ Ratios = dict[str, dict[str, float]]
 class Bench:
     """One model, its calibration text and its two test texts."""
 
-    def __init__(self, name: str, *, quick: bool, minutes: float) -> None:
+    def __init__(self, name: str, *, most: int, quick: bool, minutes: float) -> None:
         self.model = lj.load(SOURCES[name])
-        self.minutes = minutes
+        self.most, self.minutes = most, minutes
         few = 4 if quick else 1
         self.calibration = calibrate(
             self.model, lj.read(TRAIN[name]), tokens=CALIBRATION // few, sizes=SIZES, seed=0
@@ -76,6 +77,11 @@ class Bench:
         ends = (1, self.model.n_blocks)
         self.published = Choosing(self.model, fit, select, ())
         self.ends_stay = Choosing(self.model, fit, select, ends)
+
+    @cached_property
+    def by_loss(self) -> list[int]:
+        """Blocks in the order in which they go, greedily: the first few are the choice of fewer."""
+        return order_by_loss(self.most, self.ours)
 
     def _test(self, path: Path, tokens: int) -> Batches:
         return batches(lj.read(path), self.model.tokens, EVERY, tokens_wanted=tokens)
@@ -99,8 +105,8 @@ def main() -> None:
     figures: dict[str, dict[str, Ratios]] = {}
     for name in options.models.split(","):
         minutes = min(options.minutes, 0.5) if options.quick else options.minutes
-        bench = Bench(name, quick=options.quick, minutes=minutes)
         drops = DROPS[name][:1] if options.quick else DROPS[name]
+        bench = Bench(name, most=max(drops), quick=options.quick, minutes=minutes)
         figures[name] = {str(count): one_drop(bench, count) for count in drops}
     print(json.dumps(figures))
 
@@ -154,14 +160,13 @@ def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
         "remove_bi": (bench.published, "influence", "remove"),
         "deepest": (bench.ends_stay, "deepest", "remove"),
         "replaceme": (bench.ends_stay, "angle", "replaceme"),
-        "linear": (bench.ours, "loss", "linear"),
-        "fold": (bench.ours, "loss", "turn"),
     }
-    found: dict[str, tuple[list[Span], str]] = {}
-    for name, (given, how, method) in chosen.items():
-        again = found["linear"][0] if name == "fold" else spans(choose(how, count, given))
-        found[name] = again, method
-    return found
+    found = {
+        name: (spans(choose(how, count, given)), method)
+        for name, (given, how, method) in chosen.items()
+    }
+    ours = spans(bench.by_loss[:count])
+    return found | {"linear": (ours, "linear"), "fold": (ours, "turn")}
 
 
 def steps_in(bench: Bench, pruned: Pruned, calibration: Calibration) -> int:
