@@ -48,6 +48,13 @@ def test_all_studies_run(setup, tmp_path):
     results = run_studies(both, chosen("all"), tmp_path)
     assert list(results["studies"]) == list(STUDIES)
     for name, study in results["studies"].items():
+        if name in (
+            "dynamics",
+            "finetune",
+            "architecture",
+        ):  # they need more than a model and a text
+            assert study["skipped"], name
+            continue
         assert study["skipped"] is None, name
         assert study["tables"], name
         assert all(study["tables"].values()), name
