@@ -10,10 +10,13 @@ import typer
 
 from layerjump.cli.options import (
     AsJson,
+    Column,
     Device,
     DeviceMap,
     Dtype,
     Revision,
+    Seed,
+    Split,
     Trust,
     print_table,
     progress_bar,
@@ -37,7 +40,7 @@ def fit(
     text: Annotated[
         str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
     ] = "pydoc",
-    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    column: Column = None,
     pairs: Annotated[
         str, typer.Option(help="to-last, adjacent, all, submodules, or a list: 0:6,3:6.")
     ] = "to-last",
@@ -62,10 +65,8 @@ def fit(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens to run (default: the whole text).")
     ] = None,
-    split: Annotated[
-        str, typer.Option(help="fit/select/test: percentages or documents.")
-    ] = "80/10/10",
-    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    split: Split = "80/10/10",
+    seed: Seed = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
     save_every: Annotated[float, typer.Option(help="Seconds between saves of the sums.")] = 60.0,
     save_moments: Annotated[

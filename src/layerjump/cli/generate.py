@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli.options import AsJson, Device, Dtype, ModelName, Revision, Trust, print_table
+from layerjump.cli.options import (
+    AsJson,
+    Column,
+    Device,
+    Dtype,
+    ModelName,
+    Revision,
+    Seed,
+    Trust,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from layerjump.decode.calibrate import Calibration
@@ -110,14 +120,14 @@ def calibrate(
     text: Annotated[
         str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
     ] = "pydoc",
-    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    column: Column = None,
     target: Annotated[float, typer.Option(help="Agreement with the full model to keep.")] = 0.95,
     confidence: Annotated[float, typer.Option(help="Confidence that it is kept.")] = 0.95,
     kinds: Annotated[
         str, typer.Option(help="Rules that compete: gap, gate, two-stage.")
     ] = "gap,gate,two-stage",
     documents: Annotated[int, typer.Option(help="Documents to use at most.")] = 2_000,
-    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    seed: Seed = 0,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,

@@ -28,6 +28,9 @@ Trust = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that comes with the model. Off by default."),
 ]
+Column = Annotated[str | None, typer.Option(help="Column of a table to read.")]
+Split = Annotated[str, typer.Option(help="fit/select/test: percentages or documents.")]
+Seed = Annotated[int, typer.Option(help="Seed of splits and positions.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

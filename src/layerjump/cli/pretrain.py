@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layerjump.cli.options import AsJson, print_table
+from layerjump.cli.options import AsJson, Column, print_table
 from layerjump.errors import BadTraining
 
 
@@ -27,7 +27,7 @@ def pretrain(
         str | None,
         typer.Option(help="Text to measure on (default: 5 % of the documents)."),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    column: Column = None,
     arch: Annotated[str, typer.Option(help="llama, mistral, gpt2, bert.")] = "llama",
     layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 128,

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli.options import AsJson, Device, Dtype, ModelName, Revision, Trust, print_table
+from layerjump.cli.options import (
+    AsJson,
+    Column,
+    Device,
+    Dtype,
+    ModelName,
+    Revision,
+    Seed,
+    Split,
+    Trust,
+    print_table,
+)
 from layerjump.errors import BadPruning
 
 if TYPE_CHECKING:
@@ -62,14 +73,12 @@ def prune(
     text: Annotated[
         str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
     ] = "pydoc",
-    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    column: Column = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens to run (default: the whole text).")
     ] = None,
-    split: Annotated[
-        str, typer.Option(help="fit/select/test: percentages or documents.")
-    ] = "80/10/10",
-    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    split: Split = "80/10/10",
+    seed: Seed = 0,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the folder.")] = False,
     revision: Revision = None,
     device: Device = None,

@@ -10,11 +10,13 @@ from typing import Annotated
 import typer
 
 from layerjump.cli.options import (
+    Column,
     Device,
     DeviceMap,
     Dtype,
     ModelName,
     Revision,
+    Seed,
     Trust,
     progress_bar,
 )
@@ -33,7 +35,7 @@ def study(
         list[str] | None,
         typer.Option(help="A file, a hub dataset, `-`, or `pydoc`; more than one: see transfer."),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Column of a table to read.")] = None,
+    column: Column = None,
     protocol: Annotated[
         str, typer.Option(help="ours, or paper: 9,000 fit sentences, one position each.")
     ] = "ours",
@@ -74,7 +76,7 @@ def study(
         int | None, typer.Option(help="finetune, architecture: steps of each training.")
     ] = None,
     runs: Annotated[int, typer.Option(help="finetune, architecture: trainings (seeds).")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of splits and positions.")] = 0,
+    seed: Seed = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
     ] = False,
