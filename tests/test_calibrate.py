@@ -19,6 +19,7 @@ from layerjump.decode.costs import Costs, measure
 from layerjump.decode.drafts import at_one_level, cheapest_drafts, draft_cost
 from layerjump.decode.evidence import Evidence, candidates, shares, unseen_documents
 from layerjump.decode.gates import Gate, calibration_curve, gate_features, logistic
+from layerjump.decode.own import OPENING, own_text
 from layerjump.decode.rules import Look, Never
 from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
 
@@ -222,6 +223,31 @@ def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
                 kept.load(tmp_path, model=model)
         finally:
             model.anatomy.head.weight.sub_(1)
+
+
+def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
+    text = stories(40, seed=6)
+    (first, *_) = batches = own_text(model, text, range(40), tokens=10, picks=4)
+    assert 120 < sum(batch.n_picks for batch in batches) <= 160  # some texts end early
+    assert first.position.min() >= OPENING - 1
+    for batch in batches:
+        at = next(iter(lj.states(model, [batch], [model.n_blocks])))[model.n_blocks]
+        following = batch.input_ids[batch.row, batch.position + 1]
+        assert torch.equal(model.logits(at).argmax(-1), following)
+        opening = [text.documents[document] for document in batch.document.tolist()]
+        ids = model.tokens.encode(opening)
+        for row, document in zip(batch.row.tolist(), ids, strict=True):
+            assert batch.input_ids[row, :OPENING].tolist() == document[:OPENING]
+
+
+def test_a_rule_is_found_on_the_models_own_text(model, jumps):
+    text = stories(500, seed=7)
+    found = calibrate(model, jumps, text, target=0.9, costs=COSTS, own=12)
+    assert found.about["own"] == 12
+    assert found.about["positions"]["thresholds"] == 225
+    assert found.about["test"]["agreement"] >= 0.85
+    with pytest.raises(BadExit, match="what its context holds"):
+        calibrate(model, jumps, text, target=0.9, costs=COSTS, own=10_000)
 
 
 def test_gates_are_measured_on_test_text(found):

@@ -189,7 +189,7 @@ def test_few_positions_are_warned_about(model, caplog):
 def test_the_bill_is_refused_when_memory_lacks(model, text):
     run = plan(model, text, pairs="all", positions="all")
     entries = 64 * 64 * (4 + 10) if model.width == 64 else model.width**2 * 14
-    assert run.bill.sums_bytes == 3 * (8 * entries + 4 * 2500 * 5 * model.width)
+    assert run.bill.sums_bytes == 3 * (8 * entries + 4 * 2000 * 5 * model.width)
     assert "positions; memory for sums" in str(run.bill)
     with pytest.raises(TooLarge, match="fewer pairs"):
         Bill(10**15, 0, 1, 1, 1, 1).require_memory()

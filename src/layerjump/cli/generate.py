@@ -127,6 +127,12 @@ def calibrate(
         str, typer.Option(help="Rules that compete: gap, gate, two-stage.")
     ] = "gap,gate,two-stage",
     documents: Annotated[int, typer.Option(help="Documents to use at most.")] = 2_000,
+    own: Annotated[
+        int | None,
+        typer.Option(
+            help="Let the model go on with each document's first tokens by so many, and calibrate on that."
+        ),
+    ] = None,
     seed: Seed = 0,
     revision: Revision = None,
     device: Device = None,
@@ -137,10 +143,11 @@ def calibrate(
     """Find the cheapest exit rule that keeps a target agreement with the full model, and save it with the jumps.
 
     Cost is measured on this machine: blocks, vocabulary products and gates. The guarantee is for text like that given,
-    on the model's own keys and values.
+    or, with --own, for what the model writes behind its openings: closer to what generation meets, slower to find.
 
     [bold]layerjump fit smollm2 --text wiki.txt -o jumps[/]
     [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --target 0.95[/]
+    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --own 64[/]
     [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]
     """
     from layerjump.decode import kept
@@ -161,6 +168,7 @@ def calibrate(
         confidence=confidence,
         kinds=tuple(kind.strip() for kind in kinds.split(",")),
         documents=documents,
+        own=own,
         seed=seed,
         say=lambda line: print(line, file=sys.stderr),
     )

@@ -5,15 +5,16 @@ document (tokens of one document are not independent), by testing thresholds fro
 stopping at the first that fails (Learn then Test, arXiv 2110.01052, with an exact binomial bound). With the stated
 confidence over the draw of documents, the agreement (same best token, given the same prefix) is at least the target.
 
-The guarantee is for text like that given, for the `exact` cache and for prefixes of real text. What the model does
-behind its own tokens, or with the `jump` and `copy` caches, is measured and not guaranteed.
+The guarantee is for text like that given and the `exact` cache: for prefixes of real text, or, with `own`, for what the
+full model writes behind the first tokens of such text. What happens behind tokens that left early, or with the `jump`
+and `copy` caches, is measured and not guaranteed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ from layerjump.decode.costs import Costs, measure
 from layerjump.decode.drafts import at_one_level, cheapest_drafts
 from layerjump.decode.evidence import Evidence, candidates, gather, shares, unseen_documents
 from layerjump.decode.gates import calibration_curve
+from layerjump.decode.own import own_text
 from layerjump.decode.rules import Never, Rule
 from layerjump.errors import BadExit, TextTooShort
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
+from layerjump.inputs.batches import Batch, batches
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
+from layerjump.inputs.positions import Positions
 from layerjump.measure.bootstrap import mean_interval
 
 KINDS = ("gap", "gate", "two-stage")
@@ -69,12 +73,15 @@ def calibrate(
     kinds: tuple[str, ...] = KINDS,
     costs: Costs | None = None,
     documents: int = 2_000,
+    own: int | None = None,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Find the cheapest rule for a model; `costs` are measured unless given.
 
     Documents that the jumps were fitted on are left out; of the others at most `documents` are used.
+    With `own`, the model goes on with each document's first tokens by so many, and the rule is found on what it says:
+    that is what generation will meet, and costs the time of writing it.
     """
     _check(target, confidence, kinds)
     free = unseen_documents(jumps, text)[:documents]
@@ -91,11 +98,16 @@ def calibrate(
     read = {}
     for name, chosen in dealt.items():
         say(f"reading {len(chosen)} documents ({name})")
-        positions = "one" if name == "thresholds" else f"sample={SAMPLE}"
-        read[name] = gather(
-            model, jumps, text, chosen, positions=positions, levels=levels, seed=seed
-        )
-    return _choose(model, text, read, costs, target, confidence, kinds, seed)
+        most = 1 if name == "thresholds" else SAMPLE
+        found: Iterable[Batch]
+        if own is not None:
+            found = own_text(model, text, chosen, tokens=own, picks=most, seed=seed)
+        else:
+            positions = Positions("one") if most == 1 else Positions("sample", most)
+            found = batches(text, model.tokens, positions, documents=chosen, seed=seed)
+        read[name] = gather(model, jumps, found, levels)
+    made = _choose(model, text, read, costs, target, confidence, kinds, seed)
+    return replace(made, about=made.about | {"own": own})
 
 
 def _choose(

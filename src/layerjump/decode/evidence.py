@@ -1,8 +1,8 @@
-"""What levels say about positions of real text, beside what the model says: the evidence that rules are chosen on."""
+"""What levels say about positions of text, beside what the model says: the evidence that rules are chosen on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from layerjump.decode.gates import gate_features
 from layerjump.errors import TextTooShort
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs.batches import batches
+from layerjump.inputs.batches import Batch
 from layerjump.inputs.corpus import Corpus, split
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import states
 from layerjump.lens.lens import Lens, rows_at_once
 
@@ -83,21 +82,14 @@ def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
 def gather(
     model: Model,
     jumps: Jumps | None,
-    corpus: Corpus,
-    documents: Sequence[int],
-    *,
-    positions: str,
+    batches: Iterable[Batch],
     levels: Sequence[int],
-    seed: int = 0,
 ) -> Evidence:
-    """Read positions of documents at levels."""
+    """Read the batches' picks at levels."""
     lens, last = Lens(model, jumps), model.n_blocks
-    found = batches(
-        corpus, model.tokens, Positions.parse(positions), documents=documents, seed=seed
-    )
     rows = rows_at_once(model)
     parts: list[tuple[Tensor, ...]] = []
-    for batch in found:
+    for batch in batches:
         at = next(iter(states(model, [batch], [*levels, last])))
         for start in range(0, batch.n_picks, rows):
             part = slice(start, start + rows)

@@ -49,10 +49,12 @@ class Bill:
 
 def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill:
     """The bill of summing `batches` (by split) as `moments` would."""
-    width = {site: site_width(model, site) for site in moments.sites}
+    raw = {site: site_width(model, site) for site in moments.sites}
+    wider = 2 if moments.reads == "both" else 1
+    width = {site: raw[site] * (wider if site in moments.sources else 1) for site in raw}
     products = [(site, site) for site in moments.squared] + moments.pairs
     entries = sum(width[a] * width[b] for a, b in products)
-    kept = sum(width[site] for site in moments.reservoir.sites) * moments.reservoir.room
+    kept = sum(raw[site] for site in moments.reservoir.sites) * moments.reservoir.size
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
     most = max((int(split.most_picks) for split in batches.values()), default=0)

@@ -17,6 +17,7 @@ from layerjump.fit.checkpoint import Checkpoint, deferred_interrupt
 from layerjump.fit.collected import SPLITS, Collected
 from layerjump.fit.fingerprint import fingerprint, tokenizer_hash
 from layerjump.fit.group import Group
+from layerjump.fit.modules import FeatureKind
 from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair, parse_pairs
 from layerjump.fit.reservoir import keys_of
@@ -86,8 +87,9 @@ def plan(
     seed: int = 0,
     select: bool = True,
     max_length: int = 512,
+    reads: FeatureKind = "raw",
 ) -> Plan:
-    """Decide on a run: which documents, positions and sums.
+    """Decide on a run: which documents, positions and sums (of which features of the sources' states).
 
     Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 44 d). Jumps between
     levels skip position 0; maps meant for every position (sub-modules) take it in.
@@ -125,7 +127,7 @@ def plan(
         _warn_few(made["fit"].n_picks, model.width)
     return Plan(
         model,
-        {name: Moments(chosen, products=products_on(model)) for name in SPLITS},
+        {name: Moments(chosen, products=products_on(model), reads=reads) for name in SPLITS},
         made,
         _about(model, corpus, positions, made, sizes, seed, max_length, chosen),
     )

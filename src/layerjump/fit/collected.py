@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerjump.errors import BadArtifact, BadMoments, NewerFormat, WrongModel
 from layerjump.fit.files import read_tensors, write_tensors
+from layerjump.fit.modules import FEATURES
 from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair
 from layerjump.inputs.sites import Site
@@ -52,6 +53,7 @@ class Collected:
             "about": self.about,
             "pairs": [[str(a), str(b)] for a, b in self.fit.pairs],
             "full_targets": self.fit.full_targets,
+            "reads": self.fit.reads,
             "reservoir": self.fit.reservoir.size,
             "n": {split: moments.n for split, moments in self.splits.items()},
             "progress": progress,
@@ -96,7 +98,12 @@ def merge(runs: Sequence[Collected]) -> Collected:
     first = runs[0]
     kept = first.fit
     made = {
-        split: Moments(kept.pairs, reservoir=kept.reservoir.size, full_targets=kept.full_targets)
+        split: Moments(
+            kept.pairs,
+            reservoir=kept.reservoir.size,
+            full_targets=kept.full_targets,
+            reads=kept.reads,
+        )
         for split in SPLITS
     }
     texts: list[str] = []
@@ -138,7 +145,12 @@ def pack(moments: Moments) -> dict[str, Tensor]:
 def _unpack(
     split: str, head: dict[str, Any], pairs: list[Pair], tensors: dict[str, Tensor]
 ) -> Moments:
-    moments = Moments(pairs, reservoir=head["reservoir"], full_targets=head["full_targets"])
+    reads = head.get("reads", "raw")  # files older than features have no such key
+    if reads not in FEATURES:
+        raise ValueError(f"there are no features {reads!r}")
+    moments = Moments(
+        pairs, reservoir=head["reservoir"], full_targets=head["full_targets"], reads=reads
+    )
     moments.n = int(head["n"][split])
     mine = {
         name.partition("|")[2]: t for name, t in tensors.items() if name.startswith(f"{split}|")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
 
 from layerjump import __version__
 from layerjump.errors import BadEstimator
 from layerjump.fit.affine import Affine
+from layerjump.fit.calibrated import calibrated, sides
 from layerjump.fit.collect import plan
 from layerjump.fit.collected import Collected
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.metric import unembedding_metric
+from layerjump.fit.modules import FeatureKind
 from layerjump.fit.narrow import narrow_rank, ojfa
 from layerjump.fit.pairs import Pair
 from layerjump.fit.records import JumpInfo, Provenance
@@ -21,9 +25,9 @@ from layerjump.fit.score import r2, r2_identity
 from layerjump.fit.solve import ESTIMATORS, solve
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
-from layerjump.inputs.sites import Site
+from layerjump.inputs.sites import FINAL, Site
 
-NAMES = (*ESTIMATORS, "ojfa")
+NAMES = (*ESTIMATORS, "ojfa", "calibrated")
 
 
 def fit(
@@ -37,18 +41,26 @@ def fit(
     **settings: Any,
 ) -> Jumps:
     """Fit jumps in one pass over a text; further settings (pairs, positions, tokens, …) are `plan`'s."""
-    settings.setdefault("select", selects(estimator, strength))
+    settings = plan_settings(estimator, strength) | settings
     collected = plan(model, text, **settings).run()
     return solve_jumps(
         collected, estimator, strength=strength, rank=rank, metric=metric, model=model
     )
 
 
+def plan_settings(estimator: str, strength: float | None = None) -> dict[str, Any]:
+    """What an estimator wants of the pass over the text, unless told otherwise."""
+    wanted: dict[str, Any] = {"select": selects(estimator, strength)}
+    return wanted | {"pairs": "to-final", "reads": "both"} if estimator == "calibrated" else wanted
+
+
 def selects(estimator: str, strength: float | None = None) -> bool:
     """Whether an estimator chooses a setting on the select split."""
     if estimator not in NAMES:
         raise BadEstimator(f"there is no estimator {estimator!r}; known are {', '.join(NAMES)}")
-    return estimator == "ojfa" or (ESTIMATORS[estimator].selects and strength is None)
+    return estimator in ("ojfa", "calibrated") or (
+        ESTIMATORS[estimator].selects and strength is None
+    )
 
 
 def solve_jumps(
@@ -69,36 +81,56 @@ def solve_jumps(
         )
     settings = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     settings = {name: value for name, value in settings.items() if value is not None}
-    if estimator == "ojfa":
-        maps = _one_for_all(collected, rank, how or "pooled")
-    else:
-        maps = _solve_sources(collected, estimator, settings, model)
-    infos = {pair: _info(collected, pair, jump, estimator) for pair, jump in maps.items()}
+    maps: dict[Pair, Affine] = {}
+    infos: dict[Pair, JumpInfo] = {}
+    for pair, jump, kind in _solved(collected, estimator, settings, model):
+        infos[pair] = _info(collected, pair, jump, estimator, kind)
+        maps[pair] = jump.to(torch.float32)  # as it is kept: all of them in float64 would take room
     return Jumps.of(maps, infos, _provenance(collected, estimator, settings))
 
 
-def _solve_sources(
+def _solved(
     collected: Collected, estimator: str, settings: dict[str, Any], model: Model | None
+) -> Iterator[tuple[Pair, Affine, FeatureKind]]:
+    """Every pair's map, and what it reads."""
+    if "how" in settings and estimator != "ojfa":
+        raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa has")
+    sums = collected.fit
+    if estimator == "calibrated":
+        _check_calibrated(sums.pairs, settings)
+        for pair in sums.pairs:
+            yield pair, *calibrated(sums, collected.select, pair)
+    elif estimator == "ojfa":
+        jump = _one_for_all(collected, settings.get("rank"), settings.get("how", "pooled"))
+        yield from ((pair, jump, sums.reads) for pair in sums.pairs)
+    else:
+        for source in sums.sources:
+            solved = _from_source(collected, estimator, source, settings, model)
+            yield from ((pair, jump, sums.reads) for pair, jump in solved.items())
+
+
+def _from_source(
+    collected: Collected,
+    estimator: str,
+    source: Site,
+    settings: dict[str, Any],
+    model: Model | None,
 ) -> dict[Pair, Affine]:
     """All jumps that leave a site come from one factorisation."""
-    if "how" in settings:
-        raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa has")
+    targets = [b for a, b in collected.fit.pairs if a == source]
+    given = {name: value for name, value in settings.items() if name != "metric"}
+    if selects(estimator, settings.get("strength")):
+        given["select"] = (
+            collected.select.source(source),
+            [collected.select.target(source, target) for target in targets],
+        )
+    if "metric" not in settings:
+        return _solve(collected, estimator, source, targets, given)
     maps: dict[Pair, Affine] = {}
-    for source in collected.fit.sources:
-        targets = [b for a, b in collected.fit.pairs if a == source]
-        given = {name: value for name, value in settings.items() if name != "metric"}
-        if selects(estimator, settings.get("strength")):
-            given["select"] = (
-                collected.select.source(source),
-                [collected.select.target(source, target) for target in targets],
-            )
-        if "metric" in settings:
-            for target in targets:
-                given["metric"] = _metric(settings["metric"], model, target)
-                maps |= _solve(collected, estimator, source, [target], given)
-        else:
-            maps |= _solve(collected, estimator, source, targets, given)
-    return {pair: maps[pair] for pair in collected.fit.pairs}
+    for target in targets:
+        given["metric"] = _metric(settings["metric"], model, target)
+        maps |= _solve(collected, estimator, source, [target], given)
+    return maps
 
 
 def _solve(
@@ -119,7 +151,19 @@ def _metric(name: str, model: Model | None, target: Site) -> Tensor:
     return unembedding_metric(model, target)
 
 
-def _one_for_all(collected: Collected, rank: int | None, how: str) -> dict[Pair, Affine]:
+def _check_calibrated(pairs: list[Pair], settings: dict[str, Any]) -> None:
+    if settings:
+        raise BadEstimator(
+            f"calibrated has no settings, but {', '.join(settings)} was given; leave it out"
+        )
+    if any(target != FINAL for _, target in pairs):
+        raise BadEstimator(
+            "calibrated maps land after the final norm, but these sums pair other sites; collect them with "
+            "--pairs to-final"
+        )
+
+
+def _one_for_all(collected: Collected, rank: int | None, how: str) -> Affine:
     targets = {target for _, target in collected.fit.pairs}
     if len(targets) > 1:
         raise BadEstimator("ojfa is one jump from every level to one target; give --pairs to-last")
@@ -137,14 +181,16 @@ def _one_for_all(collected: Collected, rank: int | None, how: str) -> dict[Pair,
         select=list(zip(*sides(collected.select), strict=True)),
         how=cast(Literal["pooled", "best-level"], how),
     )
-    return dict.fromkeys(collected.fit.pairs, jump)
+    return jump
 
 
-def _info(collected: Collected, pair: Pair, jump: Affine, estimator: str) -> JumpInfo:
+def _info(
+    collected: Collected, pair: Pair, jump: Affine, estimator: str, kind: FeatureKind
+) -> JumpInfo:
     source, target = pair
     score = baseline = None
     if collected.test.n:
-        x, y = collected.test.source(source), collected.test.target(source, target)
+        x, y = sides(collected.test, pair, kind)
         score = (*r2(jump, x, y),)
         baseline = (*r2_identity(x, [y])[0],) if jump.shape[0] == jump.shape[1] else None
     rank = jump.factors[0].shape[1] if len(jump.factors) == 2 else None
@@ -152,6 +198,7 @@ def _info(collected: Collected, pair: Pair, jump: Affine, estimator: str) -> Jum
         source=source,
         target=target,
         estimator=estimator,
+        features=kind,
         rank=rank,
         strength=jump.strength,
         r2=score,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerjump.errors import RunStopped
-from layerjump.fit.moments import Moments, typical
+from layerjump.fit.moments import Moments
 from layerjump.inputs.sites import Site
 
 
@@ -41,7 +41,7 @@ class Group:
         """Give every process the first process's shift: sums about one shift simply add."""
         if self.world == 1:
             return
-        mine = moments.shift or {site: typical(state) for site, state in (first or {}).items()}
+        mine = moments.shift or (moments.shift_for(first) if first else {})
         box: list[Any] = [{str(site): shift.cpu() for site, shift in mine.items()}]
         _together(lambda: dist.broadcast_object_list(box, src=0))
         if moments.n == 0:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadMoments
+from layerjump.fit.modules import FeatureKind, features
 from layerjump.fit.pairs import Pair, sites_of
 from layerjump.fit.reservoir import Reservoir
 from layerjump.fit.sums import Source, Target
@@ -39,14 +40,22 @@ class Moments:
         reservoir: int = 2000,
         full_targets: bool = False,
         products: torch.dtype = torch.float64,
+        reads: FeatureKind = "raw",
     ) -> None:
         self.products = products
+        self.reads = reads
+        """What maps will read of a source's states; its sums are of that."""
         self.pairs = list(pairs)
         self.sites = sites_of(self.pairs)
         self.sources = list(dict.fromkeys(source for source, _ in self.pairs))
         self._targets = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
         self._met = list(dict.fromkeys(target for _, target in self.pairs))
         self._rooms: dict[object, Tensor] = {}
+        if reads != "raw" and not set(self._met).isdisjoint(self.sources):
+            raise BadMoments(
+                f"sums of {reads} features were asked for, but {describe(self.pairs)} lead to sites that others start "
+                f"from; give pairs that all lead to final, or raw features"
+            )
         self.full_targets = full_targets
         # Σ x xᵀ is kept for sources; for mere targets its diagonal will do, unless a study needs more.
         self.squared = list(self.sites) if full_targets else self.sources
@@ -70,8 +79,8 @@ class Moments:
                 f"the sites' states have {sorted(rows)} rows; the same rows were wanted at all"
             )
         if not self.sums:
-            self._start(widened)
-        self._check_widths(widened)
+            self.set_shift(self.shift_for(widened))
+        self._check_widths({site: self._seen(site, state[:1]) for site, state in widened.items()})
         self._add_products(widened)
         self._add_angles(widened)
         self.n += rows.pop()
@@ -80,10 +89,11 @@ class Moments:
 
     def merge(self, other: Moments) -> None:
         """Fold another run's sums in; they may have been taken about another shift."""
-        if self.pairs != other.pairs or self.squared != other.squared:
+        mine, theirs = ((m.pairs, m.squared, m.reads) for m in (self, other))
+        if mine != theirs:
             raise BadMoments(
-                f"sums over {describe(other.pairs)} cannot be merged into sums over {describe(self.pairs)}; "
-                f"collect both with the same pairs"
+                f"sums over {describe(other.pairs)}, {other.reads} features, cannot be merged into sums over "
+                f"{describe(self.pairs)}, {self.reads} features; collect both with the same pairs and features"
             )
         if other.n == 0:
             return
@@ -97,9 +107,27 @@ class Moments:
         self.n += other.n
         self.reservoir.merge(other.reservoir)
 
+    def shift_for(self, states: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+        """A shift that suits these states: a typical one of each site."""
+        return {site: typical(self._seen(site, states[site])) for site in self.sites}
+
     def set_shift(self, shift: Mapping[Site, Tensor]) -> None:
         """Start from zero about a given shift (processes that will add their sums must share it)."""
-        self._start({site: shift[site][None] for site in self.sites})
+        self.shift = {site: shift[site].double() for site in self.sites}
+        width = {site: len(self.shift[site]) for site in self.sites}
+        shapes: dict[str, tuple[int, ...]] = {
+            "norm": (len(self.sites),),
+            "cosine": (len(self.pairs),),
+            "angle": (len(self.pairs),),
+        }
+        shapes |= {f"sum/{site}": (width[site],) for site in self.sites}
+        shapes |= {f"square/{site}": (width[site], width[site]) for site in self.squared}
+        shapes |= {f"diagonal/{s}": (width[s],) for s in self.sites if s not in self.squared}
+        shapes |= {f"cross/{a}>{b}": (width[a], width[b]) for a, b in self.pairs}
+        device = next(iter(self.shift.values())).device
+        self.sums = {
+            k: torch.zeros(v, dtype=torch.float64, device=device) for k, v in shapes.items()
+        }
 
     # -- reading
 
@@ -140,23 +168,6 @@ class Moments:
 
     # -- the sums themselves
 
-    def _start(self, like: Mapping[Site, Tensor]) -> None:
-        self.shift = {site: typical(like[site]) for site in self.sites}
-        width = {site: like[site].shape[-1] for site in self.sites}
-        shapes: dict[str, tuple[int, ...]] = {
-            "norm": (len(self.sites),),
-            "cosine": (len(self.pairs),),
-            "angle": (len(self.pairs),),
-        }
-        shapes |= {f"sum/{site}": (width[site],) for site in self.sites}
-        shapes |= {f"square/{site}": (width[site], width[site]) for site in self.squared}
-        shapes |= {f"diagonal/{s}": (width[s],) for s in self.sites if s not in self.squared}
-        shapes |= {f"cross/{a}>{b}": (width[a], width[b]) for a, b in self.pairs}
-        device = next(iter(self.shift.values())).device
-        self.sums = {
-            k: torch.zeros(v, dtype=torch.float64, device=device) for k, v in shapes.items()
-        }
-
     def _add_angles(self, states: Mapping[Site, Tensor]) -> None:
         norms = {site: torch.linalg.vector_norm(states[site], dim=-1) for site in self.sites}
         self.sums["norm"] += torch.stack([norms[site].double().sum() for site in self.sites])
@@ -180,11 +191,15 @@ class Moments:
         else:
             self._add_rough_products(states)
 
+    def _seen(self, site: Site, states: Tensor) -> Tensor:
+        return features(states, self.reads) if site in self._targets else states
+
     def _shifted(self, site: Site, states: Tensor) -> Tensor:
         """In float64, in memory kept from batch to batch: taken anew each time, it frays the heap of a long run.
 
         Targets are needed together; mere sources take turns in one place.
         """
+        states = self._seen(site, states)
         place = site if site in self._met else (states.shape[-1], states.device)
         room = self._rooms.get(place)
         if room is None or len(room) < len(states):
@@ -193,9 +208,10 @@ class Moments:
 
     def _add_rough_products(self, states: Mapping[Site, Tensor]) -> None:
         """In float32, except for rows so long that their rounding would cover the others."""
-        shifted = {site: states[site] - self.shift[site].to(states[site]) for site in self.sites}
+        seen = {site: self._seen(site, states[site]) for site in self.sites}
+        shifted = {site: seen[site] - self.shift[site].to(seen[site]) for site in self.sites}
         outlying = self._outlying(shifted)
-        self._multiply(lambda site: states[site][outlying].double() - self.shift[site])
+        self._multiply(lambda site: seen[site][outlying].double() - self.shift[site])
         for state in shifted.values():
             state[outlying] = 0
         for start in range(0, len(outlying), ROWS_AT_ONCE):

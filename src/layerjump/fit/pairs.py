@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from layerjump.errors import BadModel
 from layerjump.inputs.anatomy import Anatomy
-from layerjump.inputs.sites import Site
+from layerjump.inputs.sites import FINAL, Site
 
 Pair = tuple[Site, Site]
 
@@ -14,10 +14,12 @@ SUBMODULES = ("ln1", "attn", "lnx", "xattn", "ln2", "ffn")
 
 
 def parse_pairs(text: str, anatomy: Anatomy) -> list[Pair]:
-    """Read `to-last`, `adjacent`, `all`, `submodules`, or a list such as `0:6,3:final,2.attn.in:2.attn.out`."""
+    """Read to-last, to-final, adjacent, all, submodules, or a list such as `0:6,3:final,2.attn.in:2.attn.out`."""
     levels = [Site(index) for index in range(anatomy.n_blocks + 1)]
     if text == "to-last":
         return [(source, levels[-1]) for source in levels[:-1]]
+    if text == "to-final":
+        return [(source, FINAL) for source in levels[:-1]]
     if text == "adjacent":
         return list(zip(levels, levels[1:], strict=False))
     if text == "all":
@@ -44,7 +46,8 @@ def _listed(text: str, anatomy: Anatomy) -> list[Pair]:
         source, colon, target = item.partition(":")
         if not colon:
             raise BadModel(
-                f"pairs given are {text!r}; give to-last, adjacent, all, submodules, or a list such as 0:6,3:6"
+                f"pairs given are {text!r}; give to-last, to-final, adjacent, all, submodules, or a list such as "
+                f"0:6,3:6"
             )
         pair = Site.parse(source), Site.parse(target)
         for site in pair:

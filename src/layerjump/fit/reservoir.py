@@ -17,17 +17,14 @@ from layerjump.inputs.sites import Site
 class Reservoir:
     """The rows with the `size` smallest keys, at some sites.
 
-    Its memory is taken once, for a quarter more: offered rows gather behind the kept ones until there is no room, and
-    only then are all sorted.
+    Its memory is taken once: a row that comes in takes the place of one that goes out. Reading puts them in order.
     """
 
     def __init__(self, sites: Sequence[Site], size: int) -> None:
         self.sites, self.size = list(sites), size
-        self.room = size + -(-size // 4)
         self._keys = torch.empty(0, dtype=torch.int64)
         self._rows: dict[Site, Tensor] = {}
         self._filled = 0
-        self._limit: int | None = None  # the largest key that was kept, once as many as fit were
 
     @property
     def keys(self) -> Tensor:
@@ -45,42 +42,39 @@ class Reservoir:
         if not self.sites or not self.size:
             return
         keys = keys.cpu()
-        if self._limit is not None:  # once full, few rows get in: only those are copied
-            chosen = (keys < self._limit).nonzero()[:, 0]
-            states = {site: states[site][chosen.to(states[site].device)] for site in self.sites}
-            keys = keys[chosen]
-        step = max(1, self.room - self.size)
-        for start in range(0, len(keys), step):
-            part = slice(start, start + step)
-            self._gather(keys[part], {site: states[site][part] for site in self.sites})
+        everyone = torch.cat([self._keys[: self._filled], keys])
+        staying = torch.argsort(everyone, stable=True)[: self.size]
+        comers = staying[staying >= self._filled] - self._filled
+        if len(comers):
+            self._put(keys[comers], {site: states[site] for site in self.sites}, comers, staying)
 
     def merge(self, other: Reservoir) -> None:
         """Offer another reservoir's rows."""
         if len(other.keys):
             self.add(other.states, other.keys)
 
-    def _gather(self, keys: Tensor, states: Mapping[Site, Tensor]) -> None:
-        """Take in as many rows as there is room for beside the kept ones, or fewer."""
+    def _put(
+        self, keys: Tensor, states: Mapping[Site, Tensor], rows: Tensor, staying: Tensor
+    ) -> None:
+        """Rows of states go to free places, then to those of kept rows that do not stay."""
         if not self._rows:
-            self._keys = torch.empty(self.room, dtype=torch.int64)
-            self._rows = {s: torch.empty(self.room, states[s].shape[-1]) for s in self.sites}
-        if self._filled + len(keys) > self.room:
-            self._settle()
-        place = slice(self._filled, self._filled + len(keys))
-        self._keys[place] = keys
-        for site in self.sites:
-            self._rows[site][place] = states[site]
-        self._filled += len(keys)
+            self._keys = torch.empty(self.size, dtype=torch.int64)
+            self._rows = {s: torch.empty(self.size, states[s].shape[-1]) for s in self.sites}
+        going = torch.ones(self._filled, dtype=torch.bool)
+        going[staying[staying < self._filled]] = False
+        free = torch.arange(self._filled, self.size)
+        places = torch.cat([free, going.nonzero()[:, 0]])[: len(keys)]
+        self._keys[places] = keys
+        for site, kept in self._rows.items():
+            kept[places] = states[site][rows.to(states[site].device)].to(kept)
+        self._filled = min(self.size, self._filled + len(keys))
 
     def _settle(self) -> None:
-        """Sort, and let go of what has no room."""
-        order = torch.argsort(self._keys[: self._filled], stable=True)[: self.size]
-        self._filled = len(order)
+        """Put the kept rows in order."""
+        order = torch.argsort(self._keys[: self._filled], stable=True)
         self._keys[: self._filled] = self._keys[order]
         for rows in self._rows.values():
             rows[: self._filled] = rows[order]
-        if self._filled == self.size:
-            self._limit = int(self._keys[self.size - 1])
 
 
 def keys_of(document: Tensor, position: Tensor, *, seed: int) -> Tensor:

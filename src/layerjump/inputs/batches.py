@@ -187,7 +187,7 @@ def batches(
     seed: int = 0,
     tokens_wanted: int | None = None,
     max_length: int = 512,
-    budget: int = 2048,
+    budget: int = 1024,
 ) -> Batches:
     """Cut documents into sequences and put those of like length together.
 

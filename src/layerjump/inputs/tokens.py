@@ -133,6 +133,10 @@ class Tokens:
         rows = [self.wrap(ids) for ids in self.encode(texts)]
         for text, row in zip(texts, rows, strict=True):
             self._check_prompt(text, len(row))
+        return self.left_padded(rows)
+
+    def left_padded(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Rows of ids as `input_ids` and `attention_mask` that end together."""
         longest = max(map(len, rows), default=0)
         ids = torch.full((len(rows), longest), self.pad)
         attention = torch.zeros_like(ids)
