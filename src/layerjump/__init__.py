@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from layerjump.inputs.sites import Site as Site
     from layerjump.inputs.states import states as states
     from layerjump.lens.lens import Lens as Lens
+    from layerjump.lens.refine import refine as refine
     from layerjump.lens.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0.dev0"
@@ -83,6 +84,7 @@ _HOME = {
     "one_batch": "inputs.batches",
     "prune": "compress.prune",
     "read": "inputs.corpus",
+    "refine": "lens.refine",
     "self_check": "inputs.check",
     "split": "inputs.corpus",
     "spliced": "compress.linearised",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from layerjump.fit.collect import Plan
     from layerjump.fit.collected import Collected
     from layerjump.fit.jumps import Jumps
+    from layerjump.inputs.corpus import Corpus
+    from layerjump.inputs.models import Model
 
 
 def fit(
@@ -42,12 +44,16 @@ def fit(
     ] = "pydoc",
     column: Column = None,
     pairs: Annotated[
-        str, typer.Option(help="to-last, adjacent, all, submodules, or a list: 0:6,3:6.")
-    ] = "to-last",
+        str | None,
+        typer.Option(
+            help="to-last, to-final, adjacent, all, submodules, or a list: 0:6,3:6 (default: to-last; calibrated: "
+            "to-final)."
+        ),
+    ] = None,
     estimator: Annotated[
         str,
         typer.Option(
-            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa."
+            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated."
         ),
     ] = "mat",
     strength: Annotated[
@@ -58,6 +64,17 @@ def fit(
         str | None, typer.Option(help="low-rank: `unembedding` weighs errors as logits see them.")
     ] = None,
     how: Annotated[str | None, typer.Option(help="ojfa: pooled or best-level.")] = None,
+    features: Annotated[
+        str | None,
+        typer.Option(
+            help="What maps onto `final` read of a state h: raw, rms (h/rms(h)) or both (default: raw; calibrated: "
+            "the best of them)."
+        ),
+    ] = None,
+    refine: Annotated[
+        str | None, typer.Option(help="kl: tune the maps by KL to the model's output.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of --refine, at most.")] = 200,
     positions: Annotated[
         str | None,
         typer.Option(help="one, all, sample=8, 15% (default: all; all pairs: a sample)."),
@@ -88,14 +105,17 @@ def fit(
     [bold]layerjump fit smollm2 -o jumps[/]                                   every level to the last
     [bold]layerjump fit gpt2 --text wiki.txt --positions one --estimator mat[/]   the paper's protocol
     [bold]layerjump fit MODEL --pairs all --estimator ridge --save-moments[/]
+    [bold]layerjump fit MODEL --estimator calibrated --refine kl --steps 200[/]   the best lens
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   no model needed
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
     from layerjump.fit.collected import Collected, merge
-    from layerjump.fit.fit import selects, solve_jumps
+    from layerjump.fit.fit import plan_settings, solve_jumps
     from layerjump.fit.group import Group
 
-    chooses, loaded, group = selects(estimator, strength), None, Group.from_environment()
+    wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
+    wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
+    _check_refine(refine, steps, from_moments, group.world)
     if from_moments:
         collected = merge([Collected.load(path) for path in from_moments])
     elif model is None:
@@ -114,15 +134,15 @@ def fit(
             device_map=device_map,
             trust_remote_code=trust_remote_code,
         )
+        corpus = read(text, column=column)
         chosen = plan(
             loaded,
-            read(text, column=column),
-            pairs=pairs,
+            corpus,
             positions=positions,
             tokens=tokens,
             sizes=split,
             seed=seed,
-            select=chooses or save_moments,
+            **wanted | {"select": wanted["select"] or save_moments or refine is not None},
         )
         checkpoint = Checkpoint(output, save_every, resume, group)
         collected = _run(chosen, checkpoint)
@@ -131,11 +151,16 @@ def fit(
         return
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
+    if refine is not None:
+        assert loaded is not None
+        jumps = _tuned(loaded, jumps, corpus, steps, seed, output, resume)
     jumps.save_pretrained(output)
     if save_moments:
         collected.save(output / "moments.safetensors")
     if not from_moments:
         checkpoint.clear()
+    if refine is not None:
+        _forget_tuning(output)
     _print_jumps(jumps, as_json=as_json)
     print(f"wrote {output}", file=sys.stderr)
 
@@ -147,6 +172,51 @@ def _run(chosen: Plan, checkpoint: Any) -> Collected:
     with progress_bar("collecting") as update:
         report = update if group.rank == 0 else None
         return chosen.run(progress=report, checkpoint=checkpoint, group=group)
+
+
+def _features(given: str | None) -> str | None:
+    from layerjump.fit.modules import FEATURES
+
+    if given is not None and given not in FEATURES:
+        raise LayerjumpError(f"features given are {given!r}; give {', '.join(FEATURES)}")
+    return given
+
+
+def _check_refine(
+    refine: str | None, steps: int, from_moments: list[Path] | None, world: int
+) -> None:
+    if refine is None:
+        return
+    if refine != "kl":
+        raise LayerjumpError(f"--refine was given {refine!r}; the one way there is is kl")
+    if from_moments or world > 1:
+        raise LayerjumpError(
+            "--refine runs the model in one process; give a model, without torchrun"
+        )
+    if steps < 1:
+        raise LayerjumpError(f"--steps given is {steps}; give 1 or more")
+
+
+def _tuned(
+    model: Model, jumps: Jumps, corpus: Corpus, steps: int, seed: int, output: Path, resume: bool
+) -> Jumps:
+    from layerjump.lens.refine import refine
+
+    if not resume:
+        _forget_tuning(output)
+    with progress_bar("tuning") as update:
+
+        def told(done: int, whole: int, kl: list[float]) -> None:
+            update(done, whole)
+            print(f"step {done}: held-out KL {sum(kl) / len(kl):.4f} (mean)", file=sys.stderr)
+
+        return refine(model, jumps, corpus, steps=steps, seed=seed, progress=told, folder=output)
+
+
+def _forget_tuning(output: Path) -> None:
+    from layerjump.lens.tuning import NAME
+
+    (output / NAME).unlink(missing_ok=True)
 
 
 def show(

@@ -19,7 +19,7 @@ from layerjump.fit import store
 from layerjump.fit.collect import plan
 from layerjump.fit.files import writing
 from layerjump.fit.fingerprint import fingerprint
-from layerjump.fit.fit import selects, solve_jumps
+from layerjump.fit.fit import plan_settings, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.builtin import home
 from layerjump.inputs.corpus import read
@@ -114,14 +114,21 @@ def _fit(
     tokens: int,
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Jumps]:
-    collected = plan(
-        model,
-        text,
-        positions=MASKED if model.masked else None,
-        tokens=tokens,
-        select=any(selects(name) for name in estimators),
-    ).run(progress=progress)
-    return {name: solve_jumps(collected, name) for name in estimators}
+    found: dict[str, Jumps] = {}
+    # Those onto `final` want sums of their own.
+    for names in ([n for n in estimators if n != "calibrated"], ["calibrated"]):
+        wanted = [plan_settings(name) for name in names if name in estimators]
+        if not wanted:
+            continue
+        collected = plan(
+            model,
+            text,
+            positions=MASKED if model.masked else None,
+            tokens=tokens,
+            **wanted[0] | {"select": any(each["select"] for each in wanted)},
+        ).run(progress=progress)
+        found |= {name: solve_jumps(collected, name) for name in names}
+    return found
 
 
 def _keep(jumps: Jumps, folder: Path) -> None:

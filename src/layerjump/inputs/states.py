@@ -57,15 +57,14 @@ def states(
     with Recorder(anatomy, tapped, room) as recorder:
         for batch in batches:
             found = recorder.run(model, batch)
-            final = anatomy.to_final(found[last]) if logits or FINAL in wanted else None
-            if final is not None and FINAL in wanted:
-                found[FINAL] = final
-            made = States(
-                batch,
-                {site: found[site] for site in wanted},
-                anatomy.decode(final) if logits and final is not None else None,
-            )
-            del found, final
+            own = None
+            with torch.no_grad():
+                if logits or FINAL in wanted:
+                    found[FINAL] = anatomy.to_final(found[last])
+                if logits:
+                    own = anatomy.decode(found[FINAL])
+            made = States(batch, {site: found[site] for site in wanted}, own)
+            del found, own
             yield made
             del made  # so that two batches' states are not held while the next is run
 

@@ -25,6 +25,8 @@ def run(setup: Setup) -> Result:
     tables: dict[str, list[Row]] = {}
     result = Result("r2", tables)
     for name in setup.settings.estimators:
+        if name == "calibrated":
+            continue  # it does not lead to levels
         jumps = setup.jumps(name, "all")
         tables[f"pairs {name}"] = [_pair_row(jumps, a.index, b.index) for a, b in jumps]
         tables[f"composed {name}"] = _composed(jumps, collected)

@@ -81,6 +81,11 @@ def settings_of(protocol: str, **given: Any) -> Settings:
     unknown = [name for name in settings.estimators if name not in NAMES]
     if unknown:
         raise BadEstimator(f"there is no estimator {unknown[0]!r}; known are {', '.join(NAMES)}")
+    if settings.estimators[:1] == ("calibrated",):
+        raise BadEstimator(
+            "calibrated maps lead to predictions alone, and the first estimator given is the one that all studies use; "
+            "give another first, such as mat,calibrated"
+        )
     for name, least in _LEAST.items():
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -170,6 +175,7 @@ class Setup:
 
     def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> Plan:
         """A pass over a text with this run's settings, decided on but not started."""
+        reads = "both" if pairs == "to-final" else "raw"
         return plan(
             self.model,
             corpus,
@@ -180,6 +186,7 @@ class Setup:
                 "sizes": self.settings.split,
                 "seed": self.settings.seed,
                 "select": any(selects(name) for name in self.settings.estimators),
+                "reads": reads,
             }
             | changes,
         )
@@ -189,8 +196,8 @@ class Setup:
         return self.plan(corpus, pairs, **changes).run(progress=self.progress)
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
-        """Every jump of the pairs, solved once."""
-        pairs = pairs or self.level_pairs
+        """Every jump of the pairs, solved once; calibrated ones lead to predictions alone."""
+        pairs = "to-final" if estimator == "calibrated" else pairs or self.level_pairs
         return self.keep(
             f"jumps {estimator} {pairs}",
             lambda: solve_jumps(self.collected(pairs), estimator, model=self.model),

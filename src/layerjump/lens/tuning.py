@@ -1,0 +1,165 @@
+"""The state of a tuning: parameters, their optimiser, the best maps so far, and how far it has come."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from layerjump.errors import BadArtifact
+from layerjump.fit.affine import Affine
+from layerjump.fit.files import replace_file
+from layerjump.fit.modules import to_affine
+from layerjump.inputs.sites import Site
+
+NAME = "unfinished-refine.pt"
+_LOWER = 1e-3
+"""Of the mean KL: what counts as lowering it."""
+
+
+class _Scaled(nn.Module):
+    """A tensor kept in units of its own, so that one rate suits coordinates of any size."""
+
+    def __init__(self, unit: Tensor) -> None:
+        super().__init__()
+        self.unit = nn.Buffer(unit)
+
+    def forward(self, stored: Tensor) -> Tensor:
+        return stored * self.unit
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        return value / self.unit
+
+
+class Tuned(nn.Module):
+    """A jump whose numbers can be tuned; `rows` are states that it reads, for their sizes."""
+
+    def __init__(self, jump: nn.Module, rows: Tensor) -> None:
+        super().__init__()
+        self.jump = copy.deepcopy(jump)
+        self.jump.requires_grad_(True)
+        seen = rows.float()
+        for step in self.jump if isinstance(self.jump, nn.Sequential) else [self.jump]:
+            with torch.no_grad():
+                left = step(seen)
+            if isinstance(step, nn.Linear):
+                size = _spread(left).square().mean().sqrt()
+                parametrize.register_parametrization(step, "weight", _Scaled(size / _spread(seen)))
+                if step.bias is not None:
+                    parametrize.register_parametrization(step, "bias", _Scaled(size))
+            seen = left
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.jump(states)
+
+    def affine(self) -> Affine:
+        """The map as it stands."""
+        plain = copy.deepcopy(self.jump)
+        for step in plain.modules():
+            if parametrize.is_parametrized(step):
+                for name in list(step.parametrizations):  # type: ignore[arg-type]
+                    parametrize.remove_parametrizations(step, name)
+        made = to_affine(plain)
+        return Affine(
+            made.shape,
+            tuple(factor.detach().clone() for factor in made.factors),
+            None if made.bias is None else made.bias.detach().clone(),
+        )
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """Standard deviation of each coordinate; those that hardly vary count as varying a little."""
+    found = rows.std(0) if len(rows) > 1 else torch.ones(rows.shape[-1])
+    return found.clamp_min(max(1e-3 * float(found.mean()), 1e-8))
+
+
+class Tuning:
+    """All levels' parameters and what is known about them."""
+
+    def __init__(self, tuned: Mapping[Site, Tuned], rate: float, steps: int) -> None:
+        self.tuned, self.rate, self.steps = dict(tuned), rate, steps
+        self.step = 0
+        self.history: list[list[float]] = []
+        """Held-out KL of every level at each look."""
+        self.best: list[float] = [math.inf] * len(self.tuned)
+        self._best = {site: one.state_dict() for site, one in self.tuned.items()}
+        self._optimiser = torch.optim.Adam(
+            [p for one in self.tuned.values() for p in one.parameters()], lr=rate, betas=(0.9, 0.99)
+        )
+
+    def take(self, losses: Mapping[Site, float]) -> None:
+        """One step along the gradients that are there; a level whose loss is no number is left alone."""
+        for site, one in self.tuned.items():
+            if not math.isfinite(losses[site]):
+                one.zero_grad(set_to_none=True)
+        for group in self._optimiser.param_groups:
+            group["lr"] = self.rate * min(1.0, 2 * (1 - self.step / self.steps))
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+
+    def look(self, found: Mapping[Site, float]) -> None:
+        """Note the held-out KL of every level; keep the maps of those that have never been better."""
+        values = [found[site] for site in self.tuned]
+        self.history.append(values)
+        for place, (site, one) in enumerate(self.tuned.items()):
+            if values[place] < self.best[place]:
+                self.best[place] = values[place]
+                self._best[site] = {k: v.detach().clone() for k, v in one.state_dict().items()}
+
+    def over(self, patience: int) -> bool:
+        """Whether all steps are done, or the last looks have not lowered the mean."""
+        means = [sum(values) / len(values) for values in self.history]
+        if self.step >= self.steps or len(means) <= patience:
+            return self.step >= self.steps
+        before = min(means[:-patience])
+        return min(means[-patience:]) > (1 - _LOWER) * before
+
+    def best_maps(self) -> dict[Site, Affine]:
+        """Every level's map that was best on held-out text."""
+        maps = {}
+        for site, one in self.tuned.items():
+            one.load_state_dict(self._best[site])
+            maps[site] = one.affine()
+        return maps
+
+    # -- saved and taken up again
+
+    def save(self, folder: Path, settings: str) -> None:
+        """Write all of it, under one name, whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = {
+            "settings": settings,
+            "step": self.step,
+            "history": self.history,
+            "best": self.best,
+            "now": {str(site): one.state_dict() for site, one in self.tuned.items()},
+            "kept": {str(site): kept for site, kept in self._best.items()},
+            "optimiser": self._optimiser.state_dict(),
+        }
+        replace_file(folder / NAME, lambda path: torch.save(state, path))
+
+    def restore(self, folder: Path, settings: str) -> None:
+        """Take up what was saved by a run of the same settings, if there is any."""
+        path = folder / NAME
+        if not path.is_file():
+            return
+        try:
+            state = torch.load(path, weights_only=True)
+            if state["settings"] != settings:
+                raise BadArtifact(
+                    f"{path} is of a tuning with other settings, model or text; give the same, or remove it"
+                )
+            self.step, self.history, self.best = state["step"], state["history"], state["best"]
+            for site, one in self.tuned.items():
+                one.load_state_dict(state["now"][str(site)])
+                self._best[site] = state["kept"][str(site)]
+            self._optimiser.load_state_dict(state["optimiser"])
+        except (RuntimeError, KeyError, ValueError, TypeError, EOFError, AttributeError) as error:
+            raise BadArtifact(f"{path} is damaged ({error}); remove it to start anew") from error

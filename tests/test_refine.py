@@ -1,0 +1,158 @@
+"""Tuning by KL."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from stories import stories
+
+import layerjump as lj
+from layerjump.errors import BadArtifact, BadEstimator, BadJumps
+from layerjump.fit.modules import to_affine
+from layerjump.inputs.sites import FINAL, Site
+from layerjump.lens.refine import Rows, _Work, levels_of
+from layerjump.lens.tuning import NAME, Tuned
+
+TEXT = stories(400)
+
+
+@pytest.fixture(scope="module")
+def model(data_folder):
+    return lj.load(data_folder / "tiny-gpt2")
+
+
+@pytest.fixture(scope="module")
+def jumps(model):
+    return lj.fit(model, TEXT, estimator="calibrated", tokens=12_000)
+
+
+@pytest.fixture(scope="module")
+def refined(model, jumps):
+    return lj.refine(model, jumps, TEXT, steps=75)
+
+
+def mean_kl(model, jumps):
+    """On documents that neither fitting nor tuning nor stopping has seen."""
+    documents = lj.split(len(TEXT.documents), "80/10/10", seed=0).test
+    found = lj.batches(TEXT, model.tokens, lj.Positions("all"), documents=documents)
+    lens, last, total = lj.Lens(model, jumps), model.n_blocks, []
+    for each in lj.states(model, found, range(last + 1)):
+        own = model.logits(each.at[Site(last)]).log_softmax(-1)
+        for level in range(last):
+            guess = lens.logits(level, each.at[Site(level)]).log_softmax(-1)
+            total.append((own.exp() * (own - guess)).sum(-1).mean())
+    return float(torch.stack(total).mean())
+
+
+def test_tuning_lowers_kl_on_unseen_text(model, jumps, refined):
+    assert mean_kl(model, refined) < 0.98 * mean_kl(model, jumps)
+    about = refined.provenance.settings["refine"]
+    assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
+    assert refined.provenance.estimator == "calibrated+kl"
+    assert refined.info[1, "final"].r2 is None
+    assert lj.Lens(model, refined).name == "calibrated+kl"
+
+
+def test_the_jumps_given_are_left_alone(model, jumps):
+    before = {pair: to_affine(jumps[pair]).weight.clone() for pair in jumps}
+    lj.refine(model, jumps, TEXT, steps=2)
+    assert all(torch.equal(before[pair], to_affine(jumps[pair]).weight) for pair in jumps)
+    assert not any(parameter.requires_grad for parameter in jumps.parameters())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "settings"),
+    [("mat", {}), ("low-rank", {"rank": 4, "pairs": "to-final"}), ("n-njtc", {}), ("affine", {})],
+)
+def test_any_map_with_numbers_is_tuned(model, estimator, settings):
+    closed = lj.fit(model, TEXT, estimator=estimator, tokens=12_000, **settings)
+    tuned = lj.refine(model, closed, TEXT, steps=25)
+    assert tuned.n_parameters == closed.n_parameters
+    assert mean_kl(model, tuned) < mean_kl(model, closed)
+
+
+def test_gradients_are_finite_differences(model, jumps):
+    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    fit, _ = work.documents(TEXT, 0)
+    rows = work.step(fit, 0, 12)
+    site = Site(2)
+    tuned = Tuned(jumps[site, FINAL], rows.at[site])
+    work.gradients(site, rows, tuned)
+    draw = torch.Generator().manual_seed(0)
+    for parameter in tuned.parameters():
+        along = torch.randn(parameter.shape, generator=draw)
+        slope = float((parameter.grad * along).sum())
+        ends = []
+        for size in (-1e-3, 1e-3):
+            moved = copy.deepcopy(tuned)
+            same = dict(tuned.named_parameters())
+            for name, other in moved.named_parameters():
+                if same[name] is parameter:
+                    other.data.add_(size * along)
+            ends.append(work.kl(site, rows, moved))
+        assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
+
+
+def test_kl_is_the_mean_over_positions(model, jumps):
+    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    _, held = work.documents(TEXT, 0)
+    rows, site = work.watched(held), Site(1)
+    own = model.anatomy.decode(rows.final).log_softmax(-1)
+    guess = lj.Lens(model, jumps).logits(1, rows.at[site]).log_softmax(-1)
+    wanted = float((own.exp() * (own - guess)).sum(-1).mean())
+    tuned = Tuned(jumps[site, FINAL], rows.at[site])
+    assert work.kl(site, rows, tuned) == pytest.approx(wanted, rel=1e-4)
+    half = Rows({site: rows.at[site][:7]}, rows.final[:7])
+    assert work.kl(site, half, tuned) == pytest.approx(
+        float((own.exp() * (own - guess)).sum(-1)[:7].mean()), rel=1e-4
+    )
+
+
+def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refined, tmp_path):
+    def stop(done, whole, kl):
+        if done == 50:
+            raise KeyboardInterrupt
+
+    again = lj.refine(model, jumps, TEXT, steps=75)
+    with pytest.raises(KeyboardInterrupt):
+        lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path, progress=stop)
+    assert (tmp_path / NAME).is_file()
+    taken_up = lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)
+    for made in (again, taken_up):
+        assert all(
+            torch.equal(a, b) for a, b in zip(made.parameters(), refined.parameters(), strict=True)
+        )
+    with pytest.raises(BadArtifact, match="other settings"):
+        lj.refine(model, jumps, TEXT, steps=80, folder=tmp_path)
+    (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:1000])
+    with pytest.raises(BadArtifact, match="damaged"):
+        lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)
+
+
+def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
+    wild = lj.refine(model, jumps, TEXT, steps=50, rate=0.9)
+    about = wild.provenance.settings["refine"]
+    assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
+    assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
+
+
+def test_masked_models_are_tuned(data_folder):
+    bert = lj.load(data_folder / "tiny-bert")
+    closed = lj.fit(bert, TEXT, estimator="calibrated", positions="15%", tokens=12_000)
+    tuned = lj.refine(bert, closed, TEXT, steps=25)
+    about = tuned.provenance.settings["refine"]
+    assert sum(about["kl_after"]) < sum(about["kl_before"])
+
+
+def test_what_cannot_be_tuned_is_one_line(model):
+    for estimator in ("identity", "ojfa"):
+        closed = lj.fit(model, TEXT, estimator=estimator, tokens=4_000)
+        with pytest.raises(BadEstimator):
+            lj.refine(model, closed, TEXT, steps=1)
+    apart = lj.fit(model, TEXT, pairs="0:1,1:2", tokens=4_000)
+    with pytest.raises(BadJumps, match="to-last or to-final"):
+        lj.refine(model, apart, TEXT, steps=1)
+    with pytest.raises(BadEstimator, match="1 or more"):
+        lj.refine(model, lj.fit(model, TEXT, tokens=4_000), TEXT, steps=0)
