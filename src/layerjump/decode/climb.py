@@ -40,15 +40,18 @@ class Climber:
         last = self.runner.n_blocks
         states, logits = self.runner.feed(ids), None
         stopped, left = idle, [last] * len(ids)
+        alone = len(ids) == 1
         earlier: tuple[Tensor, ...] = ()
+        position = self.runner.position.expand(len(ids)) if may_leave and self._checks else None
         for level in range(last):
-            if may_leave and level in self._checks:
+            if position is not None and level in self._checks:
                 self._counts.lap("blocks")
-                position = self.runner.position.expand(len(ids))
                 look = Look(level, states[:, -1], position, self.read, earlier)
-                stops = self._rule.stops(look) & ~stopped
+                stops = self._rule.stops(look)
                 self._counts.gates += look.gates
-                if bool(stops.any()):
+                if not alone:
+                    stops = stops & ~stopped
+                if bool(stops.any() if len(stops) > 1 else stops):
                     logits = _merged(logits, look.logits, stops)
                     stopped = stopped | stops
                     for row in stops.nonzero()[:, 0].tolist():
@@ -56,7 +59,7 @@ class Climber:
                 if look.predicted:
                     earlier += (look.top,)
                 self._counts.lap("rules")
-                if bool(stopped.all()):
+                if logits is not None and bool(stopped.all()):
                     return Climb(level, states, left, logits)
             self._counts.lost += len(left) - left.count(last)
             states = self.runner.up(level + 1)

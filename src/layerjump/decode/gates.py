@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,16 +40,28 @@ class Gate:
 
     def odds(self, level: int, states: Tensor, position: Tensor) -> Tensor:
         """Log-odds that the token read here is the model's own, (rows,)."""
-        weight = self.weights[self.at.index(level)].to(states.device)
-        if len(states) > 1 or states.dtype != torch.float32:
-            features = gate_features(states, position)
-            return features @ weight.to(features.dtype)
-        # One token at a time is the usual case, and there calls are what costs: the same sum in fewer of them.
-        rms = float(states.norm()) / math.sqrt(states.shape[-1])
-        slope, drift, bias = weight[-3:].tolist()
-        rms = max(rms, torch.finfo(states.dtype).tiny)
-        rest = slope * math.log(rms) + drift * int(position) + bias
-        return torch.mv(states, weight[:-3]) / rms + rest
+        if len(states) == 1 and states.dtype == torch.float32:
+            return states.new_tensor([self._of_one(level, states[0], int(position))])
+        features = gate_features(states, position)
+        return features @ self.weights[self.at.index(level)].to(features)
+
+    def _of_one(self, level: int, state: Tensor, position: int) -> float:
+        """The same for one token, the usual case, where calls are what costs: the same sum in fewer of them."""
+        weight, slope, drift, bias = self._rows[level]
+        if weight.device != state.device:
+            weight = weight.to(state.device)
+        rms = float(state.norm()) / math.sqrt(len(state))
+        rms = max(rms, torch.finfo(state.dtype).tiny)
+        return float(weight.dot(state)) / rms + slope * math.log(rms) + drift * position + bias
+
+    @cached_property
+    def _rows(self) -> dict[int, tuple[Tensor, float, float, float]]:
+        """Level → weights of the state, and those of log rms, position and one as plain numbers."""
+        rows = {}
+        for level, row in zip(self.at, self.weights, strict=True):
+            slope, drift, bias = row[-3:].tolist()
+            rows[level] = (row[:-3].float().contiguous(), slope, drift, bias)
+        return rows
 
     def stops(self, look: Look) -> Tensor:
         look.gates += 1
