@@ -2,8 +2,8 @@
 
     J_l = mean over sequences, mean over sources t, sum over targets t' ≥ t, of ∂h_L(t') / ∂h_l(t)
 
-Sources and targets are the same positions: all but the first few, among which are attention sinks unlike any other, and a
-sequence's last, which predicts nothing in it. The definition is that of "Verbalizable Representations Form a
+Sources and targets are the same positions: all but the first few, among which are attention sinks unlike any other, and
+a sequence's last, which predicts nothing in it. The definition is that of "Verbalizable Representations Form a
 Global Workspace in Language Models" (2026), whose lenses start at level 1; here level 0 has one too.
 
 One backward pass gives one row of J, for all levels at once: a cotangent that is one at an output coordinate, at all
