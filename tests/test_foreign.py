@@ -228,7 +228,7 @@ def test_an_imported_lens_works_from_a_saved_folder(data_folder, tmp_path):
     ours, theirs = lj.Lens(model, fitted)(text), lj.Lens(model, jumps)(text)
     assert (ours.top == theirs.top).all()
     written = [
-        lj.generate(model, each, text, exit="gap:0.2", max_new_tokens=8).texts
+        lj.generate(model, each, text, exit="gap:0.2", max_new_tokens=8).ids
         for each in (fitted, jumps)
     ]
     assert written[0] == written[1]
