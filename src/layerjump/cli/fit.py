@@ -98,13 +98,8 @@ def fit(
     from layerjump.fit.group import Group
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
-    where: dict[str, Any] = {
-        "revision": revision,
-        "device": device,
-        "dtype": dtype,
-        "device_map": device_map,
-        "trust_remote_code": trust_remote_code,
-    }
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    where |= {"device": device, "dtype": dtype, "device_map": device_map}
     if estimator == "jacobian":
         own = {"pairs": pairs != "to-last", "positions": positions, "resume": resume}
         _refuse(settings | own | {"save-moments": save_moments, "from-moments": from_moments})
