@@ -149,7 +149,7 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
 def _refuse(closed_form: dict[str, Any]) -> None:
     """The Jacobian lens has none of the options of estimators in closed form."""
     for name, value in closed_form.items():
-        if value not in (None, False):
+        if value is not None and value is not False:
             raise BadEstimator(
                 f"--{name} was given, but jacobian has no such option: it leads from every level to the last, at all "
                 f"positions but the first few; leave it out"
@@ -178,7 +178,7 @@ def _jacobian(
         return jacobian(
             loaded,
             read(text, column=column),
-            tokens=tokens or TOKENS,
+            tokens=TOKENS if tokens is None else tokens,
             sizes=split,
             seed=seed,
             progress=update,
