@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from layerjump.fit.collect import collect as collect
     from layerjump.fit.collected import Collected as Collected
     from layerjump.fit.fit import fit as fit
+    from layerjump.fit.foreign.convert import export_lens as export_lens
+    from layerjump.fit.foreign.convert import import_lens as import_lens
+    from layerjump.fit.jacobian import jacobian as jacobian
     from layerjump.fit.jumps import Jumps as Jumps
     from layerjump.fit.moments import Moments as Moments
     from layerjump.inputs.batches import Batch as Batch
@@ -78,7 +81,10 @@ _HOME = {
     "calibrate": "decode.calibrate",
     "collect": "fit.collect",
     "early_exit": "decode.generate",
+    "export_lens": "fit.foreign.convert",
     "generate": "decode.generate",
+    "import_lens": "fit.foreign.convert",
+    "jacobian": "fit.jacobian",
     "linearised": "compress.linearised",
     "load": "compress.load",
     "one_batch": "inputs.batches",

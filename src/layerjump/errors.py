@@ -12,9 +12,11 @@
     ├── BadEstimator           no such estimator, or a setting it cannot use
     ├── BadJumps               maps and what is said about them do not fit together
     │   └── NoSuchJump         the set holds no jump between these sites (a KeyError too)
-    ├── BadArtifact            a file of ours cannot be read or written
+    ├── BadArtifact            a file cannot be read or written
     │   ├── NewerFormat        its format is newer than this library
-    │   └── WrongModel         it was fitted on other weights than the model given
+    │   ├── WrongModel         it was fitted on other weights than the model given
+    │   └── BadForeignLens     a lens of another tool cannot be read or written
+    │       └── UnsafePickle   it asks for more than tensors; nothing of it was run
     ├── BadPruning             blocks that cannot be dropped, or not in the way asked for
     ├── BadEvaluation          no such task, data that are not a task's, or no lm-eval
     ├── BadTraining            a model that cannot be trained as asked
@@ -80,7 +82,7 @@ class NoSuchJump(BadJumps, KeyError):
 
 
 class BadArtifact(LayerjumpError):
-    """A file or folder of ours cannot be read or written."""
+    """A file or folder cannot be read or written."""
 
 
 class NewerFormat(BadArtifact):
@@ -89,6 +91,14 @@ class NewerFormat(BadArtifact):
 
 class WrongModel(BadArtifact):
     """What the file holds was fitted on other weights than those of the model given."""
+
+
+class BadForeignLens(BadArtifact):
+    """A lens of another tool cannot be read, or jumps cannot be written as one."""
+
+
+class UnsafePickle(BadForeignLens):
+    """A file asks for functions or classes that tensors do not need; nothing of it was run."""
 
 
 class BadPruning(LayerjumpError):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from layerjump import __version__
+from layerjump.cli.convert import export_lens, import_lens
 from layerjump.cli.evaluate import evaluate
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit, show
@@ -50,7 +51,10 @@ def _options(
 
 for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, pretrain):
     app.command()(command)
-app.command("eval")(evaluate)  # the name of a built-in function
+# Names that Python has for something else.
+app.command("eval")(evaluate)
+app.command("import")(import_lens)
+app.command("export")(export_lens)
 app.command()(families)
 app.add_typer(plausibility, name="plausibility")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +22,7 @@ from layerjump.cli.options import (
     print_table,
     progress_bar,
 )
-from layerjump.errors import LayerjumpError
+from layerjump.errors import BadEstimator, LayerjumpError
 
 if TYPE_CHECKING:
     from layerjump.fit.collect import Plan
@@ -53,7 +54,7 @@ def fit(
     estimator: Annotated[
         str,
         typer.Option(
-            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated."
+            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; or jacobian."
         ),
     ] = "mat",
     strength: Annotated[
@@ -107,12 +108,22 @@ def fit(
     [bold]layerjump fit MODEL --pairs all --estimator ridge --save-moments[/]
     [bold]layerjump fit MODEL --estimator calibrated --refine kl --steps 200[/]   the best lens
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   no model needed
+    [bold]layerjump fit MODEL --estimator jacobian --tokens 4000[/]           by backward passes, d for each batch
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
     from layerjump.fit.collected import Collected, merge
     from layerjump.fit.fit import plan_settings, solve_jumps
     from layerjump.fit.group import Group
 
+    settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    where |= {"device": device, "dtype": dtype, "device_map": device_map}
+    if estimator == "jacobian":
+        own = {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
+        own |= {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
+        _refuse(settings | own)
+        _write(_jacobian(model, where, text, column, tokens, split, seed), output, as_json=as_json)
+        return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
     wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
     _check_refine(refine, steps, from_moments, group.world)
@@ -126,14 +137,7 @@ def fit(
         from layerjump.inputs.corpus import read
         from layerjump.inputs.models import load
 
-        loaded = load(
-            model,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            device_map=device_map,
-            trust_remote_code=trust_remote_code,
-        )
+        loaded = load(model, **where)
         corpus = read(text, column=column)
         chosen = plan(
             loaded,
@@ -149,20 +153,62 @@ def fit(
     group.leave()
     if group.rank != 0:
         return
-    settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     if refine is not None:
         assert loaded is not None
         jumps = _tuned(loaded, jumps, corpus, steps, seed, output, resume)
-    jumps.save_pretrained(output)
+    _write(jumps, output, as_json=as_json)
     if save_moments:
         collected.save(output / "moments.safetensors")
     if not from_moments:
         checkpoint.clear()
     if refine is not None:
         _forget_tuning(output)
-    _print_jumps(jumps, as_json=as_json)
+
+
+def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
+    jumps.save_pretrained(output)
+    print_jumps(jumps, as_json=as_json)
     print(f"wrote {output}", file=sys.stderr)
+
+
+def _refuse(closed_form: dict[str, Any]) -> None:
+    """The Jacobian lens has none of the options of estimators in closed form."""
+    for name, value in closed_form.items():
+        if value is not None and value is not False:
+            raise BadEstimator(
+                f"--{name} was given, but jacobian has no such option: it leads from every level to the last, at all "
+                f"positions but the first few; leave it out"
+            )
+
+
+def _jacobian(
+    model: str | None,
+    where: dict[str, Any],
+    text: str,
+    column: str | None,
+    tokens: int | None,
+    split: str,
+    seed: int,
+) -> Jumps:
+    from layerjump.fit.jacobian import TOKENS, jacobian
+    from layerjump.inputs.corpus import read
+    from layerjump.inputs.models import load
+
+    if model is None:
+        raise LayerjumpError("give a model to run")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise BadEstimator("jacobian runs in one process; start it without torchrun")
+    loaded = load(model, **where)
+    with progress_bar("going backwards") as update:
+        return jacobian(
+            loaded,
+            read(text, column=column),
+            tokens=TOKENS if tokens is None else tokens,
+            sizes=split,
+            seed=seed,
+            progress=update,
+        )
 
 
 def _run(chosen: Plan, checkpoint: Any) -> Collected:
@@ -242,10 +288,11 @@ def show(
         ]
         print_table(f"moments: {path}", rows, as_json=as_json)
         return
-    _print_jumps(Jumps.from_pretrained(path), as_json=as_json, anatomy=True)
+    print_jumps(Jumps.from_pretrained(path), as_json=as_json, anatomy=True)
 
 
-def _print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
+def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
+    """Print what is known about each jump of a set."""
     rows = []
     for source, target in jumps:
         info = jumps.info[source, target]

@@ -15,7 +15,7 @@ from layerjump.errors import BadMoments, RunStopped
 from layerjump.fit.bill import Bill, bill
 from layerjump.fit.checkpoint import Checkpoint, deferred_interrupt
 from layerjump.fit.collected import SPLITS, Collected
-from layerjump.fit.fingerprint import fingerprint, tokenizer_hash
+from layerjump.fit.fingerprint import about_model
 from layerjump.fit.group import Group
 from layerjump.fit.modules import FeatureKind
 from layerjump.fit.moments import Moments
@@ -178,13 +178,7 @@ def _about(
     pairs: list[Pair],
 ) -> dict[str, Any]:
     return {
-        "model": model.name,
-        "revision": model.revision,
-        "fingerprint": fingerprint(model.hf),
-        "tokenizer": tokenizer_hash(model.tokenizer),
-        "family": model.hf.config.model_type,
-        "n_blocks": model.n_blocks,
-        "width": model.width,
+        **about_model(model),
         "text": corpus.name,
         "text_sha256": corpus.sha256,
         "tokens": sum(split.n_tokens for split in made.values()),

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.errors import BadModel
+from layerjump.inputs.models import Model
 
 SAMPLES = 1024
 
@@ -50,6 +51,19 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
         return None
     said = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, _rules(tokenizer)]
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def about_model(model: Model) -> dict[str, Any]:
+    """What is remembered of the model that something was fitted on."""
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "fingerprint": fingerprint(model.hf),
+        "tokenizer": tokenizer_hash(model.tokenizer),
+        "family": model.hf.config.model_type,
+        "n_blocks": model.n_blocks,
+        "width": model.width,
+    }
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:

@@ -57,7 +57,10 @@ def plan_settings(estimator: str, strength: float | None = None) -> dict[str, An
 def selects(estimator: str, strength: float | None = None) -> bool:
     """Whether an estimator chooses a setting on the select split."""
     if estimator not in NAMES:
-        raise BadEstimator(f"there is no estimator {estimator!r}; known are {', '.join(NAMES)}")
+        raise BadEstimator(
+            f"there is no estimator {estimator!r} among those in closed form; known are {', '.join(NAMES)} (and, by "
+            f"backward passes, lj.jacobian)"
+        )
     return estimator in ("ojfa", "calibrated") or (
         ESTIMATORS[estimator].selects and strength is None
     )

@@ -106,9 +106,11 @@ class Jumps(nn.Module):
         where = f"{sites_said({s for s, _ in self})} → {sites_said({t for _, t in self})}"
         count = f"{len(self)} jump{'' if len(self) == 1 else 's'}"
         other = f", used on {self.used_on} (other weights)" if self.used_on else ""
+        # Lenses of other tools do not say how many positions they were fitted on.
+        positions = f"{known.n_fit:,} positions of {known.text}" if known.n_fit else "unknown text"
         return (
             f"Jumps({known.estimator}, {count}: {where}, d {known.width}, fitted on {known.model} "
-            f"with {known.n_fit:,} positions of {known.text}{other})"
+            f"with {positions}{other})"
         )
 
     # The three below take huggingface_hub's names and arguments. Its `ModelHubMixin` itself is not

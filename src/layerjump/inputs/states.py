@@ -119,11 +119,12 @@ class Recorder(Hooks):
         call = self._calls[module, side]
         self._calls[module, side] = call + 1
         for site in self._wanted[module, side].get(call, ()):
-            self._found[site] = self._copied(site, states.reshape(-1, states.shape[-1]))
+            self._found[site] = self._kept(site, states)
 
-    def _copied(self, site: Site, states: Tensor) -> Tensor:
+    def _kept(self, site: Site, states: Tensor) -> Tensor:
         """The picked rows, always a copy: Falcon adds to its feed-forward output in place afterwards."""
         assert self._rows is not None
+        states = states.reshape(-1, states.shape[-1])
         rows = self._rows.to(states.device)
         if len(rows) > self._room:
             return states.index_select(0, rows)

@@ -1,0 +1,1 @@
+"""Lenses of other tools, read as jumps and written from them: one file for each format."""
