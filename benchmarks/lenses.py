@@ -11,7 +11,7 @@ documents. Cost: CPU seconds of the fit, and as a multiple of the bare forward p
 run.
 
 Peers run in environments of their own (`benchmarks/peers/setup.sh FOLDER` makes them), on the very same tokens. A tuned
-lens gets the best of four ways to train, until it gains no more, and ten times the CPU seconds of our dearest fit.
+lens gets the best of five ways to train, until it gains no more, and ten times the CPU seconds of our dearest fit.
 Without `--peers` their results come from `benchmarks/peers/recorded.json`, and are marked. All numbers go to
 `lenses.json`, the figure to `lenses.html`; the last line is JSON: model → text → lens → {kl, p1, cost, ece, …}.
 """
@@ -120,7 +120,13 @@ def one_board(name: str, model: lj.Model, text: str, settings: Settings) -> Boar
     corpus = lj.read(TEXTS[text])
     budget = BUDGETS.get(name, Budget())
     workshop = Workshop(
-        model, corpus, settings.tokens, jacobian_tokens=min(budget.jacobian_tokens, settings.tokens)
+        model,
+        corpus,
+        settings.tokens,
+        jacobian={
+            "tokens": min(budget.jacobian_tokens, settings.tokens),
+            "skip_first": budget.skip_first,
+        },
     )
     held = held_out(model, corpus, settings.positions)
     fitted = workshop.plan.batches["fit"]

@@ -40,12 +40,15 @@ class Workshop:
     tokens: int
     seed: int = 0
     refine_steps: int | None = None
-    jacobian_tokens: int = 1_000
+    jacobian: dict[str, int] = field(default_factory=dict)
+    """Settings of the Jacobian lens, whose cost grows with tokens times width."""
     _calibrated: Made | None = field(default=None, repr=False)
 
     def make(self, names: list[str]) -> Iterator[tuple[str, Made]]:
         """Every lens asked for, one after another."""
         for name in names:
+            if name == "jacobian" and not self.model.causal:
+                continue  # it is of states that no later token reaches
             yield name, self._one(name)
 
     @property
@@ -77,9 +80,7 @@ class Workshop:
         if name == "refined":
             return self._refined()
         return self._made(
-            lambda: lj.jacobian(
-                self.model, self.corpus, tokens=self.jacobian_tokens, seed=self.seed
-            )
+            lambda: lj.jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian)
         )
 
     def _from_sums(self, name: str) -> Made:

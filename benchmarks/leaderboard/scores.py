@@ -107,7 +107,9 @@ def score(model: lj.Model, lens: lj.Lens, held: HeldOut) -> Scores:
             totals[level].index_add_(0, groups[rows], probabilities)
     marginal, draws = _marginal(totals, readable)
     known = (held.wanted >= 0).double().numpy()
-    return Scores(*cells.numpy(), marginal, draws, known, held.document.double().numpy())
+    kl, place, surprisal, probability, hit = cells.numpy()
+    document = held.document.double().numpy()
+    return Scores(kl, place, surprisal, probability, hit, marginal, draws, known, document)
 
 
 def _reads(lens: lj.Lens, level: int) -> bool:

@@ -4,7 +4,7 @@
 
 The package's lens, optimiser, schedule, gradient clipping and loss; its command line no longer runs. Different from it:
 no bfloat16 autocast (several times slower on CPUs), and position 0 is left out, as it is for the lenses it is held
-against. A short run for each way in WAYS (the package's default, two other learning rates, and its other optimiser);
+against. A short run for each way in WAYS (the package's default, two larger learning rates, its other optimiser);
 the one of least KL on the select sequences is trained again, longer, until the last fifth of its steps lowers that KL
 by less than 1 % and it has had `--least-cpu` seconds. The cost reported is that of this last run alone; `all_cpu` has
 every run.
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from tuned_lens import TunedLens
 from tuned_lens.scripts.ingredients import Optimizer, OptimizerOption
 
-WAYS = (("sgd", 1.0), ("sgd", 0.3), ("sgd", 3.0), ("adam", 1.0))
+WAYS = (("sgd", 1.0), ("sgd", 3.0), ("sgd", 10.0), ("adam", 1.0), ("adam", 10.0))
 """Optimiser and the factor on its default learning rate; the package's default comes first."""
 ENOUGH = 0.01
 HELD_OUT_TOKENS = 1_500
