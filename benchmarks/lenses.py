@@ -46,12 +46,16 @@ MODELS = {
     "smollm2": ("smollm2", ("wikipedia", "news")),
     "stories15m": (str(SHARED / "models/stories15M"), ("stories",)),
     "rxn-bert": (str(SHARED / "models/rxn-bert"), ("reactions",)),
+    "stories260k": (str(SHARED / "models/stories260K"), ("stories",)),
 }
-"""Peers know no masked models, so on rxn-bert ours are ranked alone."""
+"""Peers know no masked models, so on rxn-bert ours are ranked alone; stories260k is for trying the peers out."""
+BOARDS = ("smollm2", "stories15m", "rxn-bert")
+QUICK = ("stories15m",)
 BUDGETS = {
     # A step costs a vocabulary product and its gradient at every level: SmolLM2's take fifteen times stories15M's.
     "smollm2": Budget(tokens_per_step=256, jacobian_tokens=1_000, skip_first=4),
     "stories15m": Budget(jacobian_tokens=6_000),
+    "stories260k": Budget(steps=20, tokens_per_step=256, most_minutes=1, jacobian_tokens=400),
 }
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
 
@@ -78,8 +82,7 @@ def main() -> None:
         record=options.record,
         output=options.output,
     )
-    names = ["stories15m"] if options.quick and not options.models else list(MODELS)
-    names = options.models.split(",") if options.models else names
+    names = options.models.split(",") if options.models else QUICK if options.quick else BOARDS
     settings.output.mkdir(parents=True, exist_ok=True)
     print(machine())
     boards: dict[str, dict[str, Board]] = {}
@@ -131,7 +134,7 @@ def one_board(name: str, model: lj.Model, text: str, settings: Settings) -> Boar
     held = held_out(model, corpus, settings.positions)
     fitted = workshop.plan.batches["fit"]
     print(
-        f"\n{model}, {text}, {fitted.n_tokens:,} tokens to fit on (bare forward pass: "
+        f"\n{name} ({model.n_blocks} blocks, d {model.width}), {text}, {fitted.n_tokens:,} tokens to fit on (bare pass: "
         f"{workshop.forward_seconds:.1f} CPU s), {len(held):,} held-out positions of "
         f"{len(held.document.unique()):,} documents, seed 0"
     )
