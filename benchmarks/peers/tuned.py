@@ -4,10 +4,10 @@
 
 The package's lens, optimiser, schedule, gradient clipping and loss; its command line no longer runs. Different from it:
 no bfloat16 autocast (several times slower on CPUs), and position 0 is left out, as it is for the lenses it is held
-against. A short run for each way in WAYS (the package's default, two larger learning rates, its other optimiser);
-the one of least KL on the select sequences is trained again, longer, until the last fifth of its steps lowers that KL
-by less than 1 % and it has had `--least-cpu` seconds. The cost reported is that of this last run alone; `all_cpu` has
-every run.
+against. Short runs with its default and with other learning rates, ever further out while an outer one is best, and
+with its other optimiser; the way of least KL on the select sequences is trained again, longer, until the last fifth of
+its steps lowers that KL by less than 1 % and it has had `--least-cpu` seconds. The cost reported is that of this last
+run alone; `all_cpu` has every run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from transformers import AutoModelForCausalLM
 from tuned_lens import TunedLens
 from tuned_lens.scripts.ingredients import Optimizer, OptimizerOption
 
-WAYS = (("sgd", 1.0), ("sgd", 3.0), ("sgd", 10.0), ("adam", 1.0), ("adam", 10.0))
-"""Optimiser and the factor on its default learning rate; the package's default comes first."""
+Way = tuple[str, float]
+"""Optimiser, and the factor on its default learning rate."""
+SCALES = (1.0, 3.0, 10.0)
+OTHER: Way = ("adam", 10.0)
+WIDEST = 1_000.0  # times or parts of the default: none but a broken run would want more
 ENOUGH = 0.01
 HELD_OUT_TOKENS = 1_500
 
@@ -62,7 +65,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(job.model, torch_dtype=torch.float32).eval()
     job.require_same(lambda ids: model(ids).logits)
     trainer = Trainer(model, job, options.tokens_per_step)
-    short = {way: trainer.run(*way, options.steps) for way in WAYS}
+    short = trainer.short_runs(options.steps)
     way = min(short, key=lambda each: short[each].kl)
     runs = [*short.values(), *trainer.longer(way, short[way], options.least_cpu, options.most_cpu)]
     best = runs[-1] if len(runs) > len(short) else short[way]
@@ -91,7 +94,19 @@ class Trainer:
         self.model, self.job, self.tokens_per_step = model, job, tokens_per_step
         self._held_out = _batch(_first(job.select, HELD_OUT_TOKENS))
 
-    def longer(self, way: tuple[str, float], run: Run, least: float, most: float) -> Iterator[Run]:
+    def short_runs(self, steps: int) -> dict[Way, Run]:
+        """A run for each way to train that is worth trying."""
+        found = {scale: self.run("sgd", scale, steps) for scale in SCALES}
+        while True:
+            best = min(found, key=lambda scale: found[scale].kl)
+            further = {max(found): 3 * best, min(found): best / 3}.get(best)
+            if further is None or not 1 / WIDEST < further < WIDEST:
+                break
+            found[further] = self.run("sgd", further, steps)
+        sgd = {("sgd", scale): run for scale, run in found.items()}
+        return {**sgd, OTHER: self.run(*OTHER, steps)}
+
+    def longer(self, way: Way, run: Run, least: float, most: float) -> Iterator[Run]:
         """Ever longer runs, until one is long enough and has converged, or the next would take too long."""
         while run.last_gain >= ENOUGH or run.clock.cpu < least:
             steps, a_step = run.curve[-1][0], run.clock.cpu / run.curve[-1][0]
