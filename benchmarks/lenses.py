@@ -99,7 +99,9 @@ def main() -> None:
         for text, board in by_text.items()
     ]
     write_page(figures, settings.output / "lenses.html")
-    (settings.output / "lenses.json").write_text(json.dumps(boards, indent=1) + "\n")
+    (settings.output / "lenses.json").write_text(
+        json.dumps(boards, indent=1, allow_nan=False) + "\n"
+    )
     print(json.dumps({name: _short(by_text) for name, by_text in boards.items()}))
 
 

@@ -107,6 +107,7 @@ def test_a_lens_without_level_0_is_scored_above_it(causal, study_text):
     held = held_out(causal, study_text, POSITIONS)
     scores = score(causal, lj.Lens(causal, found), held)
     assert np.isnan(scores.kl[0]).all()
+    json.dumps(scores.levels() + [difference(scores, scores)], allow_nan=False)
     assert np.isfinite([value for each in scores.summary().values() for value in each]).all()
 
 

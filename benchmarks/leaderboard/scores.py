@@ -46,9 +46,10 @@ class Scores:
         found["marginal_kl"] = _spread(self.marginal[1:].mean(), self.marginal_draws[1:].mean(0))
         return found
 
-    def levels(self) -> list[dict[str, Interval]]:
-        """The same level by level, from level 0 on."""
-        return [self._level(level) for level in range(len(self.kl))]
+    def levels(self) -> list[dict[str, Interval] | None]:
+        """The same level by level, from level 0 on; None where the lens does not read."""
+        unread = np.isnan(self.kl).all(1)
+        return [None if unread[level] else self._level(level) for level in range(len(self.kl))]
 
     def _level(self, level: int) -> dict[str, Interval]:
         found = {name: self._mean(values[level]) for name, values in self._means().items()}
@@ -65,9 +66,6 @@ class Scores:
         return float(mean), float(low), float(high)
 
     def _calibration(self, levels: slice) -> Interval:
-        if np.isnan(self.probability[levels]).any():
-            return (np.nan,) * 3
-
         def error(weight: Floats) -> float:
             weight = weight * self.known
             return float(
@@ -82,7 +80,9 @@ def difference(ours: Scores, theirs: Scores) -> dict[str, Any]:
     apart = ours.kl - theirs.kl
     mean = mean_interval(apart[1:].mean(0), ours.document)
     levels = np.stack(mean_interval(apart, ours.document), 1)
-    return {"mean": [float(end) for end in mean], "levels": levels.tolist()}
+    # JSON has no NaN: a level that one of the two does not read has no difference.
+    known = [None if np.isnan(ends).any() else ends.tolist() for ends in levels]
+    return {"mean": [float(end) for end in mean], "levels": known}
 
 
 @torch.no_grad()
@@ -140,7 +140,5 @@ def _marginal(totals: Tensor, readable: list[int]) -> tuple[Floats, Floats]:
 
 def _spread(value: float, draws: Floats) -> Interval:
     """An interval as wide as the draws', about the value: resampling adds to a KL's bias, which is taken off again."""
-    if np.isnan(value):
-        return (np.nan,) * 3
     low, high = np.quantile(draws, [0.025, 0.975]) - draws.mean() + value
     return float(value), float(max(low, 0)), float(high)
