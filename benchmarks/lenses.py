@@ -131,7 +131,7 @@ def one_board(name: str, model: lj.Model, text: str, settings: Settings) -> Boar
         model,
         corpus,
         settings.tokens,
-        refine_steps=10 if settings.quick else None,
+        refine_steps=10 if settings.quick else 200,
         jacobian={
             "tokens": 100 if settings.quick else budget.jacobian_tokens,
             "skip_first": budget.skip_first,

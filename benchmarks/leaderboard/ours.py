@@ -39,7 +39,7 @@ class Workshop:
     corpus: lj.Corpus
     tokens: int
     seed: int = 0
-    refine_steps: int | None = None
+    refine_steps: int = 200
     jacobian: dict[str, int] = field(default_factory=dict)
     """Settings of the Jacobian lens, whose cost grows with tokens times width."""
     _calibrated: Made | None = field(default=None, repr=False)
@@ -102,10 +102,9 @@ class Workshop:
 
     def _refined(self) -> Made:
         start = self._calibrated_once()
-        more = {} if self.refine_steps is None else {"steps": self.refine_steps}
-        made = self._made(
-            lambda: lj.refine(self.model, start.lens.jumps, self.corpus, seed=self.seed, **more)
-        )
+        assert start.lens.jumps is not None
+        given = self.model, start.lens.jumps, self.corpus
+        made = self._made(lambda: lj.refine(*given, steps=self.refine_steps, seed=self.seed))
         return made._replace(seconds=made.seconds + start.seconds)
 
     def _made(self, fit: Callable[[], lj.Jumps]) -> Made:

@@ -48,8 +48,9 @@ class Scores:
 
     def levels(self) -> list[dict[str, Interval] | None]:
         """The same level by level, from level 0 on; None where the lens does not read."""
-        unread = np.isnan(self.kl).all(1)
-        return [None if unread[level] else self._level(level) for level in range(len(self.kl))]
+        return [
+            None if np.isnan(kl).all() else self._level(level) for level, kl in enumerate(self.kl)
+        ]
 
     def _level(self, level: int) -> dict[str, Interval]:
         found = {name: self._mean(values[level]) for name, values in self._means().items()}
