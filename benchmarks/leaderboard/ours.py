@@ -1,0 +1,124 @@
+"""Our lenses, each with what it cost: CPU seconds of this process, from text to maps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+import layerjump as lj
+from layerjump.fit.collect import Plan, plan
+from layerjump.fit.fit import solve_jumps
+from layerjump.fit.kept import MASKED
+
+Result = TypeVar("Result")
+
+RANKS = {"low-rank d/16": 16, "low-rank d/4": 4, "low-rank d/2": 2}
+"""What the width is divided by."""
+ON_SUMS = ("mat", "affine", *RANKS, "n-njtc", "ojfa")
+"""Those that are solved from the sums of one pass."""
+OURS = ("identity", *ON_SUMS, "calibrated", "refined", "jacobian")
+
+
+class Made(NamedTuple):
+    """A lens and the CPU seconds it took to fit."""
+
+    lens: lj.Lens
+    seconds: float
+
+
+@dataclass
+class Workshop:
+    """Makes lenses of one model from one text."""
+
+    model: lj.Model
+    corpus: lj.Corpus
+    tokens: int
+    seed: int = 0
+    refine_steps: int = 200
+    jacobian: dict[str, int] = field(default_factory=dict)
+    """Settings of the Jacobian lens, whose cost grows with tokens times width."""
+    _calibrated: Made | None = field(default=None, repr=False)
+
+    def make(self, names: list[str]) -> Iterator[tuple[str, Made]]:
+        """Every lens asked for, one after another."""
+        for name in names:
+            if name == "jacobian" and not self.model.causal:
+                continue  # it is of states that no later token reaches
+            yield name, self._one(name)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        positions = MASKED if self.model.masked else None
+        return {"tokens": self.tokens, "positions": positions, "seed": self.seed}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The run over the fit, select and test documents that every lens is fitted on."""
+        return plan(self.model, self.corpus, **self.settings)
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        """CPU seconds of the bare model over the fit documents: the unit of cost."""
+        return timed(lambda: bare_forward(self.model, self.plan.batches["fit"]))[1]
+
+    @cached_property
+    def _pass(self) -> tuple[Any, float]:
+        return timed(self.plan.run)
+
+    def _one(self, name: str) -> Made:
+        if name == "identity":
+            return Made(lj.Lens(self.model), 0.0)
+        if name in ON_SUMS:
+            return self._from_sums(name)
+        if name == "calibrated":
+            return self._calibrated_once()
+        if name == "refined":
+            return self._refined()
+        return self._made(
+            lambda: lj.jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian)
+        )
+
+    def _from_sums(self, name: str) -> Made:
+        """The pass is shared, but each pays for it: that is what fitting one alone would cost."""
+        collected, pass_seconds = self._pass
+        settings: dict[str, Any] = {"estimator": name}
+        if name in RANKS:
+            rank = max(1, self.model.width // RANKS[name])
+            settings = {"estimator": "low-rank", "rank": rank, "metric": "unembedding"}
+        made = self._made(lambda: solve_jumps(collected, model=self.model, **settings))
+        return made._replace(seconds=made.seconds + pass_seconds)
+
+    def _calibrated_once(self) -> Made:
+        if self._calibrated is None:
+            self._calibrated = self._made(
+                lambda: lj.fit(self.model, self.corpus, estimator="calibrated", **self.settings)
+            )
+        return self._calibrated
+
+    def _refined(self) -> Made:
+        start = self._calibrated_once()
+        assert start.lens.jumps is not None
+        given = self.model, start.lens.jumps, self.corpus
+        made = self._made(lambda: lj.refine(*given, steps=self.refine_steps, seed=self.seed))
+        return made._replace(seconds=made.seconds + start.seconds)
+
+    def _made(self, fit: Callable[[], lj.Jumps]) -> Made:
+        jumps, seconds = timed(fit)
+        return Made(lj.Lens(self.model, jumps), seconds)
+
+
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    """What some work gives, and its CPU seconds, which do not depend on what else the machine does."""
+    start = time.process_time()
+    return work(), time.process_time() - start
+
+
+@torch.no_grad()
+def bare_forward(model: lj.Model, batches: lj.Batches) -> None:
+    for batch in batches:
+        model.hf(input_ids=batch.input_ids, attention_mask=batch.attention_mask)

@@ -1,0 +1,95 @@
+"""The leaderboard as a table for the terminal and as a figure: quality against cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from layerjump.show.look import BLUE, GREY, ORANGE, empty_figure, safe
+
+Board = dict[str, dict[str, Any]]
+"""Lens → its measures (mean, low, high), `cost` (multiples of a bare forward pass) and `cpu_seconds`."""
+MEASURES = {"kl": "KL", "p1": "P@1", "p5": "P@5", "p10": "P@10", "surprisal": "surprisal"}
+MEASURES |= {"ece": "ECE", "marginal_kl": "marginal KL"}
+CHEAPEST = 0.05
+"""Where a lens that costs nothing is drawn: a logarithm has no zero."""
+
+
+def ranked(board: Board) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(board.items(), key=lambda item: item[1]["kl"][0])
+
+
+def table(board: Board) -> str:
+    """Rows by KL, the best first; an interval behind the KL alone, for width."""
+    lines = [
+        f"  {'lens':28}{'KL (95 %)':>24}"
+        + "".join(f"{said:>13}" for name, said in MEASURES.items() if name != "kl")
+        + f"{'CPU s':>10}{'× forward':>11}"
+    ]
+    for name, found in ranked(board):
+        said = name + (" (recorded)" if found.get("recorded") else "")
+        mean, low, high = found["kl"]
+        others = "".join(f"{found[each][0]:13.3f}" for each in MEASURES if each != "kl")
+        cost = f"{found['cpu_seconds']:10.1f}{found['cost']:11.2f}"
+        lines.append(f"  {said:28}{f'{mean:.3f} ({low:.3f}–{high:.3f})':>24}{others}{cost}")
+    return "\n".join(lines)
+
+
+def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Figure:
+    """KL against cost, one point a lens; ours, peers' and what was only recorded told apart."""
+    made = empty_figure(
+        f"{safe(model)} on {safe(text)}: mean over levels, 95 % over documents",
+        x="cost of fitting, in bare forward passes over the fit text (CPU seconds)",
+        y="KL to the model's own output, nats",
+        height=460,
+    )
+    kinds = {"ours": BLUE, "peers": ORANGE, "recorded": GREY}
+    for kind, colour in kinds.items():
+        mine = [row for row in ranked(board) if kind_of(*row, peers) == kind]
+        if mine:
+            _add_points(made, kind, colour, mine)
+    made.update_xaxes(type="log")
+    return made
+
+
+def kind_of(name: str, found: dict[str, Any], peers: tuple[str, ...]) -> str:
+    if found.get("recorded"):
+        return "recorded"
+    return "peers" if name in peers else "ours"
+
+
+def _add_points(
+    made: go.Figure, kind: str, colour: str, rows: list[tuple[str, dict[str, Any]]]
+) -> None:
+    kl = [found["kl"] for _, found in rows]
+    made.add_scatter(
+        x=[max(found["cost"], CHEAPEST) for _, found in rows],
+        y=[mean for mean, _, _ in kl],
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": [high - mean for mean, _, high in kl],
+            "arrayminus": [mean - low for mean, low, _ in kl],
+            "thickness": 1.2,
+        },
+        mode="markers+text",
+        text=[safe(name) for name, _ in rows],
+        textposition="top center",
+        name=kind,
+        marker={"color": colour, "size": 9},
+        customdata=[[found["cost"], found["cpu_seconds"]] for _, found in rows],
+        hovertemplate="<b>%{text}</b><br>KL %{y:.3f}<br>%{customdata[0]:.2f} × forward, "
+        "%{customdata[1]:.1f} CPU s<extra></extra>",
+    )
+
+
+def write_page(figures: list[go.Figure], path: Path) -> None:
+    """All figures below each other in one page that needs no network."""
+    parts = [
+        each.to_html(include_plotlyjs=place == 0, full_html=False)
+        for place, each in enumerate(figures)
+    ]
+    head = "<!doctype html><html lang='en'><meta charset='utf-8'><title>Lenses: quality and cost</title><body>"
+    path.write_text(head + "\n".join(parts) + "</body></html>\n", encoding="utf-8")
