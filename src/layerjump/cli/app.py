@@ -12,13 +12,14 @@ from layerjump import __version__
 from layerjump.cli.convert import export_lens, import_lens
 from layerjump.cli.evaluate import evaluate
 from layerjump.cli.families import families
-from layerjump.cli.fit import fit, show
+from layerjump.cli.fit import fit
 from layerjump.cli.generate import calibrate, generate
 from layerjump.cli.lens import lens
 from layerjump.cli.plausibility import plausibility
 from layerjump.cli.pretrain import pretrain
 from layerjump.cli.prune import prune
 from layerjump.cli.serve import serve
+from layerjump.cli.show import show
 from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli.fit import print_jumps
 from layerjump.cli.options import AsJson, Device, DeviceMap, Dtype, Revision, Trust
+from layerjump.cli.show import print_jumps
 
 GivenModel = Annotated[
     str,

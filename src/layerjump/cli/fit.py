@@ -1,4 +1,4 @@
-"""`layerjump fit` and `layerjump show`."""
+"""`layerjump fit`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from layerjump.cli.options import (
     Seed,
     Split,
     Trust,
-    print_table,
     progress_bar,
 )
+from layerjump.cli.show import print_jumps
 from layerjump.errors import BadEstimator, LayerjumpError
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def fit(
     estimator: Annotated[
         str,
         typer.Option(
-            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; or jacobian."
+            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; or "
+            "jacobian."
         ),
     ] = "mat",
     strength: Annotated[
@@ -119,7 +120,12 @@ def fit(
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     where |= {"device": device, "dtype": dtype, "device_map": device_map}
     if estimator == "jacobian":
-        own = {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
+        own: dict[str, Any] = {
+            "pairs": pairs,
+            "positions": positions,
+            "resume": resume,
+            "features": features,
+        }
         own |= {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
         _refuse(settings | own)
         _write(_jacobian(model, where, text, column, tokens, split, seed), output, as_json=as_json)
@@ -263,55 +269,3 @@ def _forget_tuning(output: Path) -> None:
     from layerjump.lens.tuning import NAME
 
     (output / NAME).unlink(missing_ok=True)
-
-
-def show(
-    path: Annotated[Path, typer.Argument(help="A folder of jumps, or a file of moments.")],
-    as_json: AsJson = False,
-) -> None:
-    """Say what a folder of jumps or a file of moments holds.
-
-    [bold]layerjump show jumps[/]
-    [bold]layerjump show jumps/moments.safetensors --json[/]
-    """
-    from layerjump.fit.collected import Collected
-    from layerjump.fit.jumps import Jumps
-
-    if path.is_file():
-        collected = Collected.load(path)
-        rows = [
-            {"what": name, "value": value}
-            for name, value in {
-                **collected.about,
-                **{f"positions ({split})": m.n for split, m in collected.splits.items()},
-            }.items()
-        ]
-        print_table(f"moments: {path}", rows, as_json=as_json)
-        return
-    print_jumps(Jumps.from_pretrained(path), as_json=as_json, anatomy=True)
-
-
-def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
-    """Print what is known about each jump of a set."""
-    rows = []
-    for source, target in jumps:
-        info = jumps.info[source, target]
-        mapped, kept = info.r2 or (None, None), info.r2_identity or (None, None)
-        row: dict[str, Any] = {
-            "jump": f"{source} → {target}",
-            "R²": mapped[0],
-            "weighted": mapped[1],
-            "identity R²": kept[0],
-            "identity weighted": kept[1],
-        }
-        if info.strength is not None:
-            row["strength"] = info.strength
-        if anatomy:
-            found = jumps.anatomy(source, target)
-            row |= {
-                "largest σ": float(found.singular_values[0]),
-                "effective rank": found.effective_rank,
-                "‖W − I‖/‖I‖": found.from_identity,
-            }
-        rows.append(row)
-    print_table(repr(jumps), rows, as_json=as_json)
