@@ -135,25 +135,14 @@ def fit(
     _check_refine(refine, steps, from_moments, group.world)
     if from_moments:
         collected = merge([Collected.load(path) for path in from_moments])
-    elif model is None:
-        raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
     else:
         from layerjump.fit.checkpoint import Checkpoint
         from layerjump.fit.collect import plan
-        from layerjump.inputs.corpus import read
-        from layerjump.inputs.models import load
 
-        loaded = load(model, **where)
-        corpus = read(text, column=column)
-        chosen = plan(
-            loaded,
-            corpus,
-            positions=positions,
-            tokens=tokens,
-            sizes=split,
-            seed=seed,
-            **wanted | {"select": wanted["select"] or save_moments or refine is not None},
-        )
+        loaded, corpus = _opened(model, where, text, column)
+        wanted |= {"select": wanted["select"] or save_moments or refine is not None}
+        wanted |= {"positions": positions, "tokens": tokens, "sizes": split, "seed": seed}
+        chosen = plan(loaded, corpus, **wanted)
         checkpoint = Checkpoint(output, save_every, resume, group)
         collected = _run(chosen, checkpoint)
     group.leave()
@@ -170,6 +159,17 @@ def fit(
         checkpoint.clear()
     if refine is not None:
         _forget_tuning(output)
+
+
+def _opened(
+    model: str | None, where: dict[str, Any], text: str, column: str | None
+) -> tuple[Model, Corpus]:
+    from layerjump.inputs.corpus import read
+    from layerjump.inputs.models import load
+
+    if model is None:
+        raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
+    return load(model, **where), read(text, column=column)
 
 
 def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
@@ -198,18 +198,14 @@ def _jacobian(
     seed: int,
 ) -> Jumps:
     from layerjump.fit.jacobian import TOKENS, jacobian
-    from layerjump.inputs.corpus import read
-    from layerjump.inputs.models import load
 
-    if model is None:
-        raise LayerjumpError("give a model to run")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise BadEstimator("jacobian runs in one process; start it without torchrun")
-    loaded = load(model, **where)
+    loaded, corpus = _opened(model, where, text, column)
     with progress_bar("going backwards") as update:
         return jacobian(
             loaded,
-            read(text, column=column),
+            corpus,
             tokens=TOKENS if tokens is None else tokens,
             sizes=split,
             seed=seed,
