@@ -40,7 +40,7 @@ class Workshop:
     tokens: int
     seed: int = 0
     refine_steps: int = 200
-    jacobian: dict[str, int] = field(default_factory=dict)
+    jacobian: dict[str, Any] = field(default_factory=dict)
     """Settings of the Jacobian lens, whose cost grows with tokens times width."""
     _calibrated: Made | None = field(default=None, repr=False)
 
