@@ -173,7 +173,7 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
 
 def _refuse(settings: dict[str, Any], *others: Any) -> None:
     """The Jacobian lens has none of the options of estimators in closed form."""
-    names = "pairs positions resume features save-moments from-moments refine".split()
+    names = ["pairs", "positions", "resume", "features", "save-moments", "from-moments", "refine"]
     for name, value in (settings | dict(zip(names, others, strict=True))).items():
         if value is not None and value is not False:
             raise BadEstimator(
