@@ -3,7 +3,7 @@
     python benchmarks/decode.py [--model smollm2 --model stories15m] [--quick]
 
 Prompts are the first words of documents of Wikipedia, news and TinyStories (all in `../shared/text`); jumps are fitted
-and rules calibrated on other documents of the same texts. Every prompt is gone on with by all rivals in turn, forwards
+and rules calibrated on what the model writes behind the openings of other documents of the same texts. Every prompt is gone on with by all rivals in turn, forwards
 then backwards, so that whatever else the machine does meets all of them alike; ratios are medians over prompts.
 """
 
@@ -57,7 +57,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40, help="of each text")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a prompt")
     parser.add_argument("--fit", type=int, default=80_000, help="tokens to fit jumps on")
-    parser.add_argument("--documents", type=int, default=2_400, help="to calibrate on, at most")
+    parser.add_argument(
+        "--documents", type=int, default=1_600, help="whose openings to calibrate on"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="few of everything: to see that it runs"
     )
@@ -77,7 +79,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     text, prompts = texts(options)
     jumps = lj.fit(model, text, tokens=options.fit)
     found = lj.calibrate(
-        model, jumps, text, target=0.95, documents=options.documents, say=lambda line: print(line)
+        model,
+        jumps,
+        text,
+        target=0.95,
+        documents=options.documents,
+        own=options.tokens,
+        say=lambda line: print(line, flush=True),
     )
     print(found)
     print("cost on select documents over the full model's:", found.about["select_cost"])
@@ -103,7 +111,7 @@ def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
 
 def replayed(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> dict[str, float]:
     """Blocks saved at 95 % by the paper's rule, as the `exits` study replays it."""
-    settings = settings_of("ours", tokens=options.fit // 2, score=120 if options.quick else 1_000)
+    settings = settings_of("ours", tokens=options.fit, score=120 if options.quick else 1_000)
     saved = exits.run(Setup(model, text, settings)).headline
     shares = {
         f"layers_saved_p95_{short}": float(saved[f"dynamic_{lens}_at_0.95"]) / model.n_blocks

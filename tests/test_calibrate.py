@@ -16,11 +16,12 @@ from layerjump.decode import kept
 from layerjump.decode.calibrate import binomial_tail, calibrate, loosest
 from layerjump.decode.contenders import Contender, Probes, Replayed, cheapest
 from layerjump.decode.costs import Costs, measure
-from layerjump.decode.drafts import at_one_level, cheapest_drafts, draft_cost
+from layerjump.decode.drafts import at_one_level, break_even, cheapest_drafts, draft_cost
 from layerjump.decode.evidence import Evidence, candidates, shares, unseen_documents
 from layerjump.decode.gates import Gate, calibration_curve, gate_features, logistic
 from layerjump.decode.own import OPENING, own_text
-from layerjump.decode.rules import Look, Never
+from layerjump.decode.rules import Drafting, Fixed, Look, Never
+from layerjump.decode.write import LATELY
 from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
 
 COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01)
@@ -178,6 +179,26 @@ def test_drafts_are_made_where_they_are_cheapest():
     assert cheapest_drafts(tries, seen, dear, 3).threshold is None
 
 
+def test_drafting_rests_while_it_does_not_pay(model, jumps):
+    """A rule that always drafts at level 0 is wrong nearly always: with a share to reach it soon stops."""
+    settings = {"verify": True, "do_sample": False, "max_new_tokens": 60, "min_new_tokens": 60}
+    always = Fixed(0)
+    stubborn = lj.generate(model, jumps, "One day, Tom", exit=always, **settings)
+    wise = lj.generate(model, jumps, "One day, Tom", exit=Drafting(always, 0.99), **settings)
+    assert wise.ids == stubborn.ids
+    assert LATELY <= wise.counts.drafts < LATELY + 4
+    assert stubborn.counts.drafts > 40
+    content = lj.generate(model, jumps, "One day, Tom", exit=Drafting(always, 0.0), **settings)
+    assert content.counts.drafts == stubborn.counts.drafts
+
+
+def test_what_a_draft_must_achieve():
+    costs = Costs(block=1, waiting=0.5, head=2, gate=0)
+    left, none = torch.tensor([4, 4, 10]), torch.zeros(3).long()
+    played = Replayed(left, none == 0, none + 1, none)
+    assert break_even(costs, 10, played) == pytest.approx((4 + 6 * 0.5 + 2) / 12)
+
+
 def test_documents_of_the_fit_are_left_out(model, jumps):
     text = stories(300)
     free = unseen_documents(jumps, text)
@@ -208,6 +229,7 @@ def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
     again = kept.load(tmp_path, model=model)
     assert again.about == found.about
     assert again.rule.at == found.rule.at
+    assert getattr(again.lossless, "least", None) == getattr(found.lossless, "least", None)
     settings = {"max_new_tokens": 20, "do_sample": False}
     for one, other in ((found.rule, again.rule), (found.lossless, again.lossless)):
         a, b = (

@@ -138,7 +138,7 @@ def _choose(
         "fingerprint": fingerprint(model.hf),
         "kind": kind if threshold is not None else "never",
         "rule": contender.record(threshold),
-        "lossless": drafts.contender.record(drafts.threshold),
+        "lossless": drafts.record(),
         "unverified": drafts.unverified,
         "text": text.name,
         "text_sha256": text.sha256,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 
 from layerjump.decode.contenders import THRESHOLDS, WORTH, Contender, Probes, Replayed
 from layerjump.decode.costs import Costs
 from layerjump.decode.evidence import Evidence
-from layerjump.decode.rules import Never, Rule
+from layerjump.decode.rules import Drafting, Never, Rule
 
 UNVERIFIED = (1, 2, 4, 8)
 PLAYED = 2_000
@@ -32,10 +33,17 @@ class Drafts:
     """How many may wait."""
     cost: float
     """Milliseconds a verified token, on the evidence they were chosen on."""
+    least: float = 0.0
+    """The share of drafts that must be right to pay for them."""
 
     @property
     def rule(self) -> Rule:
-        return Never() if self.threshold is None else self.contender.rule(self.threshold)
+        if self.threshold is None:
+            return Never()
+        return Drafting(self.contender.rule(self.threshold), self.least)
+
+    def record(self) -> dict[str, Any]:
+        return self.contender.record(self.threshold) | {"least": self.least}
 
 
 def cheapest_drafts(
@@ -54,8 +62,18 @@ def cheapest_drafts(
             for most in UNVERIFIED:
                 cost = draft_cost(costs, n_blocks, played, most)
                 if cost < best.cost:
-                    best = Drafts(contender, threshold, most, cost)
+                    least = break_even(costs, n_blocks, played)
+                    best = Drafts(contender, threshold, most, cost, least)
     return best
+
+
+def break_even(costs: Costs, n_blocks: int, played: Replayed) -> float:
+    """What a draft costs over what a token does: the share that must be right, since only a right one saves a token."""
+    drafts = played.left < n_blocks
+    level = float(played.left[drafts].double().mean())
+    spent = level * costs.block + (n_blocks - level) * costs.waiting
+    spent += float(played.heads[drafts].double().mean()) * costs.head
+    return spent / costs.full(n_blocks)
 
 
 def at_one_level(kinds: Sequence[str], probes: Probes, levels: Sequence[int]) -> list[Contender]:

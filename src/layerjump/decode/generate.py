@@ -19,7 +19,7 @@ from layerjump.decode.climb import Climber
 from layerjump.decode.fill import filler
 from layerjump.decode.lean import blocks_of, with_lean_head
 from layerjump.decode.result import Counts, Generated
-from layerjump.decode.rules import Rule, levels_of, parse
+from layerjump.decode.rules import Drafting, Rule, levels_of, parse
 from layerjump.decode.runner import Runner
 from layerjump.decode.texts import Texts
 from layerjump.decode.write import Verified, write
@@ -152,7 +152,8 @@ class EarlyExit:
         climber = self._climber(bound, input_ids, given, counts)
         choice = Choice(logits_processor, sample=bool(generation_config.do_sample))
         if self._verify:
-            loop = Verified(texts, climber, choice, counts, most=self._unverified)
+            least = self.rule.least if isinstance(self.rule, Drafting) else 0.0
+            loop = Verified(texts, climber, choice, counts, most=self._unverified, least=least)
             loop.write(stopping_criteria.max_length)
         else:
             fill = filler(self._cache, self._jumps, climber.runner, self.rule)

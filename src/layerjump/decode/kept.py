@@ -10,7 +10,7 @@ from torch import Tensor
 from layerjump.decode.calibrate import Calibration
 from layerjump.decode.contenders import Contender, Probes
 from layerjump.decode.gates import Gate, TwoStage
-from layerjump.decode.rules import Never, Rule
+from layerjump.decode.rules import Drafting, Never, Rule
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel
 from layerjump.fit import files
 from layerjump.fit.fingerprint import fingerprint
@@ -56,6 +56,7 @@ def _tensors(calibration: Calibration) -> dict[str, Tensor]:
     """Gates and second stages of whichever rules have them."""
     tensors = {}
     for name, rule in (("rule", calibration.rule), ("lossless", calibration.lossless)):
+        rule = rule.rule if isinstance(rule, Drafting) else rule
         if isinstance(rule, Gate):
             tensors[f"{name}.gate"] = rule.weights
         if isinstance(rule, TwoStage):
@@ -75,8 +76,8 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
             else {}
             for part in ("gate", "mix")
         }
-        return Contender(said["kind"], levels, Probes(**by_level), said["worth"]).rule(
-            said["threshold"]
-        )
+        made = Contender(said["kind"], levels, Probes(**by_level), said["worth"])
+        plain = made.rule(said["threshold"])
+        return Drafting(plain, said["least"]) if "least" in said else plain
 
     return Calibration(rule("rule"), rule("lossless"), about["unverified"], about)

@@ -8,6 +8,7 @@ Fixed        always at one level
 Never        the whole model
 Gate         a linear probe of the state says so, without a vocabulary product   (gates.py)
 TwoStage     the gate says when a product is worth it, gate and gap then decide  (gates.py)
+Drafting     another rule, for verified text, that rests while too few of its drafts are right
 """
 
 from __future__ import annotations
@@ -186,6 +187,21 @@ class Agree:
             return torch.zeros_like(look.top, dtype=torch.bool)
         before = look.earlier[len(look.earlier) - self.times + 1 :]
         return torch.stack([look.top, *before]).eq(look.top).all(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """Another rule for verified text, with the share of right drafts below which drafting costs more than it saves."""
+
+    rule: Rule
+    least: float
+
+    @property
+    def at(self) -> tuple[int, ...] | None:
+        return self.rule.at
+
+    def stops(self, look: Look) -> Tensor:
+        return self.rule.stops(look)
 
 
 def levels_of(rule: Rule, n_blocks: int) -> tuple[int, ...]:

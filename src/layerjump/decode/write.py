@@ -47,15 +47,32 @@ def write(
         counts.lap("rest")
 
 
+LATELY = 16
+"""Drafts by which it is judged whether drafting pays."""
+REST = 64
+"""Tokens without drafts where it does not."""
+
+
 class Verified:
     """Writes what the full model would: drafts that left early are held against it before anybody sees them."""
 
     def __init__(
-        self, texts: Texts, climber: Climber, choice: Choice, counts: Counts, *, most: int
+        self,
+        texts: Texts,
+        climber: Climber,
+        choice: Choice,
+        counts: Counts,
+        *,
+        most: int,
+        least: float = 0.0,
     ) -> None:
         self._texts, self._climber, self._choice, self._counts = texts, climber, choice, counts
         self._most = most
         """How many tokens may stay unverified."""
+        self._least = least
+        """The share of drafts that must be right for drafting to go on."""
+        self._lately: list[bool] = []
+        self._resting_until = 0
         self._drafted_from: dict[int, Tensor] = {}
         """Column → the distribution that its drafts were drawn from, after all processors (sampling only)."""
 
@@ -66,9 +83,8 @@ class Verified:
         while not texts.done:
             busy = texts.busy(column)
             drafts = column + 1 - texts.shortest
-            step = self._climber.climb(
-                texts.ids[:, :column], ~busy, may_leave=drafts <= self._most and bool(busy.any())
-            )
+            may_leave = drafts <= self._most and column >= self._resting_until and bool(busy.any())
+            step = self._climber.climb(texts.ids[:, :column], ~busy, may_leave=may_leave)
             states, drafted = step.states, column
             if step.level < last:
                 ended = self._draft(column, step, busy)
@@ -79,6 +95,7 @@ class Verified:
                 states = self._climber.rest(step.level)
             self._settle(states, column, drafted)
             column = texts.shortest
+            self._judge(column)
             self._go_back(column - 1)
             texts.stream()
             self._counts.lap("rest")
@@ -112,6 +129,7 @@ class Verified:
                 changed = (tokens != draft) & rows
                 self._counts.drafts += int(rows.sum())
                 self._counts.accepted += int((rows & ~changed).sum())
+                self._lately += (~changed[rows]).tolist()
                 texts.put(at, tokens, changed, whole)
                 wrong = wrong | changed
             else:
@@ -120,6 +138,13 @@ class Verified:
                 self._counts.near_ties += int((near_tie(scores) & rows).sum())
             texts.fix(at, rows, scores)
         self._drafted_from.clear()
+
+    def _judge(self, column: int) -> None:
+        """Rest for a while if too few of the latest drafts were right."""
+        if len(self._lately) >= LATELY:
+            if sum(self._lately) < self._least * len(self._lately):
+                self._resting_until = column + REST
+            self._lately.clear()
 
     def _go_back(self, length: int) -> None:
         """Forget all that was fed after the tokens that every row knows."""
