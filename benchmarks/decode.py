@@ -3,8 +3,9 @@
     python benchmarks/decode.py [--model smollm2 --model stories15m] [--quick]
 
 Prompts are the first words of documents of Wikipedia, news and TinyStories (all in `../shared/text`); jumps are fitted
-and rules calibrated on what the model writes behind the openings of other documents of the same texts. Every prompt is gone on with by all rivals in turn, forwards
-then backwards, so that whatever else the machine does meets all of them alike; ratios are medians over prompts.
+on other documents of the same texts, and rules calibrated on what the model writes behind the openings of yet others.
+Every prompt is gone on with by all rivals in turn, forwards then backwards, so that whatever else the machine does
+meets all of them alike; ratios are medians over prompts.
 """
 
 from __future__ import annotations
