@@ -4,7 +4,7 @@
 
 Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias,
 no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
-rxn-bert (masked) on reactions. Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
+rxn-bert (masked) on reactions; the maps that land after the final norm beside the paper's. Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
 rxn-bert. What differs from the papers is the model and, but for the news, the text. `budget` is the test tokens of the
 costly studies; `demo` is what `make demo` runs, for the README.
 """
@@ -48,6 +48,18 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         [REACTIONS],
         "submodules",
         {"protocol": "paper", "budget": 20_000},
+    ),
+    "calibrated-smollm2": (
+        "smollm2",
+        [WIKIPEDIA],
+        "predictions,exits",
+        {"protocol": "paper", "estimators": ("mat", "calibrated")},
+    ),
+    "calibrated-rxn-bert": (
+        str(MODELS / "rxn-bert"),
+        [REACTIONS],
+        "predictions,exits",
+        {"protocol": "paper", "estimators": ("mat", "calibrated")},
     ),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
     "linearity-smollm2": (

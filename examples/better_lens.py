@@ -1,0 +1,36 @@
+"""How close each level's prediction comes to the model's own, through three lenses.
+
+python examples/better_lens.py [MODEL] [TEXT]
+"""
+
+import sys
+
+import torch
+
+import layerjump as lj
+
+model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+text = lj.read(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
+tokens = 8_000  # more is better; this is for a look
+
+mat = lj.fit(model, text, tokens=tokens)
+calibrated = lj.fit(model, text, estimator="calibrated", tokens=tokens)
+lenses = {"logit lens": None, "mat": mat, "calibrated": calibrated}
+
+unseen = lj.split(len(text.documents), "80/10/10", seed=0).test
+batches = lj.batches(text, model.tokens, lj.Positions("all"), documents=unseen, tokens_wanted=600)
+levels = range(0, model.n_blocks + 1, max(1, model.n_blocks // 6))
+found = {name: torch.zeros(len(levels)) for name in lenses}
+with torch.no_grad():
+    for states in lj.states(model, batches, levels, logits=True):
+        own = states.logits.log_softmax(-1)
+        for name, jumps in lenses.items():
+            lens = lj.Lens(model, jumps)
+            for place, level in enumerate(levels):
+                guess = lens.logits(level, states.at[lj.Site(level)]).log_softmax(-1)
+                kl = (own.exp() * (own - guess)).sum(-1)
+                found[name][place] += kl.mean() / len(batches)
+print("KL from the model's own prediction")
+print("level".ljust(12), *(f"{level:7}" for level in levels))
+for name, kl in found.items():
+    print(name.ljust(12), *(f"{value:7.3f}" for value in kl.tolist()))
