@@ -12,7 +12,7 @@ demo: $(READY)
 
 # Two workers with a thread each: many tests start processes of their own, and threads would fight over the cores.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
 
 check: $(READY)
 	$(BIN)/ruff format --check .
