@@ -12,6 +12,7 @@ import torch
 
 import layerjump as lj
 from layerjump.fit.collect import Plan, plan
+from layerjump.fit.descent import train_n_njtc
 from layerjump.fit.fit import solve_jumps
 from layerjump.fit.kept import MASKED
 
@@ -21,7 +22,7 @@ RANKS = {"low-rank d/16": 16, "low-rank d/4": 4, "low-rank d/2": 2}
 """What the width is divided by."""
 ON_SUMS = ("mat", "affine", *RANKS, "n-njtc", "ojfa")
 """Those that are solved from the sums of one pass."""
-OURS = ("identity", *ON_SUMS, "calibrated", "refined", "jacobian")
+OURS = ("identity", *ON_SUMS, "n-njtc trained", "calibrated", "refined", "jacobian")
 
 
 class Made(NamedTuple):
@@ -79,6 +80,10 @@ class Workshop:
             return self._calibrated_once()
         if name == "refined":
             return self._refined()
+        if name == "n-njtc trained":
+            return self._made(
+                lambda: train_n_njtc(self.model, self.corpus, tokens=self.tokens, seed=self.seed)
+            )
         return self._made(
             lambda: lj.jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian)
         )

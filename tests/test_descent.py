@@ -1,0 +1,60 @@
+"""N-NJTC as published, by gradient descent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stories import stories
+
+import layerjump as lj
+from layerjump.errors import BadEstimator
+from layerjump.fit.descent import Narrow, train_n_njtc
+from layerjump.inputs.sites import Site
+
+TEXT = stories(300)
+
+
+@pytest.fixture(scope="module")
+def model(data_folder):
+    return lj.load(data_folder / "tiny-gpt2")
+
+
+def weighted_r2(jumps, model, level):
+    """On test documents, in units of each coordinate's spread, which is what is trained."""
+    documents = lj.split(len(TEXT.documents), "80/10/10", seed=0).test
+    batches = lj.batches(TEXT, model.tokens, lj.Positions("all"), documents=documents)
+    parts = [each.at for each in lj.states(model, batches, [level, model.n_blocks])]
+    x, y = (torch.cat([at[Site(s)] for at in parts]) for s in (level, model.n_blocks))
+    left = (jumps[level, model.n_blocks](x) - y).square().sum(0)
+    return float((1 - left / (y - y.mean(0)).square().sum(0)).mean())
+
+
+def test_folded_it_is_the_same_map():
+    draw = torch.Generator().manual_seed(0)
+    jump = Narrow(6, 2, torch.rand(6, generator=draw) + 0.5, draw)
+    with torch.no_grad():
+        for _ in range(5):
+            jump(3 + 2 * torch.randn(40, 6, generator=draw))
+        jump.norm.weight.uniform_(0.5, 2)
+        jump.norm.bias.uniform_(-1, 1)
+        rows = torch.randn(9, 6, generator=draw)
+        assert torch.allclose(jump.eval().folded()(rows), jump(rows), atol=1e-5)
+
+
+def test_it_comes_close_to_the_closed_form_from_below(model):
+    trained = train_n_njtc(model, TEXT, steps=150, rank=8)
+    closed = lj.fit(model, TEXT, estimator="low-rank", rank=8)
+    for level in (0, 2, 3):
+        mine, best = (weighted_r2(jumps, model, level) for jumps in (trained, closed))
+        assert mine > 0.75 * best
+        assert mine < best + 0.02
+    assert trained.info[1, 4].rank == 8
+    lj.Lens(model, trained)("One day, Tom")
+
+
+def test_it_is_the_same_every_time_and_rank_is_the_papers(model):
+    one, other = (train_n_njtc(model, TEXT, steps=5, tokens=2_000) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert one.info[0, 4].rank == 1
+    with pytest.raises(BadEstimator, match="1 or more"):
+        train_n_njtc(model, TEXT, steps=0)
