@@ -26,7 +26,7 @@ from layerjump.cli import main
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny-gpt2"
 OUT, TEXT, LOG = "out", "stories.txt", "log.txt"
-_SHAPE = "--layers 2 --hidden 32 --vocab 300 --length 32 --batch 4 --steps 12 --every 3".split()
+_SHAPE = " --layers 2 --hidden 32 --vocab 300 --length 32 --batch 4 --steps 12 --every 3"
 _TIMES = ("seconds", "minutes", "machine", "command", "log")
 """What two runs of one command may differ in: how long they took, and whether they were resumed."""
 _PAGES = (".html", ".md")
@@ -47,8 +47,7 @@ class Command:
 def _of(name: str, arguments: str, *resume: str) -> Command:
     first, *rest = arguments.split()
     model = [] if first == "pretrain" else [str(TINY)]
-    shape = _SHAPE if first == "pretrain" else []
-    return Command(name, (first, *model, "--text", TEXT, *rest, *shape), resume)
+    return Command(name, (first, *model, "--text", TEXT, *rest), resume)
 
 
 COMMANDS = (
@@ -57,7 +56,7 @@ COMMANDS = (
     _of("study", "study --tokens 1500 --score 60 --study r2,predictions", "--resume"),
     _of("prune", "prune --drop 1 --method replaceme --choose deepest"),
     _of("distil", "prune --drop 1 --method linear --choose deepest --distil 8"),
-    _of("pretrain", "pretrain"),
+    _of("pretrain", "pretrain" + _SHAPE),
 )
 
 
