@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from children import end_of, in_child, start
+from transformers import AutoTokenizer
 
 from layerjump.compress.export import replace_folder
 from layerjump.compress.training import RUN, WHOLE, forget, last_checkpoint
@@ -103,6 +104,16 @@ def test_a_training_that_is_half_forgotten_starts_anew(tmp_path, monkeypatch):
 
     assert in_child(end) == -signal.SIGKILL
     assert last_checkpoint(folder, {"seed": 1}) is None
+
+
+def test_what_tokenizers_cannot_write_is_one_line(data_folder, tmp_path):
+    """They raise a plain Exception, with the system's number in its words."""
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tiny-gpt2").backend_tokenizer
+    with (
+        pytest.raises(BadArtifact, match="cannot be written: the disk is full"),
+        writing(tmp_path / "tokenizer.json"),
+    ):
+        tokenizer.save("/dev/full")
 
 
 def test_what_torch_cannot_write_is_one_line(tmp_path):

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerjump.errors import BadArtifact
+from layerjump.errors import BadArtifact, LayerjumpError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space or choose another folder",
@@ -80,7 +80,7 @@ def writing(path: Path) -> Iterator[None]:
     """Turn whatever stops a file from being written into one line that names it."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:
         number = _system_error(error)
         if number is None:
             raise
@@ -92,10 +92,13 @@ def _system_error(error: BaseException) -> int | None:
     """The system's error number in what a library raised when it could not write; None: it was something else."""
     if isinstance(error, OSError):
         return error.errno or 0
+    if isinstance(error, LayerjumpError):
+        return None  # it says what is wrong already
+    # safetensors and tokenizers hide the number in their messages; those of tokenizers have no kind of their own.
+    if found := re.search(r"os error (\d+)", str(error)):
+        return int(found[1])
     if isinstance(error, SafetensorError):
-        # It hides the number in its message.
-        found = re.search(r"os error (\d+)", str(error))
-        return int(found[1]) if found else 0
+        return 0
     return _UNTOLD if any(words in str(error) for words in _TORCH_CANNOT_WRITE) else None
 
 
