@@ -214,6 +214,7 @@ class Programme:
         first = launch(command.line(), place)
         while not any(place.glob(".out.lock")) and not (place / OUT / ".lock").exists():
             time.sleep(0.005)
+        time.sleep(0.5)  # the file is there a moment before it is locked
         os.kill(first, signal.SIGSTOP)  # so that it cannot end before the second has asked
         second = end_of(launch(command.line(), place))
         wrong = _one_line(second, place, "another run is writing")
