@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test soak check format clean
 
 demo: $(READY)
 	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo
@@ -13,6 +13,11 @@ demo: $(READY)
 # Two workers with a thread each: many tests start processes of their own, and threads would fight over the cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
+
+# What takes too long for every day: real runs that are killed and starved, and damaged files of every kind.
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/programme.py --rounds 20 --seed 1
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

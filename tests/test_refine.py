@@ -126,6 +126,9 @@ def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refin
         )
     with pytest.raises(BadArtifact, match="other settings"):
         lj.refine(model, jumps, TEXT, steps=80, folder=tmp_path)
+    other = lj.fit(model, TEXT, estimator="ridge", strength=1.0)  # as wide, but other numbers
+    with pytest.raises(BadArtifact, match="other settings"):
+        lj.refine(model, other, TEXT, steps=75, folder=tmp_path)
     (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:1000])
     with pytest.raises(BadArtifact, match="damaged"):
         lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)

@@ -561,3 +561,23 @@ def test_death_at_any_moment(tmp_path):
         os.kill(child, signal.SIGKILL)
         assert end_of(child) == -signal.SIGKILL
         assert state_of(place, *sets) in ("old", "new")
+
+
+def test_who_reads_while_another_saves_gets_the_old_or_the_new(folder):
+    saved = [made.jumps(), made.jumps(seed=1)]
+    ends = time.monotonic() + 3
+
+    def save_by_turns():
+        for one in itertools.cycle(saved):
+            store.save(one, folder)
+            if time.monotonic() > ends:
+                return
+
+    child = start(save_by_turns)
+    reads = 0
+    while time.monotonic() < ends:
+        found = store.load(folder)  # an error here is a mixture of two
+        assert any(made.same(found, one) for one in saved)
+        reads += 1
+    assert end_of(child) == 0
+    assert reads > 5

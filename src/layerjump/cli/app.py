@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from typing import Annotated
 
@@ -69,6 +70,10 @@ def main() -> None:
     except LayerjumpError as error:
         if "--debug" in sys.argv:
             raise
+        if isinstance(error, RunStopped):
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # it is ending: more Ctrl-C have nothing to stop
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(130 if isinstance(error, RunStopped) else 1) from None
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import typer
 
 from layerjump.cli.options import AsJson, Device, DeviceMap, Dtype, Revision, Trust
 from layerjump.cli.show import print_jumps
+from layerjump.cli.writer import writes_folder
 
 GivenModel = Annotated[
     str,
@@ -19,6 +20,7 @@ GivenModel = Annotated[
 ]
 
 
+@writes_folder(lambda given: "run the same command again")
 def import_lens(
     source: Annotated[Path, typer.Argument(help="A lens of another tool: its file or folder.")],
     model: GivenModel,

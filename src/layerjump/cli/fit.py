@@ -22,6 +22,7 @@ from layerjump.cli.options import (
     progress_bar,
 )
 from layerjump.cli.show import print_jumps
+from layerjump.cli.writer import writes_folder
 from layerjump.errors import BadEstimator, LayerjumpError
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from layerjump.inputs.models import Model
 
 
+def _go_on(given: dict[str, Any]) -> str:
+    if given["estimator"] == "jacobian":
+        return "nothing was saved: run the same command to start anew"
+    return "run the same command with --resume to go on"
+
+
+@writes_folder(_go_on)
 def fit(
     model: Annotated[
         str | None,

@@ -12,9 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from layerjump.cli.options import AsJson, Column, print_table
+from layerjump.cli.writer import writes_folder
 from layerjump.errors import BadTraining
 
 
+@writes_folder(
+    lambda given: "run the same command to go on from its last checkpoint", replaced=True
+)
 def pretrain(
     text: Annotated[
         list[str],
@@ -103,17 +107,19 @@ def pretrain(
         device=device,
         keep=keep_checkpoints,
         force=force,
+        page=_page,
     )
     if int(os.environ.get("RANK", "0")) == 0:  # the first process speaks for all
         _show(record, output, as_json=as_json)
 
 
-def _show(record: dict[str, Any], output: Path, *, as_json: bool) -> None:
-    from layerjump.fit.files import write_text
+def _page(record: dict[str, Any]) -> str:
     from layerjump.show.training import training_page
 
-    command = shlex.join(["layerjump", *sys.argv[1:]])
-    write_text(output / "training.html", training_page(record, command))
+    return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
+
+
+def _show(record: dict[str, Any], output: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(record, indent=2))
     else:

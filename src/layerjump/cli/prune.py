@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,12 +20,20 @@ from layerjump.cli.options import (
     Trust,
     print_table,
 )
+from layerjump.cli.writer import writes_folder
 from layerjump.errors import BadPruning
 
 if TYPE_CHECKING:
     from layerjump.compress.prune import Pruned
 
 
+def _go_on(given: dict[str, Any]) -> str:
+    if given["distil"] is None:
+        return "nothing was written: run the same command to start anew"
+    return "run the same command to go on from the training's last checkpoint"
+
+
+@writes_folder(_go_on, replaced=True)
 def prune(
     model: ModelName,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
@@ -98,6 +105,7 @@ def prune(
     from layerjump.compress.load import load
     from layerjump.compress.prune import calibrate
     from layerjump.compress.prune import prune as cut
+    from layerjump.compress.training import forget
     from layerjump.compress.truncate import truncate
     from layerjump.inputs.corpus import read
 
@@ -136,7 +144,7 @@ def prune(
         )
     made.save(output, force=force)
     if distil is not None:
-        shutil.rmtree(training)  # what a run that is stopped goes on from
+        forget(training)  # what a run that is stopped goes on from
     _print(made, record_of(made), as_json=as_json)
     print(f"wrote {output}", file=sys.stderr)
 

@@ -20,10 +20,14 @@ from layerjump.cli.options import (
     Trust,
     progress_bar,
 )
+from layerjump.cli.writer import writes_folder
 
 Folder = Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")]
 
+_GO_ON = "the studies that were finished are saved: run the same command with --resume to go on"
 
+
+@writes_folder(lambda given: _GO_ON)
 def study(
     model: ModelName,
     output: Folder = Path("study"),
@@ -140,6 +144,7 @@ def study(
     print(paths[-1].read_text(encoding="utf-8"))
 
 
+@writes_folder(lambda given: "run the same command again")
 def report(
     results: Annotated[list[Path], typer.Argument(help="Folders that `layerjump study` wrote.")],
     output: Folder = Path("report"),

@@ -15,6 +15,7 @@ from layerjump.compress.prune import Pruned
 from layerjump.errors import BadArtifact
 from layerjump.fit.files import sync, write_json, write_text, writing
 from layerjump.fit.fingerprint import fingerprint
+from layerjump.fit.output import OLD
 from layerjump.inputs.models import Model, quiet_transformers
 
 RECORD = "pruning.json"
@@ -93,7 +94,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None], *, force: bool) 
         with tempfile.TemporaryDirectory(
             prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True
         ) as place:
-            new, old = Path(place) / "new", Path(place) / "old"
+            new, old = Path(place) / "new", Path(place) / OLD
             new.mkdir()
             write(new)
             for path in new.rglob("*"):

@@ -23,10 +23,11 @@ class Resumable(Trainer):
     """A Trainer that may be killed at any moment: a checkpoint cut short is told from a whole one."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            place = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-            (place / WHOLE).touch()
+        place = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        with writing(place):
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                (place / WHOLE).touch()
 
 
 class Bar(ProgressCallback):
@@ -56,10 +57,17 @@ def last_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
                 shutil.rmtree(place)
     found: str | None = get_last_checkpoint(str(folder))
     # A run that came to no checkpoint stands in nobody's way.
-    if found and path.is_file() and (before := read_json(path)) != run:
+    if found and (before := read_json(path)) != run:
         changed = [name for name in run if before.get(name) != run[name]]
         raise BadArtifact(
             f"{folder} holds a training with other settings ({', '.join(changed)}); give the same, or remove it"
         )
     write_json(path, run)
     return found
+
+
+def forget(folder: Path) -> None:
+    """Remove a training that came to its end; a kill half way leaves no checkpoint that looks whole."""
+    for mark in folder.glob(f"checkpoint-*/{WHOLE}"):
+        mark.unlink()
+    shutil.rmtree(folder)

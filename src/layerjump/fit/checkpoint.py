@@ -12,6 +12,7 @@ from pathlib import Path
 
 from layerjump.errors import BadArtifact
 from layerjump.fit.collected import Collected
+from layerjump.fit.files import writing
 from layerjump.fit.group import Group
 
 SAVING_SHARE = 0.05
@@ -88,7 +89,8 @@ class Checkpoint:
 
     def save(self, done: Collected, steps: dict[str, int]) -> None:
         start = time.monotonic()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         done.save(self.path, progress=dict(steps))
         self._saved = time.monotonic()
         self._cost = self._saved - start

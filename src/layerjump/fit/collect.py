@@ -243,7 +243,7 @@ class _Pass:
 
     def _stopped(self, tokens: int) -> RunStopped:
         if not self.checkpoint:
-            return RunStopped(f"stopped after {tokens:,} tokens; nothing was to be saved")
+            return RunStopped(f"stopped after {tokens:,} of {self.plan.about['tokens']:,} tokens")
         self.checkpoint.save(self.done, self.steps)
         return RunStopped(
             f"stopped after {tokens:,} of {self.plan.about['tokens']:,} tokens; the sums are saved: run the same "

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerjump.errors import BadArtifact
+from layerjump.errors import BadArtifact, LayerjumpError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space or choose another folder",
@@ -40,6 +40,10 @@ _REASONS = {
     errno.EEXIST: "what should be its folder is a file; choose another place",
     errno.EISDIR: "a folder of that name is in the way; remove it or choose another place",
 }
+# torch.save does not say why it could not write, nor that it could not.
+_UNTOLD = -1
+_REASONS[_UNTOLD] = "it was cut short, as by a full disk; free some space or choose another folder"
+_TORCH_CANNOT_WRITE = ("inline_container.cc", "iostream error")
 _LEFTOVER_SECONDS = 3600
 # The one metadata key of our tensor files. One, because safetensors writes several in random order,
 # and the same content must give the same bytes.
@@ -76,9 +80,26 @@ def writing(path: Path) -> Iterator[None]:
     """Turn whatever stops a file from being written into one line that names it."""
     try:
         yield
-    except OSError as error:
-        reason = _REASONS.get(error.errno or 0, one_line(error))
+    except Exception as error:
+        number = _system_error(error)
+        if number is None:
+            raise
+        reason = _REASONS.get(number, one_line(error))
         raise BadArtifact(f"{path} cannot be written: {reason}") from error
+
+
+def _system_error(error: BaseException) -> int | None:
+    """The system's error number in what a library raised when it could not write; None: it was something else."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if isinstance(error, LayerjumpError):
+        return None  # it says what is wrong already
+    # safetensors and tokenizers hide the number in their messages; those of tokenizers have no kind of their own.
+    if found := re.search(r"os error (\d+)", str(error)):
+        return int(found[1])
+    if isinstance(error, SafetensorError):
+        return 0
+    return _UNTOLD if any(words in str(error) for words in _TORCH_CANNOT_WRITE) else None
 
 
 def sync(path: Path) -> None:
@@ -112,7 +133,7 @@ def write_tensors(
     packed = _packed(tensors)
     seal = {"metadata": metadata, "sha256": _digest(packed, metadata)}
     header = {_KEY: json.dumps(seal, sort_keys=True)}
-    replace_file(path, lambda temporary: _save(packed, temporary, header), last=last)
+    replace_file(path, lambda temporary: save_file(packed, temporary, header), last=last)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -159,15 +180,6 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 def _is_metadata(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _save(tensors: dict[str, Tensor], path: Path, header: dict[str, str]) -> None:
-    try:
-        save_file(tensors, path, metadata=header)
-    except SafetensorError as error:
-        # It hides the system's error number in its message.
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else 0, one_line(error)) from error
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -54,19 +54,44 @@ def load(
 ) -> Jumps:
     """Read a jumps folder; with a model, check that the jumps were fitted on its weights."""
     folder = Path(folder).expanduser()
-    tensor_file, json_file = folder / TENSORS, folder / TEXT
     _require(folder)
+    while True:
+        before = _stamp(folder)
+        try:
+            jumps = _load(folder)
+            break
+        except BadArtifact:
+            if (
+                _stamp(folder) == before
+            ):  # else somebody saved meanwhile, and two savings were mixed here
+                raise
+    jumps.folder = folder
+    if model is not None:
+        check_model(jumps, model, allow_other_weights)
+    return jumps
+
+
+def _load(folder: Path) -> Jumps:
+    tensor_file, json_file = folder / TENSORS, folder / TEXT
     data = files.read_json(json_file) if json_file.exists() else None
     if data is not None:
         described.check_version(data, json_file)  # first, because all else may be different there
     tensors, description = _read(tensor_file)
     if data is not None:
         _check_copy(data, description, folder)
-    jumps = _assemble(tensors, description, tensor_file)
-    jumps.folder = folder
-    if model is not None:
-        check_model(jumps, model, allow_other_weights)
-    return jumps
+    return _assemble(tensors, description, tensor_file)
+
+
+def _stamp(folder: Path) -> list[tuple[int, int] | None]:
+    """Which files stand here: a new file has another number, or another time."""
+    found: list[tuple[int, int] | None] = []
+    for name in (TENSORS, TEXT):
+        try:
+            stat = (folder / name).stat()
+            found.append((stat.st_ino, stat.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def _require(folder: Path) -> None:

@@ -10,6 +10,7 @@ level's maps to keep: none ends worse there than it began.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def refine(
     rows = work.watched(held)
     tuned = {site: Tuned(jumps[pair], rows.at[site]) for site, pair in work.levels.items()}
     tuning = Tuning(tuned, rate, steps)
-    settings = f"{jumps.provenance.fingerprint} {corpus.sha256} {steps} {positions} {rate} {seed}"
+    settings = f"{_digest(jumps)} {corpus.sha256} {steps} {positions} {rate} {seed}"
     if folder is not None:
         tuning.restore(folder, f"{_FORMAT} {settings}")
     if tuning.step == 0:
@@ -211,6 +212,14 @@ def _refined(
     settings = known.settings | {"refine": about}
     provenance = replace(known, estimator=f"{known.estimator}+kl", settings=settings)
     return Jumps.of(maps, infos, provenance)
+
+
+def _digest(jumps: Jumps) -> str:
+    """The model and the maps that a tuning starts from: another estimator's are as wide, and other ones."""
+    digest = hashlib.sha256(jumps.provenance.fingerprint.encode())
+    for parameter in jumps.parameters():
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _shuffled(n: int, *seed: int) -> list[int]:

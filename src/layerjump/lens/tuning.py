@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from layerjump.errors import BadArtifact
 from layerjump.fit.affine import Affine
-from layerjump.fit.files import replace_file
+from layerjump.fit.files import replace_file, writing
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import Site
 
@@ -133,7 +133,8 @@ class Tuning:
 
     def save(self, folder: Path, settings: str) -> None:
         """Write all of it, under one name, whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {
             "settings": settings,
             "step": self.step,

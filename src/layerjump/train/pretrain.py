@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump import __version__
 from layerjump.compress.export import check_free, replace_folder
-from layerjump.compress.training import last_checkpoint
+from layerjump.compress.training import forget, last_checkpoint
 from layerjump.errors import BadText
 from layerjump.fit.files import write_json, write_text
 from layerjump.inputs.corpus import Corpus, split
@@ -28,7 +27,7 @@ from layerjump.train.recipe import NONE, Recipe
 from layerjump.train.track import Track
 from layerjump.train.vocabulary import train_tokenizer
 
-RECORD = "training.json"
+RECORD, PAGE = "training.json", "training.html"
 HELD_OUT = "95/0/5"
 """How documents are dealt out where no held-out text is given."""
 
@@ -43,12 +42,13 @@ def pretrain(
     device: str | None = None,
     keep: bool = False,
     force: bool = False,
+    page: Callable[[dict[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
     """Train a tokenizer and a model, write them as a plain Hugging Face checkpoint, and return the record beside it.
 
     Checkpoints of the run stand in `FOLDER-training`: the same call goes on from the last one after a stop. They are
-    removed at the end unless `keep`. Under `torchrun` or `accelerate launch` every process calls it, and the first one
-    writes.
+    removed at the end unless `keep`. `page` makes a training.html of the record. Under `torchrun` or `accelerate
+    launch` every process calls it, and the first one writes.
     """
     place = Path(folder).expanduser()
     check_free(place, force=force)
@@ -74,9 +74,15 @@ def pretrain(
         "tables": track.tables,
     }
     if settings.process_index == 0:
-        replace_folder(place, lambda new: _write(new, hf, tokenizer, record), force=force)
+
+        def write(new: Path) -> None:
+            _write(new, hf, tokenizer, record)
+            if page is not None:
+                write_text(new / PAGE, page(record))
+
+        replace_folder(place, write, force=force)
         if not keep:
-            shutil.rmtree(work)
+            forget(work)
     return record
 
 

@@ -1,0 +1,44 @@
+"""What all commands that write a folder share: they have it for themselves, and a stop says how to go on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from layerjump.errors import RunStopped
+
+Command = Callable[..., None]
+
+
+def writes_folder(
+    go_on: Callable[[dict[str, Any]], str], *, replaced: bool = False
+) -> Callable[[Command], Command]:
+    """Hold the folder given as `output` while a command runs.
+
+    `go_on` says, from the options given, what a user who has stopped the command should do. Of several processes the
+    first one holds the folder for all.
+    """
+
+    def decorated(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            from layerjump.fit.output import only_writer
+
+            try:
+                if os.environ.get("RANK", "0") != "0":
+                    command(**given)
+                    return
+                with only_writer(given["output"], replaced=replaced):
+                    command(**given)
+            except KeyboardInterrupt:
+                raise RunStopped(f"stopped; {go_on(given)}") from None
+            except RunStopped as stop:
+                if "run the same command" in str(stop):
+                    raise
+                raise RunStopped(f"{stop}; {go_on(given)}") from None
+
+        return run
+
+    return decorated

@@ -1,0 +1,128 @@
+"""An output folder has one writer at a time, and a killed one is in nobody's way."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from children import end_of, in_child, start
+from transformers import AutoTokenizer
+
+from layerjump.compress.export import replace_folder
+from layerjump.compress.training import RUN, WHOLE, forget, last_checkpoint
+from layerjump.errors import BadArtifact
+from layerjump.fit.files import writing
+from layerjump.fit.output import only_writer
+
+
+def hold(folder, replaced):
+    """A child that holds a folder until it is killed."""
+
+    def wait():
+        with only_writer(folder, replaced=replaced):
+            (folder.parent / "held").touch()
+            time.sleep(60)
+
+    child = start(wait)
+    while not (folder.parent / "held").exists():
+        time.sleep(0.01)
+    return child
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_second_writer_is_refused_and_a_killed_one_is_not_in_the_way(replaced, tmp_path):
+    folder = tmp_path / "out"
+    child = hold(folder, replaced)
+    with (
+        pytest.raises(BadArtifact, match="another run is writing .*out; wait"),
+        only_writer(folder, replaced=replaced),
+    ):
+        pytest.fail("two writers at once")
+    with only_writer(tmp_path / "other", replaced=replaced):
+        pass
+    os.kill(child, signal.SIGKILL)
+    assert end_of(child) == -signal.SIGKILL
+    with only_writer(folder, replaced=replaced):
+        pass
+    assert [path.name for path in tmp_path.rglob("*lock")] == []
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="bad"), only_writer(tmp_path / "new"):
+        raise ValueError("bad")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with only_writer(tmp_path / "mine"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_kill_between_two_names_is_put_right(tmp_path, monkeypatch):
+    """The old folder has lost its name, the new one has not got it yet."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights").write_text("old")
+    rename = os.replace
+
+    def killed_after(source, target):
+        rename(source, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def export():
+        monkeypatch.setattr(os, "replace", killed_after)
+        replace_folder(folder, lambda new: (new / "weights").touch(), force=True)
+
+    assert in_child(export) == -signal.SIGKILL
+    assert not folder.exists()
+    with only_writer(folder, replaced=True):
+        assert (folder / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_checkpoints_of_an_unknown_training_are_not_gone_on_from(tmp_path):
+    place = tmp_path / "checkpoint-3"
+    place.mkdir()
+    (place / WHOLE).touch()
+    with pytest.raises(BadArtifact, match=RUN):
+        last_checkpoint(tmp_path, {"seed": 0})
+
+
+def test_a_training_that_is_half_forgotten_starts_anew(tmp_path, monkeypatch):
+    folder = tmp_path / "training"
+    for step in (3, 6):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        (folder / f"checkpoint-{step}" / WHOLE).touch()
+    assert last_checkpoint(tmp_path / "none", {"seed": 0}) is None
+
+    def killed(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end():
+        monkeypatch.setattr("shutil.rmtree", killed)
+        forget(folder)
+
+    assert in_child(end) == -signal.SIGKILL
+    assert last_checkpoint(folder, {"seed": 1}) is None
+
+
+def test_what_tokenizers_cannot_write_is_one_line(data_folder, tmp_path):
+    """They raise a plain Exception, with the system's number in its words."""
+    tokenizer = AutoTokenizer.from_pretrained(data_folder / "tiny-gpt2").backend_tokenizer
+    with (
+        pytest.raises(BadArtifact, match="cannot be written: the disk is full"),
+        writing(tmp_path / "tokenizer.json"),
+    ):
+        tokenizer.save("/dev/full")
+
+
+def test_what_torch_cannot_write_is_one_line(tmp_path):
+    """It raises a RuntimeError of its own, and names no reason."""
+    with (
+        pytest.raises(BadArtifact, match="cannot be written: .* free some space") as caught,
+        writing(tmp_path / "state.pt"),
+    ):
+        torch.save({"big": torch.zeros(100_000)}, "/dev/full")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="another"), writing(tmp_path / "state.pt"):
+        raise RuntimeError("another")
