@@ -16,13 +16,13 @@ from random import Random
 
 import made
 import torch
-from faults import mutate
-from faults.mutate import Way
 from reported import ANY_TABLES, small_run
 from safetensors.torch import load as tensors_of
 from tiny import tiny_model
 
 import layerjump as lj
+from faults import mutate
+from faults.mutate import Way
 from layerjump.decode import kept
 from layerjump.decode.calibrate import Calibration
 from layerjump.decode.contenders import Contender, Probes
@@ -208,7 +208,7 @@ def _tuning() -> Tuning:
     for _ in range(2):
         for one in tuned.values():
             one(rows).square().mean().backward()
-        tuning.look({site: 1.0 / (1 + tuning.step) for site in tuned})
+        tuning.look(dict.fromkeys(tuned, 1.0 / (1 + tuning.step)))
         tuning.take(dict.fromkeys(tuned, 1.0))
     return tuning
 

@@ -4,7 +4,7 @@
     python tests/faults/fuzz.py --format jumps --seed 7         one format, other inputs
     python tests/faults/fuzz.py --format jumps --seed 7 --only 123    one input again, with its traceback
 
-Inputs are read in forked processes of limited memory, so that a crash, a hang or a gigabyte is the finding of one input.
+Inputs are read in forked processes of limited memory: a crash, a hang or a gigabyte is then the finding of one input.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+
 from faults.formats import FORMATS, Format
 from faults.mutate import CANARY
-
 from layerjump.errors import LayerjumpError
 
 SECONDS = 5.0

@@ -1,6 +1,6 @@
 """Ways to spoil a file: its bytes, the JSON in it, a safetensors header, the members of a zip, the program of a pickle.
 
-A way takes a source of chance and the bytes of a good file, and gives other bytes. The same chance gives the same bytes.
+A way takes a source of chance and the bytes of a good file, and gives other bytes: the same chance, the same bytes.
 """
 
 from __future__ import annotations
@@ -194,13 +194,17 @@ _GLOBALS = (
     b"builtins eval", b"builtins getattr", b"posix system", b"torch.serialization load", b"torch Size", b"torch device",
     b"torch._utils _rebuild_parameter", b"torch._utils _rebuild_meta_tensor_no_storage", b"torch FloatStorage",
     b"torch._utils _rebuild_sparse_tensor", b"torch._utils _rebuild_qtensor", b"collections OrderedDict",
-    b"torch.storage UntypedStorage", b"torch._tensor _rebuild_from_type_v2", b"torch IntStorage", b"collections Counter",
+    b"torch.storage UntypedStorage", b"torch._tensor _rebuild_from_type_v2", b"torch IntStorage",
+    b"collections Counter",
     b"torch ComplexFloatStorage", b"torch.storage _load_from_bytes", b"torch._utils _rebuild_tensor_v2", b"a b",
 )  # fmt: skip
 _STEPS = (
-    b"r\xff\xff\xff\x7f", b"j\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x3f", b"X\xff\xff\xff\x7f",
-    b"\x96" + b"\xff" * 6 + b"\0\0", b"T\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\x7f", b"I" + b"9" * 5000 + b"\n", b"(" * 5000,
-    b"]" + b"]a" * 3, b"2", b"0", b"1", b".", b"N", b"b", b"R", b"\x81", b"Q", b"Px\n", b"}", b")", b"e", b"u", b"s", b"o",
+    b"r\xff\xff\xff\x7f", b"j\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x3f",
+    b"X\xff\xff\xff\x7f",
+    b"\x96" + b"\xff" * 6 + b"\0\0", b"T\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\x7f", b"I" + b"9" * 5000 + b"\n",
+    b"(" * 5000,
+    b"]" + b"]a" * 3, b"2", b"0", b"1", b".", b"N", b"b", b"R", b"\x81", b"Q", b"Px\n", b"}", b")", b"e", b"u",
+    b"s", b"o",
     b"\x95" + b"\xff" * 8, PLANTED, PLANTED, PLANTED,
 )  # fmt: skip
 
