@@ -21,7 +21,7 @@ from safetensors.torch import load as tensors_of
 from tiny import tiny_model
 
 import layerjump as lj
-from faults import mutate
+from faults import checkpoints, mutate, texts
 from faults.mutate import Way
 from layerjump.decode import kept
 from layerjump.decode.calibrate import Calibration
@@ -40,12 +40,6 @@ from layerjump.studies.run import load_results
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 D, L = 32, 3
-WORDS = (
-    "A tree fell.",
-    "Two birds sang, and a dog slept.",
-    "It rained — on Ålesund.",
-    "Nobody came.",
-)
 
 
 @dataclass(frozen=True)
@@ -200,7 +194,7 @@ def _read_results(path: Path) -> None:
     write_report(load_results(path), Path("report"))
 
 
-def _tuning() -> Tuning:
+def a_tuning() -> Tuning:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(20, 4, generator=draw)
     tuned = {Site(level): Tuned(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
@@ -214,7 +208,7 @@ def _tuning() -> Tuning:
 
 
 def _read_unfinished(path: Path) -> None:
-    tuning = _tuning()
+    tuning = a_tuning()
     tuning.restore(path.parent, "same")
     tuning.over(1)
     for one in tuning.tuned.values():
@@ -256,35 +250,7 @@ def _read_lens(kind: str, path: Path) -> None:
     store.save(lj.import_lens(source, model(), format=kind), "imported")
 
 
-# Texts
-
-
-def _make_texts(folder: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [{"text": words, "id": number, "tags": ["a"]} for number, words in enumerate(WORDS)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    table = "id,text\n" + "".join(f'{row["id"]},"{row["text"]}"\n' for row in rows)
-    content = {
-        "plain.txt": "\n".join(WORDS),
-        "paragraphs.txt": "\n\n".join(WORDS),
-        "leipzig.txt": "".join(f"{number}\t{words}\n" for number, words in enumerate(WORDS)),
-        "table.csv": table,
-        "table.tsv": "id\ttext\n" + "".join(f"{row['id']}\t{row['text']}\n" for row in rows),
-        "rows.json": json.dumps(rows),
-        "rows.jsonl": lines,
-    }
-    for name, text in content.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    columns = pyarrow.table({"text": list(WORDS) * 3, "id": list(range(12))})
-    parquet.write_table(columns, folder / "plain.parquet")
-    parquet.write_table(columns, folder / "packed.parquet", compression="zstd", row_group_size=5)
-
-
-def _read_text(path: Path) -> None:
-    len(lj.read(path).sha256)
-
+GGUF = (*(mutate.in_the_first(1500, way) for way in mutate.BYTES), *mutate.BYTES)
 
 FORMATS: dict[str, Format] = {
     "jumps": Format(
@@ -297,7 +263,7 @@ FORMATS: dict[str, Format] = {
     "exit": Format(_make_exit, _read_exit, {".safetensors": SEALED}),
     "results": Format(_make_results, _read_results, {".json": mutate.JSON}),
     "unfinished-refine": Format(
-        lambda folder: _tuning().save(folder, "same"), _read_unfinished, {UNFINISHED: mutate.ZIP}
+        lambda folder: a_tuning().save(folder, "same"), _read_unfinished, {UNFINISHED: mutate.ZIP}
     ),
     "tuned-lens": Format(
         _make_tuned_lens,
@@ -309,8 +275,8 @@ FORMATS: dict[str, Format] = {
         _make_jacobian, lambda path: _read_lens("jacobian", path), {".pt": mutate.ZIP}
     ),
     "text": Format(
-        _make_texts,
-        _read_text,
+        texts.make,
+        texts.read,
         {
             ".txt": mutate.TEXT,
             ".csv": mutate.TEXT,
@@ -319,5 +285,15 @@ FORMATS: dict[str, Format] = {
             ".jsonl": mutate.JSON_LINES,
         },
     ),
-    "parquet": Format(_make_texts, _read_text, {".parquet": mutate.BYTES}),
+    "parquet": Format(texts.make, texts.read, {".parquet": mutate.BYTES}),
+    "model": Format(
+        checkpoints.make_folder,
+        checkpoints.read_folder,
+        {
+            "config.json": mutate.JSON,
+            "tokenizer.json": mutate.JSON,
+            ".safetensors": mutate.SAFETENSORS,
+        },
+    ),
+    "gguf": Format(checkpoints.make_gguf, checkpoints.read, {".gguf": GGUF}),
 }

@@ -10,6 +10,7 @@ Inputs are read in forked processes of limited memory: a crash, a hang or a giga
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import resource
@@ -140,6 +141,7 @@ def _lines(pipe: int) -> Iterator[str]:
 def _read_all(chosen: Format, good: dict[str, bytes], seed: str, numbers: range, pipe: int) -> None:
     """What a child does: read one input after another, and say what became of each."""
     torch.set_num_threads(1)
+    faulthandler.disable()  # of a crash the parent tells
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))

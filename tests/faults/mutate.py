@@ -71,6 +71,11 @@ def blown(chance: Random, data: bytes) -> bytes:
 BYTES: tuple[Way, ...] = (flipped, cut, inserted, removed, doubled, blown)
 
 
+def in_the_first(many: int, way: Way) -> Way:
+    """The same way, but only in the first bytes, where a format says what follows."""
+    return lambda chance, data: way(chance, data[:many]) + data[many:]
+
+
 # Text
 
 _ODDITIES = (
