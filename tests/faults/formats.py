@@ -52,6 +52,8 @@ class Format:
     """Is given the file that was spoilt, or the folder in which it is the only one."""
     ways: Mapping[str, tuple[Way, ...]]
     """Ends of names of the files to spoil → how; other files stay as they are."""
+    memory: int = 1 << 30
+    """Bytes that its reader may take."""
     may_lack: str = ""
     """A file that is sometimes taken away when another is spoilt."""
 
@@ -285,7 +287,8 @@ FORMATS: dict[str, Format] = {
             ".jsonl": mutate.JSON_LINES,
         },
     ),
-    "parquet": Format(texts.make, texts.read, {".parquet": mutate.BYTES}),
+    # A page of a Parquet file may claim 2 GB, which Arrow asks the system for before it looks whether they are there.
+    "parquet": Format(texts.make, texts.read, {".parquet": mutate.BYTES}, memory=5 << 30),
     "model": Format(
         checkpoints.make_folder,
         checkpoints.read_folder,

@@ -40,8 +40,6 @@ from layerjump.errors import LayerjumpError
 
 SECONDS = 5.0
 """A reader that takes longer hangs."""
-MEMORY = 1 << 30
-"""Bytes that a reader may take, over what the process has when it starts."""
 AT_ONCE = 200
 """Inputs that one process reads."""
 LONGEST = 1000
@@ -144,7 +142,7 @@ def _read_all(chosen: Format, good: dict[str, bytes], seed: str, numbers: range,
     faulthandler.disable()  # of a crash the parent tells
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (size + chosen.memory, size + chosen.memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in numbers:
         outcome = outcome_of(chosen, good, Random(f"{seed}/{number}"))
@@ -173,7 +171,7 @@ def outcome_of(
     if Path(CANARY).exists():
         Path(CANARY).rmdir()
         return f"code of the file was run ({outcome})"
-    if grown > MEMORY // 2:
+    if grown > chosen.memory // 2:
         return f"memory: {grown >> 20} MB ({outcome})"
     return outcome
 
@@ -203,7 +201,7 @@ def _refusal(error: LayerjumpError) -> str:
         return f"an error of {len(message)} characters, not one line: {_one_line(error)}"
     while cause is not None:
         if isinstance(cause, MemoryError) or "allocate memory" in str(cause):
-            return f"memory: over {MEMORY >> 20} MB ({_one_line(error)})"
+            return f"memory: more than it may have ({_one_line(error)})"
         cause = cause.__cause__
     return "refused"
 
