@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from layerjump.decode.calibrate import Calibration
+from layerjump.decode.calibrate import KINDS, Calibration
 from layerjump.decode.contenders import Contender, Probes
 from layerjump.decode.gates import Gate, TwoStage
 from layerjump.decode.rules import Drafting, Never, Rule
@@ -45,11 +47,18 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
         raise NewerFormat(
             f"{path} has format {version}, but this library reads {FORMAT}; use a newer layerjump"
         )
-    if model is not None and fingerprint(model.hf) != about["fingerprint"]:
+    if model is not None and fingerprint(model.hf) != about.get("fingerprint"):
         raise WrongModel(
             f"the exit rule in {folder} was calibrated for other weights than those of {model.name}; calibrate again"
         )
-    return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
+    try:
+        _check_tensors(tensors, None if model is None else model.width)
+        return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise BadArtifact(
+            f"{path} does not hold together ({type(error).__name__} {files.one_line(error)}); make it again with "
+            f"`layerjump calibrate`"
+        ) from error
 
 
 def _tensors(calibration: Calibration) -> dict[str, Tensor]:
@@ -69,6 +78,7 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
         said = about[name]
         if said["threshold"] is None:
             return Never()
+        _check_rule(said)
         levels = tuple(said["levels"])
         by_level = {
             part: dict(zip(levels, tensors[f"{name}.{part}"], strict=True))
@@ -80,4 +90,33 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
         plain = made.rule(said["threshold"])
         return Drafting(plain, said["least"]) if "least" in said else plain
 
-    return Calibration(rule("rule"), rule("lossless"), about["unverified"], about)
+    if type(about["unverified"]) is not int or about["unverified"] < 1:
+        raise ValueError("unverified is no number of tokens")
+    found = Calibration(rule("rule"), rule("lossless"), about["unverified"], about)
+    str(found)  # says what the test documents gave, which must be there for it
+    return found
+
+
+def _check_rule(said: dict[str, Any]) -> None:
+    """A rule is first used at some token of some text; what would fail there is noticed here."""
+    levels, kind = said["levels"], said["kind"]
+    if kind not in KINDS:
+        raise ValueError(f"there is no kind of rule {str(kind)[:50]!r}")
+    whole = isinstance(levels, list) and all(type(level) is int for level in levels)
+    if not whole or levels != sorted(set(levels)):
+        raise ValueError("its levels are not rising numbers")
+    for name, most in (("threshold", 1.0), ("worth", 1.0), ("least", math.inf)):
+        value = said.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value <= most:
+            raise ValueError(f"{name} is {str(value)[:50]}, which is no share")
+
+
+def _check_tensors(tensors: dict[str, Tensor], width: int | None) -> None:
+    for name, tensor in tensors.items():
+        # A gate reads a state, its size, its position and a one; a second stage reads three numbers.
+        wanted = 3 if name.endswith(".mix") else None if width is None else width + 3
+        shaped = tensor.dim() == 2 and wanted in (None, tensor.shape[1])
+        if not shaped or not tensor.is_floating_point():
+            raise ValueError(f"{name} holds no row of weights for each level")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds NaN or infinite values")

@@ -211,8 +211,8 @@ def levels_of(rule: Rule, n_blocks: int) -> tuple[int, ...]:
     wrong = [level for level in rule.at if not 0 <= level < n_blocks]
     if wrong:
         raise BadExit(
-            f"the rule {rule} checks level {wrong[0]}, but this model can stop at levels 0 to {n_blocks - 1}; "
-            f"give one of these"
+            f"the rule {type(rule).__name__} checks level {wrong[0]}, but this model can stop at levels 0 to "
+            f"{n_blocks - 1}; give one of these"
         )
     return tuple(sorted(rule.at))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +12,20 @@ from typing import Any
 from torch import Tensor
 
 from layerjump.errors import BadArtifact, BadMoments, NewerFormat, WrongModel
-from layerjump.fit.files import read_tensors, write_tensors
+from layerjump.fit.description import check_members
+from layerjump.fit.files import one_line, parse_json, read_tensors, write_tensors
 from layerjump.fit.modules import FEATURES
 from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair
+from layerjump.fit.records import Provenance
 from layerjump.inputs.sites import Site
 
 FORMAT = 1
 KIND = "layerjump moments"
 SPLITS = ("fit", "select", "test")
+_OF_A_FIT = ("n_fit", "n_select", "n_test", "estimator", "settings", "layerjump")
+ABOUT = [each.name for each in dataclasses.fields(Provenance) if each.name not in _OF_A_FIT]
+"""What is known of a run before anything is fitted."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +85,20 @@ class Collected:
                 f"{path} is no file of moments; `layerjump fit --save-moments` writes them"
             )
         try:
-            head = json.loads(metadata["head"])
+            head = parse_json(metadata["head"], path)
             if head["format"] > FORMAT:
                 raise NewerFormat(
                     f"{path} has moments format {head['format']}, but this layerjump knows {FORMAT}; upgrade it"
                 )
             pairs = [(Site.parse(a), Site.parse(b)) for a, b in head["pairs"]]
+            check_members(Provenance, head["about"], ABOUT, path)
+            if type(head["about"]["max_length"]) is not int:
+                raise ValueError("max_length is no integer")
             splits = {split: _unpack(split, head, pairs, tensors) for split in SPLITS}
             return cls(splits, head["about"]), head["progress"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
             raise BadArtifact(
-                f"{path} is damaged: {type(error).__name__} {error}; collect the sums again"
+                f"{path} is damaged: {type(error).__name__} {one_line(error)}; collect the sums again"
             ) from error
 
 
@@ -151,10 +160,14 @@ def _unpack(
     moments = Moments(
         pairs, reservoir=head["reservoir"], full_targets=head["full_targets"], reads=reads
     )
-    moments.n = int(head["n"][split])
+    moments.n = head["n"][split]
+    if type(moments.n) is not int or moments.n < 0:
+        raise ValueError(f"the {split} split has {str(moments.n)[:50]} positions")
     mine = {
         name.partition("|")[2]: t for name, t in tensors.items() if name.startswith(f"{split}|")
     }
+    if not mine and moments.n:
+        raise ValueError(f"the {split} split has {moments.n} positions, but no sums")
     if not mine:
         return moments
     reservoir = {

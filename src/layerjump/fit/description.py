@@ -136,6 +136,15 @@ def _record(kind: type[Record], data: dict[str, Any], path: Path) -> Record:
     return kind(**{name: _member(data, name, hints[name], path) for name in names})
 
 
+def check_members(kind: type[Record], data: Any, names: list[str], path: Path) -> None:
+    """Raise `BadArtifact` unless an object has these fields of a dataclass, each of its type."""
+    if not isinstance(data, dict):
+        raise _wrong("what is said about the run", data, dict, path)
+    hints = get_type_hints(kind)
+    for name in names:
+        _member(data, name, hints[name], path)
+
+
 def _member(data: dict[str, Any], name: str, hint: Any, path: Path) -> Any:
     if name not in data:
         raise BadArtifact(f"{path} lacks {name!r}; make it again")

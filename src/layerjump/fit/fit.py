@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from layerjump import __version__
-from layerjump.errors import BadEstimator
+from layerjump.errors import BadEstimator, BadMoments
 from layerjump.fit.affine import Affine
 from layerjump.fit.calibrated import calibrated, sides
 from layerjump.fit.collect import plan
-from layerjump.fit.collected import Collected
+from layerjump.fit.collected import ABOUT, Collected
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.metric import unembedding_metric
 from layerjump.fit.modules import FeatureKind
@@ -82,6 +82,8 @@ def solve_jumps(
             f"{estimator} chooses a setting on the select split, but these sums have none; collect them with a "
             f"select split, or give the setting"
         )
+    if collected.fit.n == 0:
+        raise BadMoments("these sums are of no positions at all; collect them with a fit split")
     settings = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     settings = {name: value for name, value in settings.items() if value is not None}
     maps: dict[Pair, Affine] = {}
@@ -211,7 +213,7 @@ def _info(
 
 
 def _provenance(collected: Collected, estimator: str, settings: dict[str, Any]) -> Provenance:
-    about = {k: v for k, v in collected.about.items() if k not in ("max_length", "n_pairs")}
+    about = {name: collected.about[name] for name in ABOUT}
     return Provenance(
         **about,
         n_fit=collected.fit.n,

@@ -99,7 +99,7 @@ def _parquet_errors(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadText(
             f"{name} cannot be read as Parquet ({short(error)}); write it again"
         ) from error

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from layerjump.errors import BadArtifact
 from layerjump.fit.affine import Affine
-from layerjump.fit.files import replace_file, writing
+from layerjump.fit.files import one_line, replace_file, writing
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import Site
 
@@ -157,10 +157,42 @@ class Tuning:
                 raise BadArtifact(
                     f"{path} is of a tuning with other settings, model or text; give the same, or remove it"
                 )
+            _check_course(state, len(self.tuned), self.steps)
             self.step, self.history, self.best = state["step"], state["history"], state["best"]
             for site, one in self.tuned.items():
                 one.load_state_dict(state["now"][str(site)])
                 self._best[site] = state["kept"][str(site)]
             self._optimiser.load_state_dict(state["optimiser"])
-        except (RuntimeError, KeyError, ValueError, TypeError, EOFError, AttributeError) as error:
-            raise BadArtifact(f"{path} is damaged ({error}); remove it to start anew") from error
+            _check_optimiser(self._optimiser)
+        except BadArtifact:
+            raise
+        except Exception as error:  # torch's readers raise whatever the bytes lead them to
+            raise BadArtifact(
+                f"{path} is damaged ({one_line(error)}); remove it to start anew"
+            ) from error
+
+
+def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
+    """What is known of a tuning's course is what `over` and `look` will read."""
+    step, looks, best = state["step"], state["history"], state["best"]
+    if type(step) is not int or not 0 <= step <= steps:
+        raise ValueError(f"it says step {str(step)[:50]} of {steps}")
+    rows = [*looks, best] if isinstance(looks, list) and looks else [None]
+    for row in rows:
+        sized = isinstance(row, list) and len(row) == n_levels
+        if not sized or not all(isinstance(value, float) for value in row):
+            raise ValueError(f"a KL for each of {n_levels} levels was wanted at every look")
+
+
+def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:
+    """Adam takes any state that has its keys, and fails at the next step."""
+    for group in optimiser.param_groups:
+        for parameter in group["params"]:
+            known = optimiser.state.get(parameter)
+            if not known:
+                continue
+            for name in ("exp_avg", "exp_avg_sq"):
+                if not isinstance(known[name], Tensor) or known[name].shape != parameter.shape:
+                    raise ValueError(f"the optimiser's {name} is not of its parameter's shape")
+            if not isinstance(known["step"], Tensor) or known["step"].numel() != 1:
+                raise ValueError("the optimiser's step is no number")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerjump.fit.files import write_text, writing
+from layerjump.errors import BadArtifact, LayerjumpError
+from layerjump.fit.files import one_line, write_text, writing
 from layerjump.show.align import same_axes
 from layerjump.show.figures import panels
 from layerjump.show.look import number, plain_words, safe
@@ -28,6 +30,24 @@ PAGE, SUMMARY = "report.html", "summary.md"
 _NO_COMMAND = "run_studies(…), from Python"
 
 
+@contextmanager
+def showing(what: str) -> Iterator[None]:
+    """Turn results that do not hold what a page is made of into one line.
+
+    Any error: tables are drawn by whatever code suits them, and each needs something else of them.
+    """
+    try:
+        yield
+    except LayerjumpError:
+        raise
+    except Exception as error:
+        raise BadArtifact(
+            f"{what} cannot be shown, so results.json was edited, damaged or written by another version "
+            f"({type(error).__name__} {one_line(error)}); run the study again"
+        ) from error
+
+
+@showing("these results")
 def write_report(results: Results, folder: Path) -> list[Path]:
     """Write the page and the summary of one run; returns their paths, the summary's last."""
     drawer = Drawer()
@@ -40,6 +60,7 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     return _write(folder, html, summary(results))
 
 
+@showing("these results")
 def write_comparison(results: Sequence[Results], folder: Path) -> list[Path]:
     """Write one page that shows the same findings of several runs beside each other."""
     names, drawer = labels(results), Drawer()
@@ -79,6 +100,11 @@ def labels(results: Sequence[Results]) -> list[str]:
 
 def _study(name: str, study: Study, results: Results, drawer: Drawer) -> str:
     """A study's chapter: the question, its panels, what one must know."""
+    with showing(f"the study {name[:50]}"):
+        return _whole_chapter(name, study, results, drawer)
+
+
+def _whole_chapter(name: str, study: Study, results: Results, drawer: Drawer) -> str:
     if study["skipped"]:
         return _chapter(name, _skipped(study))
     files, command = f"{slug(short_name(results))}-{slug(name)}", results["command"] or _NO_COMMAND

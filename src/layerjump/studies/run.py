@@ -125,6 +125,10 @@ def load_results(path: Path) -> dict[str, Any]:
         raise BadArtifact(
             f"{path} does not hold results of `layerjump study`; give a folder that it wrote"
         )
+    if type(saved.get("format", 0)) is not int:
+        raise BadArtifact(
+            f"{path} has format {str(saved['format'])[:50]!r}, but a number was wanted; run the study again"
+        )
     if saved.get("format", 0) > FORMAT:
         raise NewerFormat(
             f"{path} has format {saved['format']}, but this version reads up to {FORMAT}; update layerjump"

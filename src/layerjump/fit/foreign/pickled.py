@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,10 @@ def read(path: Path, most: int) -> Any:
     """The tensor, or list of tensors, that somebody pickled into a file of at most so many bytes."""
     check_size(path, most)
     try:
-        with path.open("rb") as file:
-            return _TensorsOnly(file, path).load()
+        # From memory, of which there is enough for all of it: for what a file only claims to hold there may not be.
+        data = path.read_bytes()
+        _check_memo(data)
+        return _TensorsOnly(io.BytesIO(data), path).load()
     except BadForeignLens:
         raise
     except Exception as error:
@@ -46,8 +49,15 @@ def write(path: Path, content: Tensor | list[Tensor]) -> None:
     files.replace_file(path, dump)
 
 
+def _check_memo(data: bytes) -> None:
+    """What a pickle keeps for later has a number, and Python makes room for all numbers below it."""
+    for step, number, _ in pickletools.genops(data):
+        if step.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > len(data):
+            raise ValueError(f"it keeps a thing number {number}, and is {len(data)} bytes long")
+
+
 class _TensorsOnly(pickle.Unpickler):
-    def __init__(self, file: io.BufferedReader, path: Path) -> None:
+    def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
         self._path = path
 

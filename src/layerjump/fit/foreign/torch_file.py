@@ -21,7 +21,7 @@ def read(path: Path, most: int) -> Any:
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(item.file_size for item in packed.infolist())
-    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+    except Exception as error:  # a damaged list of members fails in ways that zipfile does not name
         raise BadForeignLens(
             f"{path} is no file of torch.save: cut short, of another kind, or older than torch 1.6 "
             f"({files.one_line(error)}); save it again with a current torch"

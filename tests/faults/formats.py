@@ -1,0 +1,302 @@
+"""The formats that are read: how a good sample of each is made, how it is read, and in what ways it is spoilt.
+
+A reader does what the commands do with such a file, up to where it is used: that a spoilt file loads is no comfort if
+the next line then fails.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import made
+import torch
+from reported import ANY_TABLES, small_run
+from safetensors.torch import load as tensors_of
+from tiny import tiny_model
+
+import layerjump as lj
+from faults import checkpoints, mutate, texts
+from faults.mutate import Way
+from layerjump.decode import kept
+from layerjump.decode.calibrate import Calibration
+from layerjump.decode.contenders import Contender, Probes
+from layerjump.decode.rules import Drafting
+from layerjump.fit import files, store
+from layerjump.fit.collected import Collected, merge
+from layerjump.fit.fingerprint import fingerprint
+from layerjump.fit.fit import solve_jumps
+from layerjump.fit.moments import Moments
+from layerjump.inputs.sites import Site
+from layerjump.lens.tuning import NAME as UNFINISHED
+from layerjump.lens.tuning import Tuned, Tuning
+from layerjump.show.report import write_report
+from layerjump.studies.run import load_results
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+D, L = 32, 3
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of file."""
+
+    make: Callable[[Path], object]
+    """Writes good files into an empty folder."""
+    read: Callable[[Path], object]
+    """Is given the file that was spoilt, or the folder in which it is the only one."""
+    ways: Mapping[str, tuple[Way, ...]]
+    """Ends of names of the files to spoil → how; other files stay as they are."""
+    memory: int = 1 << 30
+    """Bytes that its reader may take."""
+    may_lack: str = ""
+    """A file that is sometimes taken away when another is spoilt."""
+
+
+@cache
+def model() -> lj.Model:
+    """Three blocks, d 32, with random weights."""
+    return lj.Model.wrap(tiny_model("gpt2", dtype=torch.float32), name="tiny")
+
+
+# Files of ours
+
+
+def resealed(chance: Random, data: bytes) -> bytes:
+    """A tensor file of ours with other content under a true checksum: what it says is then looked at."""
+    place = Path("resealed")
+    tensors = tensors_of(data)
+    end = 8 + int.from_bytes(data[:8], "little")
+    metadata = json.loads(json.loads(data[8:end])["__metadata__"]["layerjump"])["metadata"]
+    if chance.random() < 0.7:
+        key = chance.choice([key for key in metadata if metadata[key].startswith("{")])
+        spoilt = mutate.json_changed(chance, metadata[key].encode())
+        metadata[key] = spoilt.decode(errors="replace")
+    else:
+        name = chance.choice(sorted(tensors))
+        _spoil(chance, tensors, name)
+    files.write_tensors(place, tensors, metadata)
+    return place.read_bytes()
+
+
+def _spoil(chance: Random, tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensor = tensors[name]
+    match chance.randrange(7):
+        case 0:
+            del tensors[name]
+        case 1:
+            tensors[chance.choice(("x", f"{name} ", "fit|x", "0>1.bias", "rule.mix"))] = (
+                tensors.pop(name)
+            )
+        case 2:
+            tensors[name] = torch.full_like(tensor, -1)
+        case 3:
+            tensors[name] = tensor.to(
+                chance.choice((torch.int64, torch.float16, torch.bool, torch.float64))
+            )
+        case 4:
+            tensors[name] = tensor[chance.choice((slice(0), slice(1), slice(None, -1)))]
+        case 5:
+            tensors[name] = tensor.reshape(-1) if tensor.dim() > 1 else tensor[None]
+        case _:
+            number = chance.choice((float("nan"), float("inf"), 1e38, 0.0))
+            tensors[name] = torch.full_like(
+                tensor, 2**40 if tensor.dtype == torch.int64 else number
+            )
+
+
+SEALED = (resealed, resealed, resealed, *mutate.SAFETENSORS)
+
+
+def _read_jumps(path: Path) -> None:
+    jumps = store.load(path.parent)
+    for pair in jumps:
+        jumps.anatomy(*pair)
+    repr(jumps)
+
+
+def _make_moments(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sites = [Site(0), Site(1), Site(2)]
+    splits = {}
+    for split in ("fit", "select", "test"):
+        splits[split] = Moments([(sites[0], sites[2]), (sites[1], sites[2])], reservoir=4)
+        states = {site: torch.randn(20, 4, generator=draw) for site in sites}
+        splits[split].add(states, keys=torch.arange(20))
+    known = vars(made.provenance(n_blocks=2, width=4))
+    own = ("n_fit", "n_select", "n_test", "estimator", "settings", "layerjump")
+    about = {key: value for key, value in known.items() if key not in own}
+    Collected(splits, about | {"max_length": 512}).save(folder / "moments.safetensors")
+
+
+def _read_moments(path: Path) -> None:
+    repr(solve_jumps(merge([Collected.load(path)]), "ridge", strength=0.1))
+
+
+def _make_exit(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gate = {level: torch.randn(D + 3, generator=draw) for level in (1, 2)}
+    probes = Probes(gate, {level: torch.randn(3, generator=draw) for level in (1, 2)})
+    first, second = Contender("two-stage", (1, 2), probes, 0.5), Contender("gate", (1,), probes)
+    test = {"agreement": 0.9, "low": 0.8, "high": 0.95, "blocks_saved": 0.3, "cost": 0.7}
+    about = {
+        "target": 0.9,
+        "fingerprint": fingerprint(model().hf),
+        "kind": "two-stage",
+        "rule": first.record(0.9),
+        "lossless": second.record(0.8) | {"least": 0.3},
+        "unverified": 4,
+        "test": test,
+    }
+    rules = first.rule(0.9), Drafting(second.rule(0.8), 0.3)
+    kept.save(Calibration(*rules, 4, about), folder)
+
+
+def _read_exit(path: Path) -> None:
+    found = kept.load(path.parent, model=model())
+    str(found)
+    prompt = {
+        "input_ids": torch.tensor([[5, 6]]),
+        "attention_mask": torch.ones(1, 2, dtype=torch.int64),
+    }
+    for rule, verify in ((found.rule, False), (found.lossless, True)):
+        lj.generate(
+            model(),
+            None,
+            prompt,
+            exit=rule,
+            verify=verify,
+            unverified=found.unverified,
+            max_new_tokens=2,
+        )
+
+
+def _make_results(folder: Path) -> None:
+    """A file for every study: each is drawn by code of its own, and alone it is drawn sooner."""
+    whole = small_run(DATA / "tiny-gpt2", folder / "run")
+    empty = {
+        "study": "unknown",
+        "headline": {},
+        "settings": {},
+        "notes": [],
+        "seconds": 0.0,
+        "skipped": None,
+    }
+    studies = whole["studies"] | {"unknown": empty | {"tables": ANY_TABLES}}
+    for name, study in studies.items():
+        files.write_json(folder / f"{name}.json", whole | {"studies": {name: study}})
+
+
+def _read_results(path: Path) -> None:
+    write_report(load_results(path), Path("report"))
+
+
+def a_tuning() -> Tuning:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(20, 4, generator=draw)
+    tuned = {Site(level): Tuned(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
+    tuning = Tuning(tuned, 0.1, 50)
+    for _ in range(2):
+        for one in tuned.values():
+            one(rows).square().mean().backward()
+        tuning.look(dict.fromkeys(tuned, 1.0 / (1 + tuning.step)))
+        tuning.take(dict.fromkeys(tuned, 1.0))
+    return tuning
+
+
+def _read_unfinished(path: Path) -> None:
+    tuning = a_tuning()
+    tuning.restore(path.parent, "same")
+    tuning.over(1)
+    for one in tuning.tuned.values():
+        one(torch.ones(1, 4)).sum().backward()
+    tuning.take(dict.fromkeys(tuning.tuned, 1.0))
+    tuning.look(dict.fromkeys(tuning.tuned, 0.1))
+    tuning.best_maps()
+
+
+# Lenses of other tools
+
+
+def _make_tuned_lens(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(2)
+    shapes = {f"{level}.weight": (D, D) for level in range(L)} | {
+        f"{n}.bias": (D,) for n in range(L)
+    }
+    torch.save({n: torch.randn(s, generator=draw) for n, s in shapes.items()}, folder / "params.pt")
+    config = {"d_model": D, "num_hidden_layers": L, "bias": True, "lens_type": "linear_tuned_lens"}
+    (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "tiny"}))
+
+
+def _make_mat(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(D, D, generator=draw), torch.randn(D, generator=draw)
+    (folder / "0_3.pickle").write_bytes(pickle.dumps(weight))
+    (folder / "1_3.pickle").write_bytes(pickle.dumps([weight, bias]))
+
+
+def _make_jacobian(folder: Path) -> None:
+    draw = torch.Generator().manual_seed(4)
+    maps = {layer: torch.randn(D, D, generator=draw).half() for layer in range(L - 1)}
+    about = {"n_prompts": 12, "source_layers": [0, 1], "d_model": D, "metadata": {"corpus": "x"}}
+    torch.save({"J": maps} | about, folder / "lens.pt")
+
+
+def _read_lens(kind: str, path: Path) -> None:
+    source = path.parent if kind == "tuned-lens" else path
+    store.save(lj.import_lens(source, model(), format=kind), "imported")
+
+
+GGUF = (*(mutate.in_the_first(1500, way) for way in mutate.BYTES), *mutate.BYTES)
+
+FORMATS: dict[str, Format] = {
+    "jumps": Format(
+        lambda folder: made.jumps().save_pretrained(folder),
+        _read_jumps,
+        {".safetensors": SEALED, ".json": mutate.JSON},
+        may_lack="jumps.json",
+    ),
+    "moments": Format(_make_moments, _read_moments, {".safetensors": SEALED}),
+    "exit": Format(_make_exit, _read_exit, {".safetensors": SEALED}),
+    "results": Format(_make_results, _read_results, {".json": mutate.JSON}),
+    "unfinished-refine": Format(
+        lambda folder: a_tuning().save(folder, "same"), _read_unfinished, {UNFINISHED: mutate.ZIP}
+    ),
+    "tuned-lens": Format(
+        _make_tuned_lens,
+        lambda path: _read_lens("tuned-lens", path),
+        {".pt": mutate.ZIP, ".json": mutate.JSON},
+    ),
+    "mat": Format(_make_mat, lambda path: _read_lens("mat", path), {".pickle": mutate.PICKLE}),
+    "jacobian": Format(
+        _make_jacobian, lambda path: _read_lens("jacobian", path), {".pt": mutate.ZIP}
+    ),
+    "text": Format(
+        texts.make,
+        texts.read,
+        {
+            ".txt": mutate.TEXT,
+            ".csv": mutate.TEXT,
+            ".tsv": mutate.TEXT,
+            ".json": mutate.JSON,
+            ".jsonl": mutate.JSON_LINES,
+        },
+    ),
+    # A page of a Parquet file may claim 2 GB, which Arrow asks the system for before it looks whether they are there.
+    "parquet": Format(texts.make, texts.read, {".parquet": mutate.BYTES}, memory=5 << 30),
+    "model": Format(
+        checkpoints.make_folder,
+        checkpoints.read_folder,
+        {
+            "config.json": mutate.JSON,
+            "tokenizer.json": mutate.JSON,
+            ".safetensors": mutate.SAFETENSORS,
+        },
+    ),
+    "gguf": Format(checkpoints.make_gguf, checkpoints.read, {".gguf": GGUF}),
+}

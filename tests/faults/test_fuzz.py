@@ -1,0 +1,157 @@
+"""Spoilt files of every format load or are refused in one line; and what the long runs found stays found."""
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import layerjump as lj
+from faults import formats, fuzz, mutate
+from faults.formats import FORMATS, Format
+from layerjump.decode import kept
+from layerjump.errors import BadArtifact, BadForeignLens, BadMoments
+from layerjump.fit import files
+from layerjump.fit.collected import Collected
+from layerjump.fit.fit import solve_jumps
+from layerjump.show.report import write_report
+from layerjump.studies.run import load_results
+
+INPUTS = {"results": 12, "unfinished-refine": 60}
+"""Of formats whose reading takes long; of all others 200."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_spoilt_file_loads_or_is_refused_in_one_line(name):
+    tally = fuzz.fuzz(name, inputs=INPUTS.get(name, 200))
+    assert tally.findings == []
+    assert tally.refused > 0
+
+
+# The machine that looks would see what is wrong
+
+
+def _made(folder: Path) -> None:
+    (folder / "a.json").write_text('{"a": 1, "b": [2, 3]}')
+
+
+@pytest.mark.parametrize(
+    ("read", "wanted"),
+    [
+        (lambda path: json.loads("{") or None, "JSONDecodeError"),
+        (lambda path: os.kill(os.getpid(), 11), "crash: the process ended with -11"),
+        (lambda path: time.sleep(60), "hang"),
+        (lambda path: bytearray(3 << 30), "MemoryError"),
+        (lambda path: Path(mutate.CANARY).mkdir(), "code of the file was run"),
+    ],
+    ids=["error", "crash", "hang", "memory", "code"],
+)
+def test_whatever_is_wrong_is_the_finding_of_one_input(monkeypatch, read, wanted):
+    chosen = Format(_made, lambda path: None, {".json": mutate.JSON})
+    spoilt = Format(_made, lambda path: path.parts[0] == "good" or read(path), chosen.ways)
+    monkeypatch.setitem(FORMATS, "made up", spoilt)
+    monkeypatch.setattr(fuzz, "SECONDS", 1.0)
+    tally = fuzz.fuzz("made up", inputs=2)
+    assert tally.inputs == 2
+    assert [number for number, _ in tally.findings] == [0, 1]
+    assert all(wanted in what for _, what in tally.findings)
+
+
+def test_the_same_seed_spoils_in_the_same_way():
+    good = b'{"a": [1, 2, {"b": null}], "c": "d"}'
+    for way in mutate.JSON:
+        assert way(Random("1"), good) == way(Random("1"), good)
+    assert len({mutate.json_changed(Random(seed), good) for seed in range(50)}) > 30
+
+
+def test_the_planted_call_runs_where_nobody_is_careful(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(mutate.PLANTED + b"N.")
+    assert Path(mutate.CANARY).is_dir()
+
+
+# What was found
+
+
+def test_a_pickle_that_asks_for_much_memory_is_refused_before_it_gets_any(tmp_path):
+    path = tmp_path / "0_3.pickle"
+    path.write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
+    with pytest.raises(BadForeignLens, match="keeps a thing number 2147483647"):
+        lj.import_lens(path, formats.model())
+
+
+def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
+    path = tmp_path / "moments.safetensors"
+    FORMATS["moments"].make(tmp_path)
+    tensors, metadata = files.read_tensors(path)
+    head = json.loads(metadata["head"])
+    for about in (
+        {key: value for key, value in head["about"].items() if key != "fingerprint"},
+        head["about"] | {"n_blocks": "2"},
+        head["about"] | {"max_length": None},
+        [],
+    ):
+        said = json.dumps(head | {"about": about})
+        files.write_tensors(path, tensors, metadata | {"head": said})
+        with pytest.raises(BadArtifact):
+            Collected.load(path)
+    files.write_tensors(path, {}, metadata)
+    with pytest.raises(BadArtifact, match="no sums"):
+        Collected.load(path)
+    none = json.dumps(head | {"n": dict.fromkeys(head["n"], 0)})
+    files.write_tensors(path, {}, metadata | {"head": none})
+    with pytest.raises(BadMoments, match="no positions"):
+        solve_jumps(Collected.load(path), "mat")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rule": {"kind": "two-stage", "levels": [1, 2], "worth": 0.5, "threshold": 2.0}},
+        {"rule": {"kind": "none", "levels": [1, 2], "worth": 0.5, "threshold": 0.9}},
+        {"rule": {"kind": "two-stage", "levels": [2, 1], "worth": 0.5, "threshold": 0.9}},
+        {"rule": {"kind": "two-stage", "levels": [1], "worth": 0.5, "threshold": 0.9}},
+        {"unverified": 0},
+        {"test": {}},
+        {"lossless": None},
+    ],
+)
+def test_an_exit_rule_that_could_not_be_followed(tmp_path, change):
+    FORMATS["exit"].make(tmp_path)
+    tensors, metadata = files.read_tensors(tmp_path / kept.NAME)
+    about = json.loads(metadata["exit"]) | change
+    files.write_tensors(tmp_path / kept.NAME, tensors, {"exit": json.dumps(about)})
+    with pytest.raises(BadArtifact, match="does not hold together"):
+        kept.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "3"}, {"step": 51}, {"history": []}, {"history": [[0.5]]}, {"best": None}],
+)
+def test_an_unfinished_tuning_that_could_not_go_on(tmp_path, change):
+    tuning = formats.a_tuning()
+    tuning.save(tmp_path, "same")
+    path = tmp_path / formats.UNFINISHED
+    torch.save(torch.load(path, weights_only=True) | change, path)
+    with pytest.raises(BadArtifact, match="is damaged"):
+        formats.a_tuning().restore(tmp_path, "same")
+    path.write_bytes(b"no zip at all")
+    with pytest.raises(BadArtifact, match="remove it to start anew"):
+        formats.a_tuning().restore(tmp_path, "same")
+
+
+def test_results_that_lack_what_a_page_is_made_of(tmp_path):
+    study = {"tables": {"levels": [3]}, "skipped": None, "headline": {}, "settings": {}}
+    whole = {"kind": "layerjump results", "studies": {"predictions": study}, "command": ""}
+    whole |= {"model": {"name": "tiny"}, "text": {}}
+    files.write_json(tmp_path / "results.json", whole)
+    with pytest.raises(BadArtifact, match="the study predictions cannot be shown"):
+        write_report(load_results(tmp_path), tmp_path / "report")
+    files.write_json(tmp_path / "results.json", whole | {"format": "new"})
+    with pytest.raises(BadArtifact, match="a number was wanted"):
+        load_results(tmp_path)
