@@ -179,8 +179,8 @@ def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
         raise ValueError(f"it says step {str(step)[:50]} of {steps}")
     rows = [*looks, best] if isinstance(looks, list) and looks else [None]
     for row in rows:
-        sized = isinstance(row, list) and len(row) == n_levels
-        if not sized or not all(isinstance(value, float) for value in row):
+        known = row if isinstance(row, list) else []
+        if len(known) != n_levels or not all(isinstance(value, float) for value in known):
             raise ValueError(f"a KL for each of {n_levels} levels was wanted at every look")
 
 
