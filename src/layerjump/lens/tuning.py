@@ -176,8 +176,9 @@ def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
     step, looks, best = state["step"], state["history"], state["best"]
     if type(step) is not int or not 0 <= step <= steps:
         raise ValueError(f"it says step {str(step)[:50]} of {steps}")
-    rows = [*looks, best] if isinstance(looks, list) and looks else [None]
-    for row in rows:
+    if not isinstance(looks, list) or not looks:
+        raise ValueError("it has no look at held-out text")
+    for row in [*looks, best]:
         sized = isinstance(row, list) and len(row) == n_levels
         if not sized or not all(isinstance(value, float) for value in row):
             raise ValueError(f"a KL for each of {n_levels} levels was wanted at every look")
