@@ -21,7 +21,7 @@ from layerjump.fit.fit import solve_jumps
 from layerjump.show.report import write_report
 from layerjump.studies.run import load_results
 
-INPUTS = {"results": 12, "unfinished-refine": 60}
+INPUTS = {"results": 12, "model": 40, "gguf": 60, "unfinished-refine": 60}
 """Of formats whose reading takes long; of all others 200."""
 
 

@@ -177,8 +177,9 @@ def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
     step, looks, best = state["step"], state["history"], state["best"]
     if type(step) is not int or not 0 <= step <= steps:
         raise ValueError(f"it says step {str(step)[:50]} of {steps}")
-    rows = [*looks, best] if isinstance(looks, list) and looks else [None]
-    for row in rows:
+    if not isinstance(looks, list) or not looks:
+        raise ValueError("it has no look at held-out text")
+    for row in [*looks, best]:
         known = row if isinstance(row, list) else []
         if len(known) != n_levels or not all(isinstance(value, float) for value in known):
             raise ValueError(f"a KL for each of {n_levels} levels was wanted at every look")
