@@ -95,6 +95,15 @@ def test_gradients_are_finite_differences(model, jumps):
         assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
 
 
+def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
+    rows = torch.randn(20, model.width)
+    tuned = Tuned(jumps[1, FINAL], rows)
+    for _ in range(2):
+        taken = tuned.affine()
+        assert torch.allclose(taken.weight, to_affine(jumps[1, FINAL]).weight, rtol=1e-5)
+        assert torch.allclose(tuned(rows), jumps[1, FINAL](rows), atol=1e-4)
+
+
 def test_kl_is_the_mean_over_positions(model, jumps):
     work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
     _, held = work.documents(TEXT, 0)

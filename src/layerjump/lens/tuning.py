@@ -60,12 +60,7 @@ class Tuned(nn.Module):
 
     def affine(self) -> Affine:
         """The map as it stands."""
-        plain = copy.deepcopy(self.jump)
-        for step in plain.modules():
-            if parametrize.is_parametrized(step):
-                for name in list(step.parametrizations):  # type: ignore[arg-type]
-                    parametrize.remove_parametrizations(step, name)
-        made = to_affine(plain)
+        made = to_affine(self.jump)
         return Affine(
             made.shape,
             tuple(factor.detach().clone() for factor in made.factors),
