@@ -10,6 +10,8 @@ bytes as one that was never hurt; and who runs it reads one line, never a traceb
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -212,10 +214,7 @@ class Programme:
         """A second run on the same folder is refused, and the first one does not notice."""
         place, _ = self.begin(command)
         first = launch(command.line(), place)
-        while not any(place.glob(".out.lock")) and not (place / OUT / ".lock").exists():
-            time.sleep(0.005)
-        time.sleep(0.5)  # the file is there a moment before it is locked
-        os.kill(first, signal.SIGSTOP)  # so that it cannot end before the second has asked
+        stop_when_it_holds_its_folder(first, place)
         second = end_of(launch(command.line(), place))
         wrong = _one_line(second, place, "another run is writing")
         os.kill(first, signal.SIGCONT)
@@ -263,6 +262,20 @@ class Programme:
 def _mount(place: Path, options: str) -> bool:
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
     return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+
+def stop_when_it_holds_its_folder(child: int, place: Path) -> None:
+    """Stop a run once its lock is held, not merely there, so that it cannot end before another has asked."""
+    while True:
+        for lock in (*place.glob(".out.lock"), *(place / OUT).glob(".lock")):
+            os.kill(child, signal.SIGSTOP)
+            with contextlib.suppress(FileNotFoundError), lock.open("r+") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return
+            os.kill(child, signal.SIGCONT)
+        time.sleep(0.002)
 
 
 def _one_line(code: int, place: Path, words: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -26,18 +27,21 @@ def writes_folder(
         def run(**given: Any) -> None:
             from layerjump.fit.output import only_writer
 
+            if os.environ.get("RANK", "0") != "0":
+                stoppable(given)
+                return
+            with only_writer(given["output"], replaced=replaced):
+                stoppable(given)
+
+        def stoppable(given: dict[str, Any]) -> None:
             try:
-                if os.environ.get("RANK", "0") != "0":
-                    command(**given)
-                    return
-                with only_writer(given["output"], replaced=replaced):
-                    command(**given)
-            except KeyboardInterrupt:
-                raise RunStopped(f"stopped; {go_on(given)}") from None
-            except RunStopped as stop:
+                command(**given)
+            except (KeyboardInterrupt, RunStopped) as stop:
+                # It is ending: another Ctrl-C has nothing to stop, and would cut the message off.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 if "run the same command" in str(stop):
                     raise
-                raise RunStopped(f"{stop}; {go_on(given)}") from None
+                raise RunStopped(f"{str(stop) or 'stopped'}; {go_on(given)}") from None
 
         return run
 
