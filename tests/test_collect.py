@@ -1,18 +1,9 @@
 """The pass over text: exact against scikit-learn, whatever the processes, and whatever stops it."""
 
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import numpy as np
-import psutil
 import pytest
 import torch
+from alike import assert_same_predictions, kept, same_bytes
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
 from tiny import silent_gpt2, tiny_model
@@ -28,7 +19,6 @@ from layerjump.errors import (
     WrongModel,
 )
 from layerjump.fit.bill import Bill, site_width
-from layerjump.fit.checkpoint import Checkpoint
 from layerjump.fit.collect import plan
 from layerjump.fit.collected import Collected, merge
 from layerjump.fit.fit import solve_jumps
@@ -49,13 +39,6 @@ def text():
 @pytest.fixture(scope="module")
 def collected(model, text):
     return lj.collect(model, text, pairs="all", positions="all")
-
-
-def kept(model, text, sites, documents, positions):
-    """All states of some documents, as float64 arrays."""
-    batches = lj.batches(text, model.tokens, positions, documents=documents)
-    found = list(lj.states(model, batches, sites))
-    return {site: torch.cat([states[site] for states in found]).double().numpy() for site in sites}
 
 
 @pytest.mark.parametrize("skip_first", [0, 1])
@@ -236,10 +219,6 @@ def test_saved_sums_give_the_same_jumps(collected, tmp_path):
     assert same_bytes(tmp_path / "a", tmp_path / "b")
 
 
-def same_bytes(*folders: Path) -> bool:
-    return len({(folder / "jumps.safetensors").read_bytes() for folder in folders}) == 1
-
-
 def test_two_halves_merge_to_the_whole(model, text):
     """Documents of two runs add up to the run over both: the same maps to float tolerance."""
     half = [
@@ -251,17 +230,6 @@ def test_two_halves_merge_to_the_whole(model, text):
     assert whole.fit.n == once.fit.n
     assert whole.about["text"] == "a + b"
     assert_same_predictions(solve_jumps(whole, "mat"), solve_jumps(once, "mat"), model, text)
-
-
-def assert_same_predictions(ours, theirs, model, text) -> None:
-    """Maps may differ where no state goes; what they make of real states may not."""
-    assert set(ours) == set(theirs)
-    sites = sorted({site for pair in ours for site in pair})
-    states = kept(model, text, sites, range(50), lj.Positions("all"))
-    for pair in ours:
-        x = torch.from_numpy(states[pair[0]]).float()
-        a, b = ours[pair](x), theirs[pair](x)
-        assert (a - b).abs().max() < 1e-4 * b.std()
 
 
 def test_what_cannot_be_merged_is_said(collected, model, text, data_folder):
@@ -287,174 +255,3 @@ def test_damaged_and_foreign_files_are_named(collected, tmp_path):
     save_file({"x": torch.zeros(2)}, path)
     with pytest.raises(BadArtifact):
         Collected.load(path)
-
-
-# -- stopped and taken up again
-
-RUN = """
-import sys, layerjump as lj
-from pathlib import Path
-from layerjump.fit.checkpoint import Checkpoint
-from layerjump.fit.collect import plan
-from layerjump.fit.fit import solve_jumps
-model, out, every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-checkpoint = Checkpoint(out, every, resume=True)
-run = plan(lj.load(model), "pydoc", pairs="all", positions="all", max_length=64)
-out.mkdir(exist_ok=True)
-(out / "began").touch()
-solve_jumps(run.run(checkpoint=checkpoint), "affine").save_pretrained(out)
-checkpoint.clear()
-"""
-
-
-def start(model, out, every=0.0):
-    code = [sys.executable, "-c", RUN, str(model), str(out), str(every)]
-    return subprocess.Popen(code, stderr=subprocess.PIPE, text=True)
-
-
-def test_killed_at_twenty_random_moments_it_ends_byte_identical(data_folder, tmp_path):
-    """Sums are saved after every batch, so kills hit the middle of batches and of saves alike."""
-    folder, moments, kills = data_folder / "tiny-gpt2", random.Random(0), 0
-    whole = start(folder, tmp_path / "whole")
-    assert whole.wait() == 0, whole.stderr.read()
-    finished = tmp_path / "killed-0"
-    while kills < 20:
-        process = start(folder, finished)
-        # Its pid file says that the pass begins; before that there would be nothing to lose.
-        while not (finished / "began").is_file() and process.poll() is None:
-            time.sleep(0.01)
-        (finished / "began").unlink(missing_ok=True)
-        time.sleep(moments.uniform(0, 1.0))
-        if process.poll() is None:
-            process.kill()
-            kills += 1
-        if process.wait() == 0:  # it got to its end: begin another
-            assert same_bytes(tmp_path / "whole", finished)
-            finished = tmp_path / f"killed-{kills}"
-    process = start(folder, finished)
-    assert process.wait() == 0, process.stderr.read()
-    assert same_bytes(tmp_path / "whole", finished)
-    assert [path.name for path in finished.iterdir() if path.name.startswith("unfinished")] == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "layerjump",
-        "fit",
-        str(data_folder / "tiny-gpt2"),
-        "--pairs",
-        "all",
-    ]
-    command += ["--positions", "all", "--save-every", "0", "-o"]
-    subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=True)
-    folder = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while not (
-        folder / "unfinished-0-of-1.safetensors"
-    ).is_file():  # it is in the middle of the pass
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert error.strip().splitlines()[-1].endswith("run the same command with --resume to go on")
-    assert not (folder / "jumps.safetensors").exists()
-    done = subprocess.run(
-        [*command, str(folder), "--resume"], capture_output=True, text=True, check=True
-    )
-    assert "R²" in done.stdout
-    assert same_bytes(tmp_path / "whole", folder)
-
-
-def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
-    run = plan(model, text)
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(Collected(run.moments, run.about), dict.fromkeys(run.batches, 0))
-    again = plan(model, text, seed=1)
-    with pytest.raises(BadArtifact, match="other settings .*seed 0 → 1"):
-        again.run(checkpoint=Checkpoint(tmp_path, resume=True))
-
-
-# -- several processes
-
-
-def torchrun(n: int, *arguments: str) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(n),
-        "--master-port",
-        "0",
-    ]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    return subprocess.run(
-        [*command, "-m", "layerjump", "fit", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_several_processes_give_the_same_jumps(n, model, data_folder, tmp_path):
-    folder = str(data_folder / "tiny-gpt2")
-    lj.fit(model, "pydoc", pairs="adjacent").save_pretrained(tmp_path / "one")
-    done = torchrun(n, folder, "--pairs", "adjacent", "-o", str(tmp_path / "many"))
-    assert done.returncode == 0, done.stderr
-    one, many = (lj.Jumps.from_pretrained(tmp_path / name) for name in ("one", "many"))
-    assert json.loads((tmp_path / "many" / "jumps.json").read_text())["provenance"]["n_fit"] > 0
-    assert_same_predictions(many, one, model, lj.read("pydoc"))
-    for pair in one:
-        assert one.info[pair].r2 == pytest.approx(many.info[pair].r2, abs=1e-5)
-
-
-def test_a_process_that_dies_ends_the_run_and_resume_completes_it(data_folder, tmp_path):
-    settings = (
-        str(data_folder / "tiny-gpt2"),
-        "--pairs",
-        "all",
-        "--positions",
-        "all",
-        "--save-every",
-        "0",
-    )
-    assert torchrun(2, *settings, "-o", str(tmp_path / "whole")).returncode == 0
-    folder = tmp_path / "broken"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    run = subprocess.Popen(
-        [*command, "-m", "layerjump", "fit", *settings, "-o", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    while len(list(folder.glob("unfinished-*-of-2.safetensors"))) < 2:
-        assert run.poll() is None, run.stderr.read()
-        time.sleep(0.02)
-    for child in psutil.Process(run.pid).children(recursive=True):
-        if child.environ().get("RANK") == "1":
-            child.kill()
-    _, error = run.communicate(timeout=120)
-    assert run.returncode != 0
-    assert "--resume" in error
-    assert not (folder / "jumps.json").exists()
-    resumed = torchrun(2, *settings, "-o", str(folder), "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert same_bytes(tmp_path / "whole", folder)
-    assert list(folder.glob("unfinished-*")) == []
