@@ -115,3 +115,11 @@ def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
     again = plan(model, text, seed=1)
     with pytest.raises(BadArtifact, match="other settings .*seed 0 → 1"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))
+
+
+def test_resuming_with_other_features_is_refused(model, text, tmp_path):
+    run = plan(model, text, pairs="to-final", reads="both")
+    Checkpoint(tmp_path).save(Collected(run.moments, run.about), dict.fromkeys(run.batches, 0))
+    again = plan(model, text, pairs="to-final", reads="rms")
+    with pytest.raises(BadArtifact, match="other settings .*features both → rms"):
+        again.run(checkpoint=Checkpoint(tmp_path, resume=True))

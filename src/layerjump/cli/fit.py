@@ -128,7 +128,9 @@ def fit(
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     where |= {"device": device, "dtype": dtype, "device_map": device_map}
     if estimator == "jacobian":
-        _refuse(settings, pairs, positions, resume, features, save_moments, from_moments, refine)
+        own = {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
+        sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
+        _refuse({**settings, **own, **sums})
         _write(_jacobian(model, where, text, column, tokens, split, seed), output, as_json=as_json)
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
@@ -179,10 +181,9 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _refuse(settings: dict[str, Any], *others: Any) -> None:
+def _refuse(closed_form: dict[str, Any]) -> None:
     """The Jacobian lens has none of the options of estimators in closed form."""
-    names = ["pairs", "positions", "resume", "features", "save-moments", "from-moments", "refine"]
-    for name, value in (settings | dict(zip(names, others, strict=True))).items():
+    for name, value in closed_form.items():
         if value is not None and value is not False:
             raise BadEstimator(
                 f"--{name} was given, but jacobian has no such option: it leads from every level to the last, at all "

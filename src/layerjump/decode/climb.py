@@ -51,7 +51,7 @@ class Climber:
                 self._counts.gates += look.gates
                 if not alone:
                     stops = stops & ~stopped
-                if bool(stops.any() if len(stops) > 1 else stops):
+                if bool(stops if alone else stops.any()):
                     logits = _merged(logits, look.logits, stops)
                     stopped = stopped | stops
                     for row in stops.nonzero()[:, 0].tolist():

@@ -72,7 +72,7 @@ class Checkpoint:
         if not self.resume or not self.path.is_file():
             return fresh, steps
         saved, progress = Collected.load_unfinished(self.path)
-        mine, theirs = fresh.about, saved.about
+        mine, theirs = (each.about | {"features": each.fit.reads} for each in (fresh, saved))
         changed = [key for key in mine if theirs.get(key) != mine[key]]
         if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):
             what = ", ".join(f"{key} {theirs.get(key)} → {mine[key]}" for key in changed) or "pairs"

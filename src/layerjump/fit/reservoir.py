@@ -46,7 +46,7 @@ class Reservoir:
         staying = torch.argsort(everyone, stable=True)[: self.size]
         comers = staying[staying >= self._filled] - self._filled
         if len(comers):
-            self._put(keys[comers], {site: states[site] for site in self.sites}, comers, staying)
+            self._put(keys[comers], states, comers, staying)
 
     def merge(self, other: Reservoir) -> None:
         """Offer another reservoir's rows."""
