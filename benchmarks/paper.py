@@ -103,7 +103,7 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Run one row of the table, write its report, print its headlines and return them."""
     source, texts, studies, given = RUNS[name]
     if quick:
-        given = given | {"split": "600/0/60", "budget": 300}
+        given = given | {"split": "600/60/60", "budget": 300}
     settings = settings_of(**given)
     first, *others = [lj.read(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)
