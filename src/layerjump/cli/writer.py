@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -27,18 +28,12 @@ def writes_folder(
         def run(**given: Any) -> None:
             from layerjump.fit.output import only_writer
 
-            if os.environ.get("RANK", "0") != "0":
-                stoppable(given)
-                return
-            with only_writer(given["output"], replaced=replaced):
-                stoppable(given)
-
-        def stoppable(given: dict[str, Any]) -> None:
+            first = os.environ.get("RANK", "0") == "0"
+            held = only_writer(given["output"], replaced=replaced)
             try:
-                command(**given)
+                with held if first else contextlib.nullcontext():
+                    _deaf_once_stopped(command, given)
             except (KeyboardInterrupt, RunStopped) as stop:
-                # It is ending: another Ctrl-C has nothing to stop, and would cut the message off.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
                 if "run the same command" in str(stop):
                     raise
                 raise RunStopped(f"{str(stop) or 'stopped'}; {go_on(given)}") from None
@@ -46,3 +41,12 @@ def writes_folder(
         return run
 
     return decorated
+
+
+def _deaf_once_stopped(command: Command, given: dict[str, Any]) -> None:
+    """Another Ctrl-C has nothing to stop: it would cut off the message, or leave the lock behind."""
+    try:
+        command(**given)
+    except (KeyboardInterrupt, RunStopped):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
