@@ -35,8 +35,8 @@ TEXTS = {
     "stories": "tinystories/tinystories_valid_sample.txt",
 }
 FOLDERS = {"stories15m": "models/stories15M"}
-ALWAYS, NOW_AND_THEN = ("hf", "never", "p95", "lossless"), 3
-"""Rivals that go on with every prompt; the others do with every third."""
+ALWAYS, NOW_AND_THEN = ("hf", "never", "p95", "lossless"), 6
+"""Rivals that go on with every prompt; the others do with every sixth."""
 WORDS, MOST_WORDS = 10, 60
 """Words of a prompt, and of a document at most: what is generated is no longer than that either."""
 

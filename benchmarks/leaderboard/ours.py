@@ -14,7 +14,7 @@ import layerjump as lj
 from layerjump.fit.collect import Plan, plan
 from layerjump.fit.descent import train_n_njtc
 from layerjump.fit.fit import solve_jumps
-from layerjump.fit.kept import MASKED
+from layerjump.inputs.positions import MASKED_SHARE
 
 Result = TypeVar("Result")
 
@@ -54,7 +54,7 @@ class Workshop:
 
     @property
     def settings(self) -> dict[str, Any]:
-        positions = MASKED if self.model.masked else None
+        positions = MASKED_SHARE if self.model.masked else None
         return {"tokens": self.tokens, "positions": positions, "seed": self.seed}
 
     @cached_property

@@ -27,12 +27,12 @@ from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import Positions
+from layerjump.inputs.positions import MASKED_SHARE, Positions
 
 log = logging.getLogger("layerjump")
 
 EVERY = Positions("all", skip_first=0, special=True)
-MASKS = Positions("share", 0.15, skip_first=0, special=False)
+MASKS = Positions.parse(MASKED_SHARE, skip_first=0)
 CHOOSING = 1_500
 """Select tokens on which candidates are tried: each is run many times."""
 CELLS = 1_024

@@ -25,7 +25,7 @@ from layerjump.fit.records import JumpInfo, Provenance
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read, split
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import Positions
+from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.inputs.sites import Site
 from layerjump.inputs.states import states
 
@@ -75,7 +75,7 @@ def train_n_njtc(
         raise BadEstimator(f"steps given is {steps}; give 1 or more")
     rank = rank or narrow_rank(model.width)
     corpus = text if isinstance(text, Corpus) else read(text)
-    where = Positions("share", 0.15) if model.masked else Positions("all")
+    where = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
     found = batches(
         corpus,
         model.tokens,

@@ -27,7 +27,9 @@ from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import FINAL, Site
 
-NAMES = (*ESTIMATORS, "ojfa", "calibrated")
+TO_PREDICTIONS = "calibrated"
+"""The estimator whose maps lead to what the head reads, and to no level."""
+NAMES = (*ESTIMATORS, "ojfa", TO_PREDICTIONS)
 
 
 def fit(
@@ -51,7 +53,9 @@ def fit(
 def plan_settings(estimator: str, strength: float | None = None) -> dict[str, Any]:
     """What an estimator wants of the pass over the text, unless told otherwise."""
     wanted: dict[str, Any] = {"select": selects(estimator, strength)}
-    return wanted | {"pairs": "to-final", "reads": "both"} if estimator == "calibrated" else wanted
+    return (
+        wanted | {"pairs": "to-final", "reads": "both"} if estimator == TO_PREDICTIONS else wanted
+    )
 
 
 def selects(estimator: str, strength: float | None = None) -> bool:
@@ -61,7 +65,7 @@ def selects(estimator: str, strength: float | None = None) -> bool:
             f"there is no estimator {estimator!r} among those in closed form; known are {', '.join(NAMES)} (and, by "
             f"backward passes, lj.jacobian)"
         )
-    return estimator in ("ojfa", "calibrated") or (
+    return estimator in ("ojfa", TO_PREDICTIONS) or (
         ESTIMATORS[estimator].selects and strength is None
     )
 
@@ -101,7 +105,7 @@ def _solved(
     if "how" in settings and estimator != "ojfa":
         raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa has")
     sums = collected.fit
-    if estimator == "calibrated":
+    if estimator == TO_PREDICTIONS:
         _check_calibrated(sums.pairs, settings)
         for pair in sums.pairs:
             yield pair, *calibrated(sums, collected.select, pair)

@@ -19,16 +19,15 @@ from layerjump.fit import store
 from layerjump.fit.collect import plan
 from layerjump.fit.files import writing
 from layerjump.fit.fingerprint import fingerprint
-from layerjump.fit.fit import plan_settings, selects, solve_jumps
+from layerjump.fit.fit import TO_PREDICTIONS, plan_settings, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.builtin import home
 from layerjump.inputs.corpus import read
 from layerjump.inputs.models import Model
+from layerjump.inputs.positions import MASKED_SHARE
 
 TEXT = "pydoc"
 TOKENS = 16_000
-MASKED = "15%"
-"""Positions of a masked model to fit on: masked, as those that a lens reads are."""
 
 
 def kept_jumps(
@@ -116,14 +115,14 @@ def _fit(
 ) -> dict[str, Jumps]:
     found: dict[str, Jumps] = {}
     # Those onto `final` want sums of their own.
-    for names in ([n for n in estimators if n != "calibrated"], ["calibrated"]):
+    for names in ([n for n in estimators if n != TO_PREDICTIONS], [TO_PREDICTIONS]):
         wanted = [plan_settings(name) for name in names if name in estimators]
         if not wanted:
             continue
         collected = plan(
             model,
             text,
-            positions=MASKED if model.masked else None,
+            positions=MASKED_SHARE if model.masked else None,
             tokens=tokens,
             **wanted[0] | {"select": any(each["select"] for each in wanted)},
         ).run(progress=progress)

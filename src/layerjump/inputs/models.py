@@ -246,7 +246,10 @@ def _place(name: str, where: dict[str, Any]) -> str:
         return str(path.parent)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFound(f"{name} has no config.json, so it is no model folder")
+            raise ModelNotFound(
+                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id (what `prune "
+                f"--method linear` wrote is a model and maps: `generate`, `eval` and `prune` take it)"
+            )
         return str(path)
     if name in builtin.NAMES:
         return str(builtin.folder(name))

@@ -15,6 +15,8 @@ from layerjump.errors import BadText
 
 Kind = Literal["one", "all", "sample", "share"]
 
+MASKED_SHARE = "15%"
+"""What a masked model is shown of itself unless told otherwise: the share it was trained with."""
 _WANTED = "give `one`, `all`, `sample=8` (so many a sequence) or `15%` (a share of each sequence)"
 
 

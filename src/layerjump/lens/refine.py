@@ -26,7 +26,7 @@ from layerjump.fit.store import check_model
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read, split
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import Positions
+from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import states
 from layerjump.lens.lens import Lens, rows_at_once
@@ -132,7 +132,7 @@ class _Work:
         known = self.lens.jumps.provenance
         parts = split(len(corpus.documents), known.split, seed=known.seed)
         others = parts.select or parts.test
-        where = Positions("share", 0.15) if self.model.masked else Positions("all")
+        where = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
 
         def cut(documents: tuple[int, ...]) -> Batches:
             return batches(

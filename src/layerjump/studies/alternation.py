@@ -27,7 +27,7 @@ from layerjump.fit.jumps import Jumps
 from layerjump.fit.modules import to_affine
 from layerjump.fit.score import r2
 from layerjump.inputs.batches import Batches
-from layerjump.inputs.positions import Positions
+from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.studies import everywhere
 from layerjump.studies.result import Result, Row
 from layerjump.studies.schedules import (
@@ -40,7 +40,7 @@ from layerjump.studies.schedules import (
     said,
     single,
 )
-from layerjump.studies.setup import MASKED_SHARE, Setup
+from layerjump.studies.setup import Setup
 from layerjump.studies.variants import Variants, announce, budgeted, runs
 
 ALONE_SHARE = 0.5

@@ -13,8 +13,8 @@ from layerjump.fit.collect import Plan, sampled
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import solve_jumps
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs.positions import PAPER, Positions
-from layerjump.studies.setup import MASKED_SHARE, Setup
+from layerjump.inputs.positions import MASKED_SHARE, PAPER, Positions
+from layerjump.studies.setup import Setup
 
 EVERY = Positions("all", skip_first=0, special=True)
 

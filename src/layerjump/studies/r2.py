@@ -10,6 +10,7 @@ import torch
 
 from layerjump.fit.affine import Affine
 from layerjump.fit.collected import Collected
+from layerjump.fit.fit import TO_PREDICTIONS
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.modules import to_affine
 from layerjump.fit.score import r2
@@ -25,7 +26,7 @@ def run(setup: Setup) -> Result:
     tables: dict[str, list[Row]] = {}
     result = Result("r2", tables)
     for name in setup.settings.estimators:
-        if name == "calibrated":
+        if name == TO_PREDICTIONS:
             continue  # it does not lead to levels
         jumps = setup.jumps(name, "all")
         tables[f"pairs {name}"] = [_pair_row(jumps, a.index, b.index) for a, b in jumps]

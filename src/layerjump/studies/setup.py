@@ -13,19 +13,17 @@ from layerjump.evaluate.run import require_harness
 from layerjump.evaluate.tasks import chosen, items_of
 from layerjump.fit.collect import Plan, plan
 from layerjump.fit.collected import Collected
-from layerjump.fit.fit import NAMES, selects, solve_jumps
+from layerjump.fit.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batch, Batches, batches
 from layerjump.inputs.corpus import Corpus, Splits, split
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import Positions
+from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.lens.lens import Lens
 from layerjump.lens.readings import Readings, read_levels
 
 Progress = Callable[[int, int], None]
 """Called with the tokens done and the tokens to do."""
-MASKED_SHARE = "15%"
-"""What a masked model's studies mask and look at, unless told: what such models are trained on."""
 FEW = 200
 """Test positions for studies that read through many maps."""
 
@@ -81,7 +79,7 @@ def settings_of(protocol: str, **given: Any) -> Settings:
     unknown = [name for name in settings.estimators if name not in NAMES]
     if unknown:
         raise BadEstimator(f"there is no estimator {unknown[0]!r}; known are {', '.join(NAMES)}")
-    if settings.estimators[:1] == ("calibrated",):
+    if settings.estimators[:1] == (TO_PREDICTIONS,):
         raise BadEstimator(
             "calibrated maps lead to predictions alone, and the first estimator given is the one that all studies use; "
             "give another first, such as mat,calibrated"
@@ -197,7 +195,7 @@ class Setup:
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
         """Every jump of the pairs, solved once; calibrated ones lead to predictions alone."""
-        pairs = "to-final" if estimator == "calibrated" else pairs or self.level_pairs
+        pairs = "to-final" if estimator == TO_PREDICTIONS else pairs or self.level_pairs
         return self.keep(
             f"jumps {estimator} {pairs}",
             lambda: solve_jumps(self.collected(pairs), estimator, model=self.model),
