@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 from layerjump.inputs.corpus import read
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.studies.run import run_studies
 from layerjump.studies.setup import Setup, settings_of
 from layerjump.studies.table import chosen

@@ -2,7 +2,7 @@
 
 from stories import stories
 
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.show.report import write_report
 from layerjump.studies.protocol import differences
 from layerjump.studies.run import run_studies

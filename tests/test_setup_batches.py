@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stories import letters, stories
 
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.inputs.positions import Positions
 from layerjump.lens.lens import Lens
 from layerjump.studies.run import run_studies

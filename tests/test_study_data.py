@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from stories import stories
 
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.studies import data, spoilt
 from layerjump.studies.setup import Settings, Setup
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stories import stories
 
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.inputs.states import states
 from layerjump.studies import failures
 from layerjump.studies.setup import Settings, Setup

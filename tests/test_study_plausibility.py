@@ -12,7 +12,7 @@ import pytest
 from stories import stories
 
 from layerjump.errors import BadArtifact
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.studies.marks import comparison, shares, shares_by_level
 from layerjump.studies.run import run_studies
 from layerjump.studies.setup import Settings, Setup

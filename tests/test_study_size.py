@@ -11,7 +11,7 @@ from layerjump.fit.affine import Affine
 from layerjump.fit.narrow import low_rank, truncated
 from layerjump.fit.solve import solve
 from layerjump.fit.storage import dequantised, quantised, stored
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.studies import cost, size
 from layerjump.studies.result import Result
 from layerjump.studies.setup import Settings, Setup

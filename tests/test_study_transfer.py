@@ -6,7 +6,7 @@ import pytest
 from stories import letters, stories
 
 from layerjump.fit.fit import solve_jumps
-from layerjump.inputs.models import load
+from layerjump.inputs.loading import load
 from layerjump.studies import transfer
 from layerjump.studies.run import run_studies
 from layerjump.studies.setup import Settings, Setup

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from layerjump.inputs.families import FAMILIES
-from layerjump.inputs.models import CLASSES
+from layerjump.inputs.loading import CLASSES
 
 # Common names; each configuration translates them to its own.
 SIZES: dict[str, Any] = {

@@ -45,7 +45,7 @@ def import_lens(
     [bold]layerjump import gpt2_jacobian_lens.pt --model gpt2 -o jumps[/]      a Jacobian lens
     """
     from layerjump.fit.foreign.convert import import_lens as read_lens
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
 
     loaded = load(
         model,
@@ -85,7 +85,7 @@ def export_lens(
     """
     from layerjump.fit.foreign.convert import export_lens as write_lens
     from layerjump.fit.jumps import Jumps
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
 
     loaded = load(
         model,

@@ -29,7 +29,7 @@ def families(
         _print_families(as_json)
         return
     from layerjump.inputs.check import self_check
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
 
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code

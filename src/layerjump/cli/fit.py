@@ -168,7 +168,7 @@ def _opened(
     model: str | None, where: dict[str, Any], text: str, column: str | None
 ) -> tuple[Model, Corpus]:
     from layerjump.inputs.corpus import read
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
 
     if model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")

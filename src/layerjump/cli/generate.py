@@ -154,7 +154,7 @@ def calibrate(
     from layerjump.decode.calibrate import calibrate as find
     from layerjump.fit.jumps import Jumps
     from layerjump.inputs.corpus import read
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
 
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code

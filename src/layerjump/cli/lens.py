@@ -65,7 +65,7 @@ def lens(
     [bold]layerjump lens MODEL "…" --jumps jumps --levels 0,4.mid,8-12[/]    a set fitted before, sub-module sites
     [bold]layerjump lens MODEL - --json < text.txt[/]                        one object for every lens
     """
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
     from layerjump.lens.trajectory import read
 
     text = sys.stdin.read() if prompt == "-" else prompt

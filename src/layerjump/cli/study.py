@@ -101,7 +101,7 @@ def study(
     """
     from layerjump.evaluate.tasks import chosen as chosen_tasks
     from layerjump.inputs.corpus import read
-    from layerjump.inputs.models import load
+    from layerjump.inputs.loading import load
     from layerjump.show.report import write_report
     from layerjump.studies.run import run_studies
     from layerjump.studies.setup import Setup, settings_of

@@ -16,7 +16,8 @@ from layerjump.errors import BadArtifact
 from layerjump.fit.files import sync, write_json, write_text, writing
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.output import OLD
-from layerjump.inputs.models import Model, quiet_transformers
+from layerjump.inputs.loading import quiet_transformers
+from layerjump.inputs.models import Model
 
 RECORD = "pruning.json"
 """What was done, for programs; README.md says it to people."""

@@ -12,7 +12,7 @@ from layerjump.errors import BadArtifact, WrongModel
 from layerjump.fit.files import read_json
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs import models
+from layerjump.inputs import loading
 from layerjump.inputs.models import Model
 
 
@@ -25,14 +25,14 @@ def load(source: str | Path, **settings: Any) -> Model:
     """
     folder = Path(source).expanduser()
     if not (folder / LINEAR).is_file():
-        return models.load(source, **settings)
+        return loading.load(source, **settings)
     head = read_json(folder / LINEAR)
     try:
         cuts = [(int(i), int(j)) for i, j in head["cuts"]]
     except (KeyError, TypeError, ValueError) as error:
         raise BadArtifact(f"{folder / LINEAR} is damaged: {error}; prune again") from error
     # The base is checked by itself: with maps in place its blocks no longer add up.
-    model = models.load(folder / BASE, **settings)
+    model = loading.load(folder / BASE, **settings)
     if head.get("fingerprint") != fingerprint(model.hf):
         raise WrongModel(
             f"{folder / BASE} holds other weights than the jumps beside it were saved with; prune again"

@@ -22,7 +22,8 @@ from layerjump.errors import BadEvaluation
 from layerjump.evaluate.how import require_causal
 from layerjump.evaluate.tasks import Task, chosen, items_of
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs.models import Model, quiet_transformers
+from layerjump.inputs.loading import quiet_transformers
+from layerjump.inputs.models import Model
 from layerjump.measure.bootstrap import mean_interval, statistic_interval
 
 Progress = Callable[[int, int], None]

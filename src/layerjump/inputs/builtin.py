@@ -132,7 +132,7 @@ def _convert(gguf: Path, target: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from layerjump.inputs.models import quiet_transformers
+    from layerjump.inputs.loading import quiet_transformers
 
     # transformers draws a bar of its own here, terminal or not.
     silence = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())

@@ -15,7 +15,8 @@ from layerjump.errors import BadText, CannotServe, LayerjumpError
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.kept import has_kept, kept_folder, kept_jumps
-from layerjump.inputs.models import Model, load
+from layerjump.inputs.loading import load
+from layerjump.inputs.models import Model
 from layerjump.inputs.sites import Site
 from layerjump.lens.lens import Lens
 from layerjump.lens.trajectory import read

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from layerjump.inputs.batches import Batch, Batches
 from layerjump.inputs.check import TOLERANCE
-from layerjump.inputs.models import Model, quiet_transformers
+from layerjump.inputs.loading import quiet_transformers
+from layerjump.inputs.models import Model
 from layerjump.inputs.sites import Site
 from layerjump.inputs.states import Recorder
 

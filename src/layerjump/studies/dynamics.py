@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from layerjump.errors import BadStudy
-from layerjump.inputs.models import Model, load
+from layerjump.inputs.loading import load
+from layerjump.inputs.models import Model
 from layerjump.studies.result import Result, Row
 from layerjump.studies.setup import Setup
 from layerjump.train.profile import SIZES, profile

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.errors import BadTraining
 from layerjump.inputs.families import FAMILIES
-from layerjump.inputs.models import CLASSES
+from layerjump.inputs.loading import CLASSES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from layerjump.compress.training import quieten
-from layerjump.inputs.models import Model, quiet_transformers
+from layerjump.inputs.loading import quiet_transformers
+from layerjump.inputs.models import Model
 from layerjump.train.tasks import Item, padded, sequence
 
 BATCH = 8

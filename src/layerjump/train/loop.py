@@ -18,7 +18,7 @@ from transformers import (
 from layerjump.compress.training import quieten
 from layerjump.errors import BadTraining
 from layerjump.inputs.families import family_of
-from layerjump.inputs.models import quiet_transformers
+from layerjump.inputs.loading import quiet_transformers
 from layerjump.train.packing import Rows
 from layerjump.train.penalties import PENALTIES
 from layerjump.train.recipe import Recipe

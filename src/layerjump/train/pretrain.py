@@ -17,7 +17,7 @@ from layerjump.compress.training import forget, last_checkpoint
 from layerjump.errors import BadText
 from layerjump.fit.files import write_json, write_text
 from layerjump.inputs.corpus import Corpus, split
-from layerjump.inputs.models import quiet_transformers
+from layerjump.inputs.loading import quiet_transformers
 from layerjump.inputs.tokens import Tokens
 from layerjump.train.architectures import new_model
 from layerjump.train.card import card
