@@ -16,6 +16,7 @@ from torch import Tensor
 from layerjump.errors import BadMoments
 from layerjump.fit.modules import FeatureKind, features
 from layerjump.fit.pairs import Pair, sites_of
+from layerjump.fit.products import add_product, add_square, mirrored
 from layerjump.fit.reservoir import Reservoir
 from layerjump.fit.sums import Source, Target
 from layerjump.inputs.sites import Site
@@ -24,10 +25,6 @@ OUTLYING = 8.0
 """Rows whose shifted norm is this many times the batch's median are multiplied in float64."""
 ROWS_AT_ONCE = 1024
 """Rows in one float32 product: rounding grows with their number, the cost of adding to float64 falls."""
-
-
-SQUARE_BLOCKS = 6
-"""Blocks a side of a symmetric product: six save five twelfths of its arithmetic."""
 
 
 class Moments:
@@ -134,7 +131,7 @@ class Moments:
     def source(self, site: Site) -> Source:
         """The centred sums of a source site."""
         total, n = self.sums[f"sum/{site}"], max(self.n, 1)
-        scatter = _mirrored(self.sums[f"square/{site}"]) - torch.outer(total, total) / n
+        scatter = mirrored(self.sums[f"square/{site}"]) - torch.outer(total, total) / n
         return Source(self.n, self.mean(site), scatter)
 
     def target(self, source: Site, target: Site) -> Target:
@@ -147,7 +144,7 @@ class Moments:
             self.sums[f"cross/{source}>{target}"] - torch.outer(x, y) / n,
             # Rounding may leave a constant coordinate a hair below zero.
             (diagonal - y.square() / n).clamp(min=0),
-            None if square is None else _mirrored(square) - torch.outer(y, y) / n,
+            None if square is None else mirrored(square) - torch.outer(y, y) / n,
         )
 
     def mean(self, site: Site) -> Tensor:
@@ -225,11 +222,11 @@ class Moments:
             rows = held[site] if site in held else shifted(site)
             self.sums[f"sum/{site}"] += rows.sum(0, dtype=torch.float64)
             if site in self.squared:
-                _add_square(self.sums[f"square/{site}"], rows)
+                add_square(self.sums[f"square/{site}"], rows)
             else:
                 self.sums[f"diagonal/{site}"] += rows.square().sum(0, dtype=torch.float64)
             for target in self._targets.get(site, ()):
-                _add_product(self.sums[f"cross/{site}>{target}"], rows, held[target])
+                add_product(self.sums[f"cross/{site}>{target}"], rows, held[target])
 
     def _outlying(self, shifted: Mapping[Site, Tensor]) -> Tensor:
         """Rows of outlying norm at any site."""
@@ -269,31 +266,6 @@ class Moments:
                     f"the sums hold states of width {wanted} at site {site}, but {found} was given; they belong "
                     f"to different models"
                 )
-
-
-def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    if x.dtype == total.dtype:
-        total.addmm_(x.mT, y)  # without a temporary as large as the sum
-    else:
-        total += x.mT @ y
-
-
-def _add_square(total: Tensor, x: Tensor) -> None:
-    """xᵀx is symmetric: only blocks on and above the diagonal are added; `_mirrored` gives the rest."""
-    for start, end in _square_blocks(x.shape[1]):
-        _add_product(total[start:end, start:], x[:, start:end], x[:, start:])
-
-
-def _mirrored(total: Tensor) -> Tensor:
-    whole = total.clone()
-    for start, end in _square_blocks(len(total)):
-        whole[end:, start:end] = total[start:end, end:].mT
-    return whole
-
-
-def _square_blocks(width: int) -> list[tuple[int, int]]:
-    step = -(-width // SQUARE_BLOCKS)
-    return [(start, min(start + step, width)) for start in range(0, width, step)]
 
 
 def _require_finite(states: Mapping[Site, Tensor]) -> None:
