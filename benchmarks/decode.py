@@ -37,6 +37,10 @@ TEXTS = {
 FOLDERS = {"stories15m": "models/stories15M"}
 ALWAYS, NOW_AND_THEN = ("hf", "never", "p95", "lossless"), 6
 """Rivals that go on with every prompt; the others do with every sixth."""
+JUMPS = "calibrated"
+"""The estimator that tokens leave through."""
+SPLIT = "30/10/60"
+"""Most documents are left for calibration: a threshold takes one position of each."""
 WORDS, MOST_WORDS = 10, 60
 """Words of a prompt, and of a document at most: what is generated is no longer than that either."""
 
@@ -59,14 +63,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a prompt")
     parser.add_argument("--fit", type=int, default=80_000, help="tokens to fit jumps on")
     parser.add_argument(
-        "--documents", type=int, default=1_600, help="whose openings to calibrate on"
+        "--documents", type=int, default=3_500, help="whose openings to calibrate on"
     )
     parser.add_argument(
         "--quick", action="store_true", help="few of everything: to see that it runs"
     )
     options = parser.parse_args()
     if options.quick:
-        options.prompts, options.tokens, options.fit, options.documents = 1, 12, 6_000, 600
+        options.prompts, options.tokens, options.fit, options.documents = 1, 12, 6_000, 500
     figures = {}
     for name in options.model or ["stories15m", "smollm2"]:
         figures[name] = measure(name, options)
@@ -78,7 +82,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     model = lj.load(SHARED / FOLDERS[name] if name in FOLDERS else name)
     print(f"\n{machine()}\n{model}, {options.tokens} new tokens, seed 0")
     text, prompts = texts(options)
-    jumps = lj.fit(model, text, tokens=options.fit)
+    jumps, figures = replayed(model, text, options)
     found = lj.calibrate(
         model,
         jumps,
@@ -91,7 +95,6 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     print(found)
     print("cost on select documents over the full model's:", found.about["select_cost"])
     bound(model, found)
-    figures = replayed(model, text, options)
     assistants = shorter(model, text, options)
     for size in (1, 8):
         figures |= race(model, jumps, found, assistants, prompts, size, options.tokens)
@@ -110,16 +113,29 @@ def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
     return lj.Corpus("mixed", tuple(mixed), "one document of each text in turn"), prompts
 
 
-def replayed(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> dict[str, float]:
-    """Blocks saved at 95 % by the paper's rule, as the `exits` study replays it."""
-    settings = settings_of("ours", tokens=options.fit, score=120 if options.quick else 1_000)
-    saved = exits.run(Setup(model, text, settings)).headline
-    shares = {
-        f"layers_saved_p95_{short}": float(saved[f"dynamic_{lens}_at_0.95"]) / model.n_blocks
-        for short, lens in (("map", "mat"), ("identity", "identity"))
+def replayed(
+    model: lj.Model, text: lj.Corpus, options: argparse.Namespace
+) -> tuple[lj.Jumps, dict[str, float]]:
+    """Jumps, and blocks saved at 95 % by the paper's rule with them, as the `exits` study replays it."""
+    settings = settings_of(
+        "ours",
+        tokens=options.fit,
+        split=SPLIT,
+        score=120 if options.quick else 1_000,
+        estimators=("mat", JUMPS),
+    )
+    setup = Setup(model, text, settings)
+    headline = exits.run(setup).headline
+    saved = {
+        name: float(headline[f"dynamic_{name}_at_0.95"]) / model.n_blocks
+        for name in ("identity", "mat", JUMPS)
     }
-    print("share of blocks saved at 95 % in the replay, all levels checked:", shares)
-    return shares
+    print("share of blocks saved at 95 % in the replay, all levels checked:", saved)
+    figures = {
+        "layers_saved_p95_map": saved[JUMPS],
+        "layers_saved_p95_identity": saved["identity"],
+    }
+    return setup.jumps(JUMPS), figures
 
 
 def bound(model: lj.Model, found: Calibration) -> None:
@@ -270,10 +286,12 @@ def said(rival: Rival, full: list[torch.Tensor]) -> str:
         for ours, theirs in zip(r.ids, full[turn].tolist(), strict=True)
         for a, b in zip(ours, theirs, strict=True)
     ]
-    heads = sum(r.counts.heads for r in results) / sum(r.n_tokens for r in results)
+    tokens = sum(r.n_tokens for r in results)
+    heads = sum(r.counts.heads for r in results) / tokens
+    short = sum(r.counts.short_heads for r in results) / tokens
     return (
         f"blocks not waited for {saved:.1%}, same token as hf {statistics.mean(same):.1%}, "
-        f"products a token {heads:.2f}; {shares}"
+        f"products a token {heads:.2f} whole and {short:.2f} short; {shares}"
     )
 
 

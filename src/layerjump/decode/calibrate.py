@@ -13,7 +13,7 @@ and `copy` caches, is measured and not guaranteed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from layerjump.decode.evidence import Evidence, candidates, gather, shares, unse
 from layerjump.decode.gates import calibration_curve
 from layerjump.decode.own import own_text
 from layerjump.decode.rules import Never, Rule
+from layerjump.decode.shortlist import Among, shortlist
 from layerjump.errors import BadExit, TextTooShort
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
@@ -36,7 +37,7 @@ from layerjump.inputs.positions import Positions
 from layerjump.measure.bootstrap import mean_interval
 
 KINDS = ("gap", "gate", "two-stage")
-SAMPLE = 16
+SAMPLE = 32
 """Positions a document, where documents may give several."""
 
 
@@ -93,7 +94,8 @@ def calibrate(
             f"{len(dealt['thresholds'])} of {len(free)} are there for it; give more text, or ask for less"
         )
     levels = candidates(model.n_blocks)
-    costs = costs or measure(model, jumps)
+    among = _looked_at(model, text, dealt)
+    costs = costs or measure(model, jumps, among)
     say(f"costs in milliseconds: {costs}")
     read = {}
     for name, chosen in dealt.items():
@@ -105,9 +107,17 @@ def calibrate(
         else:
             positions = Positions("one") if most == 1 else Positions("sample", most)
             found = batches(text, model.tokens, positions, documents=chosen, seed=seed)
-        read[name] = gather(model, jumps, found, levels)
+        read[name] = gather(model, jumps, found, levels, among)
     made = _choose(model, text, read, costs, target, confidence, kinds, seed)
     return replace(made, about=made.about | {"own": own})
+
+
+def _looked_at(model: Model, text: Corpus, dealt: Mapping[str, Sequence[int]]) -> Among | None:
+    """The shortlist for early looks. Documents that show or guarantee something are not counted."""
+    apart = {*dealt["thresholds"], *dealt["test"]}
+    others = [document for document in range(len(text.documents)) if document not in apart]
+    tokens = shortlist(model, text, others)
+    return None if tokens is None else Among(Never(), tokens)
 
 
 def _choose(
@@ -142,6 +152,7 @@ def _choose(
         "unverified": drafts.unverified,
         "text": text.name,
         "text_sha256": text.sha256,
+        "shortlist": None if probes.tokens is None else len(probes.tokens),
         "positions": {name: len(each) for name, each in read.items()},
         "seed": seed,
         "costs": costs.record(),

@@ -10,6 +10,7 @@ from torch import Tensor
 from layerjump.decode.result import Counts
 from layerjump.decode.rules import Look, Rule, levels_of
 from layerjump.decode.runner import Runner
+from layerjump.decode.shortlist import Among
 from layerjump.lens.lens import Lens
 
 
@@ -30,9 +31,19 @@ class Climb:
 class Climber:
     """Runs blocks and asks the rule."""
 
-    def __init__(self, lens: Lens, rule: Rule, runner: Runner, counts: Counts) -> None:
+    def __init__(
+        self,
+        lens: Lens,
+        rule: Rule,
+        runner: Runner,
+        counts: Counts,
+        among: Among | None = None,
+        early: Lens | None = None,
+    ) -> None:
         self.runner = runner
         self._lens, self._rule, self._counts = lens, rule, counts
+        self._among, self._early = among, early
+        """A shortlist, and what reads it."""
         self._checks = frozenset(levels_of(rule, runner.n_blocks))
 
     def climb(self, ids: Tensor, idle: Tensor, *, may_leave: bool = True) -> Climb:
@@ -46,13 +57,13 @@ class Climber:
         for level in range(last):
             if position is not None and level in self._checks:
                 self._counts.lap("blocks")
-                look = Look(level, states[:, -1], position, self.read, earlier)
+                look = Look(level, states[:, -1], position, self._look, earlier)
                 stops = self._rule.stops(look)
                 self._counts.gates += look.gates
                 if not alone:
                     stops = stops & ~stopped
                 if bool(stops if alone else stops.any()):
-                    logits = _merged(logits, look.logits, stops)
+                    logits = _merged(logits, self._of_all_tokens(look.logits), stops)
                     stopped = stopped | stops
                     for row in stops.nonzero()[:, 0].tolist():
                         left[row] = level
@@ -72,6 +83,21 @@ class Climber:
             states = self.runner.up(block)
         self._counts.lap("blocks")
         return states
+
+    def _look(self, level: int, states: Tensor) -> Tensor:
+        """What a rule sees of a level: logits of the shortlist where there is one."""
+        if self._early is None:
+            return self.read(level, states)
+        self._counts.lap("rules")
+        self._counts.short_heads += 1
+        logits = self._early.logits(level, states)
+        self._counts.lap("heads")
+        return logits
+
+    def _of_all_tokens(self, logits: Tensor) -> Tensor:
+        if self._among is None:
+            return logits
+        return self._among.whole(logits, self._lens.model.anatomy.vocabulary)
 
     def read(self, level: int, states: Tensor) -> Tensor:
         """Logits of states at a level: one vocabulary product."""

@@ -13,6 +13,7 @@ from layerjump.decode.costs import Costs, replay_cost
 from layerjump.decode.evidence import Evidence
 from layerjump.decode.gates import Gate, TwoStage, log_loss, log_odds, logistic, mixed_features
 from layerjump.decode.rules import Never, Rule, SoftmaxGap
+from layerjump.decode.shortlist import Among
 
 STRENGTHS = (1e-3, 1e-2, 1e-1)
 """Penalties of gates that are tried."""
@@ -47,6 +48,8 @@ class Probes:
 
     gate: Mapping[int, Tensor]
     mix: Mapping[int, Tensor]
+    tokens: Tensor | None = None
+    """The shortlist that gaps were taken over, if they were."""
 
 
 def fit_probes(train: Evidence, held: Evidence) -> Probes:
@@ -60,7 +63,7 @@ def fit_probes(train: Evidence, held: Evidence) -> Probes:
         gate[level] = tries[losses.index(min(losses))]
         odds = held.features[place].double() @ gate[level]
         mix[level] = logistic(mixed_features(odds, held.gap[place]), held.right[place], 1e-3)
-    return Probes(gate, mix)
+    return Probes(gate, mix, train.tokens)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,10 @@ class Contender:
         """The rule itself."""
         if not self.at:
             return Never()
+        plain, tokens = self._rule(threshold), self.probes.tokens
+        return plain if tokens is None else Among(plain, tokens)
+
+    def _rule(self, threshold: float) -> Rule:
         if self.kind == "gap":
             return SoftmaxGap(threshold / 0.9, length=1e-9, strict=False, at=self.at)
         weights = torch.stack([self.probes.gate[level] for level in self.at]).float()

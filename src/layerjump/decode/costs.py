@@ -14,6 +14,7 @@ from layerjump.decode.lean import blocks_of, with_lean_head
 from layerjump.decode.result import Counts
 from layerjump.decode.rules import Look
 from layerjump.decode.runner import Runner
+from layerjump.decode.shortlist import Among
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.models import Model
 from layerjump.lens.lens import Lens
@@ -36,17 +37,24 @@ class Costs:
     head: float
     """One look at a level: the jump, norm, vocabulary product, softmax."""
     gate: float
+    short: float | None = None
+    """A look at the tokens of a shortlist; None: there is none."""
+
+    @property
+    def look(self) -> float:
+        """A look at a level before the last."""
+        return self.head if self.short is None else self.short
 
     def full(self, n_blocks: int) -> float:
         """A token for which the whole model runs."""
         return n_blocks * self.block + self.head
 
-    def record(self) -> dict[str, float]:
+    def record(self) -> dict[str, float | None]:
         return asdict(self)
 
 
 @torch.no_grad()
-def measure(model: Model, jumps: Jumps | None) -> Costs:
+def measure(model: Model, jumps: Jumps | None, among: Among | None = None) -> Costs:
     """Time the parts of a step, in turns, and take medians."""
     runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(CONTEXT)[None], Counts())
     ids = torch.full((1, CONTEXT + TOGETHER), 1, device=model.device)
@@ -59,13 +67,15 @@ def measure(model: Model, jumps: Jumps | None) -> Costs:
     def blocks(tokens: int) -> Callable[[], object]:
         return lambda: _climb(runner, ids[:, : CONTEXT + tokens])
 
-    def head() -> object:
-        return Look(level, state, position, lens.logits).gap
+    def look(lens: Lens) -> Callable[[], object]:
+        return lambda: Look(level, state, position, lens.logits).gap
 
     def ask() -> object:
         return gate.stops(Look(level, state, position, lens.logits))
 
-    parts = {"one": blocks(1), "some": blocks(TOGETHER), "head": head, "gate": ask}
+    parts = {"one": blocks(1), "some": blocks(TOGETHER), "head": look(lens), "gate": ask}
+    if among is not None:
+        parts["short"] = look(Lens(among.model(model), jumps))
     found: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(TURNS):
         for name, part in parts.items():
@@ -76,7 +86,7 @@ def measure(model: Model, jumps: Jumps | None) -> Costs:
     middle = {name: sorted(times)[TURNS // 2] for name, times in found.items()}
     block = middle["one"] / model.n_blocks
     waiting = max(0.0, middle["some"] - middle["one"]) / (TOGETHER - 1) / model.n_blocks
-    return Costs(block, waiting, middle["head"], middle["gate"])
+    return Costs(block, waiting, middle["head"], middle["gate"], middle.get("short"))
 
 
 def _climb(runner: Runner, ids: Tensor) -> None:
@@ -91,4 +101,6 @@ def replay_cost(costs: Costs, n_blocks: int, left: Tensor, heads: Tensor, gates:
     `heads` counts all vocabulary products, the one that gives the token among them.
     """
     waited = (n_blocks - left) * min(costs.waiting, costs.block)
-    return left * costs.block + waited + heads * costs.head + gates * costs.gate
+    whole = (left == n_blocks).to(heads)
+    looks = whole * costs.head + (heads - whole) * costs.look
+    return left * costs.block + waited + looks + gates * costs.gate

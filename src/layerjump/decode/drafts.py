@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerjump.decode.contenders import THRESHOLDS, WORTH, Contender, Probes, Replayed
 from layerjump.decode.costs import Costs
@@ -68,12 +69,20 @@ def cheapest_drafts(
 
 
 def break_even(costs: Costs, n_blocks: int, played: Replayed) -> float:
-    """What a draft costs over what a token does: the share that must be right, since only a right one saves a token."""
+    """What a draft costs over what a token does: the share that must be right, since only a right one saves a token.
+
+    Looks and gates that came to nothing are paid for by the drafts.
+    """
     drafts = played.left < n_blocks
     level = float(played.left[drafts].double().mean())
+    asked = looks_of(played, n_blocks) * costs.look + played.gates * costs.gate
     spent = level * costs.block + (n_blocks - level) * costs.waiting
-    spent += float(played.heads[drafts].double().mean()) * costs.head
-    return spent / costs.full(n_blocks)
+    return (spent + float(asked.double().sum()) / int(drafts.sum())) / costs.full(n_blocks)
+
+
+def looks_of(played: Replayed, n_blocks: int) -> Tensor:
+    """Products made at levels below L."""
+    return played.heads - (played.left == n_blocks).to(played.heads)
 
 
 def at_one_level(kinds: Sequence[str], probes: Probes, levels: Sequence[int]) -> list[Contender]:
@@ -92,18 +101,19 @@ def draft_cost(costs: Costs, n_blocks: int, played: Replayed, most: int) -> floa
     Drafts gather until one example goes to level L or `most` wait; then all of them go up together, and what follows
     the first wrong one has been for nothing.
     """
-    spent, kept = 0.0, 0
+    spent, kept, looks_made = 0.0, 0, looks_of(played, n_blocks)
     waiting: list[tuple[int, bool]] = []
     for level, good, looks, gated in zip(
         played.left.tolist(),
         played.right.tolist(),
-        played.heads.tolist(),
+        looks_made.tolist(),
         played.gates.tolist(),
         strict=True,
     ):
-        drafts = level < n_blocks and len(waiting) < most
-        depth = level if drafts else n_blocks
-        spent += depth * costs.block + gated * costs.gate + (looks if drafts else 0) * costs.head
+        asked = len(waiting) < most
+        drafts = level < n_blocks and asked
+        spent += (level if drafts else n_blocks) * costs.block
+        spent += asked * (gated * costs.gate + looks * costs.look)
         if drafts:
             waiting.append((level, good))
             continue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerjump.decode.gates import gate_features
+from layerjump.decode.shortlist import Among
 from layerjump.errors import TextTooShort
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batch
@@ -33,6 +34,8 @@ class Evidence:
     """(levels, positions, d + 3), what gates read."""
     document: Tensor
     """(positions,)."""
+    tokens: Tensor | None = None
+    """The shortlist that levels were read through; None: the whole vocabulary."""
 
     def __len__(self) -> int:
         return len(self.document)
@@ -67,7 +70,7 @@ def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
             f"{len(documents)} documents are left that the jumps have not seen, too few to calibrate on; give another "
             f"text"
         )
-    first = split(len(documents), "40/45/15", seed=seed)
+    first = split(len(documents), "30/60/10", seed=seed)
     some = 3 * len(first.fit) // 8
     dealt = {
         "gates": first.fit[some:],
@@ -84,9 +87,11 @@ def gather(
     jumps: Jumps | None,
     batches: Iterable[Batch],
     levels: Sequence[int],
+    among: Among | None = None,
 ) -> Evidence:
     """Read the batches' picks at levels."""
-    lens, last = Lens(model, jumps), model.n_blocks
+    lens, last = Lens(model if among is None else among.model(model), jumps), model.n_blocks
+    tokens = None if among is None else among.tokens
     rows = rows_at_once(model)
     parts: list[tuple[Tensor, ...]] = []
     for batch in batches:
@@ -94,18 +99,21 @@ def gather(
         for start in range(0, batch.n_picks, rows):
             part = slice(start, start + rows)
             own = model.logits(at[last][part]).argmax(-1)
-            seen = [_look(lens, level, at[level][part], own) for level in levels]
+            seen = [_look(lens, level, at[level][part], own, tokens) for level in levels]
             place = batch.position[part].to(own.device)
             features = torch.stack([gate_features(at[level][part], place) for level in levels])
             right, gap = (torch.stack(column) for column in zip(*seen, strict=True))
             parts.append((right.cpu(), gap.cpu(), features.float().cpu(), batch.document[part]))
     columns = [list(column) for column in zip(*parts, strict=True)]
     right, gap, features = (torch.cat(column, 1) for column in columns[:3])
-    return Evidence(tuple(levels), right, gap, features, torch.cat(columns[3]))
+    return Evidence(tuple(levels), right, gap, features, torch.cat(columns[3]), tokens)
 
 
-def _look(lens: Lens, level: int, state: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+def _look(
+    lens: Lens, level: int, state: Tensor, own: Tensor, tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     logits = lens.logits(level, state)
     two = logits.topk(2)
     best = (two.values - logits.logsumexp(-1, keepdim=True)).exp()
-    return two.indices[:, 0] == own, best[:, 0] - best[:, 1]
+    top = two.indices[:, 0] if tokens is None else tokens.to(own.device)[two.indices[:, 0]]
+    return top == own, best[:, 0] - best[:, 1]

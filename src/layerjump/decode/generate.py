@@ -21,6 +21,7 @@ from layerjump.decode.lean import blocks_of, with_lean_head
 from layerjump.decode.result import Counts, Generated
 from layerjump.decode.rules import Drafting, Rule, levels_of, parse
 from layerjump.decode.runner import Runner
+from layerjump.decode.shortlist import shortlist_of
 from layerjump.decode.texts import Texts
 from layerjump.decode.write import Verified, write
 from layerjump.errors import BadExit
@@ -175,7 +176,9 @@ class EarlyExit:
             position = (whole.long().cumsum(-1) - 1).clamp_min(0)
         runner = Runner(blocks_of(model), model.hf.config, mask, position, counts)
         lens = Lens(with_lean_head(model), self._jumps)
-        return Climber(lens, self.rule, runner, counts)
+        among = shortlist_of(self.rule)
+        early = None if among is None else Lens(among.model(model), self._jumps)
+        return Climber(lens, self.rule, runner, counts, among, early)
 
     def _bind(self, hf: PreTrainedModel) -> Model:
         if self._model is None or self._model.hf is not hf:
@@ -191,6 +194,8 @@ class EarlyExit:
             )
         model.require_predictions()
         levels_of(self.rule, model.n_blocks)
+        if (among := shortlist_of(self.rule)) is not None:
+            among.check(model)
         if self._jumps is not None:
             check_model(self._jumps, model, allow_other_weights=self._jumps.used_on is not None)
             self._jumps.to(model.device)

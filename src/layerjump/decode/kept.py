@@ -13,12 +13,14 @@ from layerjump.decode.calibrate import KINDS, Calibration
 from layerjump.decode.contenders import Contender, Probes
 from layerjump.decode.gates import Gate, TwoStage
 from layerjump.decode.rules import Drafting, Never, Rule
+from layerjump.decode.shortlist import Among
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel
 from layerjump.fit import files
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.inputs.models import Model
 
 NAME, FORMAT = "exit.safetensors", 1
+SHORTLIST = "shortlist"
 
 
 def save(calibration: Calibration, folder: str | Path) -> Path:
@@ -66,6 +68,8 @@ def _tensors(calibration: Calibration) -> dict[str, Tensor]:
     tensors = {}
     for name, rule in (("rule", calibration.rule), ("lossless", calibration.lossless)):
         rule = rule.rule if isinstance(rule, Drafting) else rule
+        if isinstance(rule, Among):
+            tensors[SHORTLIST], rule = rule.tokens, rule.rule
         if isinstance(rule, Gate):
             tensors[f"{name}.gate"] = rule.weights
         if isinstance(rule, TwoStage):
@@ -86,7 +90,8 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
             else {}
             for part in ("gate", "mix")
         }
-        made = Contender(said["kind"], levels, Probes(**by_level), said["worth"])
+        probes = Probes(**by_level, tokens=tensors.get(SHORTLIST))
+        made = Contender(said["kind"], levels, probes, said["worth"])
         plain = made.rule(said["threshold"])
         return Drafting(plain, said["least"]) if "least" in said else plain
 
@@ -113,6 +118,9 @@ def _check_rule(said: dict[str, Any]) -> None:
 
 def _check_tensors(tensors: dict[str, Tensor], width: int | None) -> None:
     for name, tensor in tensors.items():
+        if name == SHORTLIST:
+            _check_shortlist(tensor)
+            continue
         # A gate reads a state, its size, its position and a one; a second stage reads three numbers.
         wanted = 3 if name.endswith(".mix") else None if width is None else width + 3
         shaped = tensor.dim() == 2 and wanted in (None, tensor.shape[1])
@@ -120,3 +128,9 @@ def _check_tensors(tensors: dict[str, Tensor], width: int | None) -> None:
             raise ValueError(f"{name} holds no row of weights for each level")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds NaN or infinite values")
+
+
+def _check_shortlist(tokens: Tensor) -> None:
+    rising = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 1
+    if not rising or int(tokens[0]) < 0 or not bool((tokens.diff() > 0).all()):
+        raise ValueError("the shortlist holds no rising token ids")

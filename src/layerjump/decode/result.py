@@ -21,7 +21,9 @@ class Counts:
     filled: int = 0
     """Keys and values of a block made from a predicted or copied state."""
     heads: int = 0
-    """Vocabulary products, of however many tokens."""
+    """Products with the whole vocabulary, of however many tokens."""
+    short_heads: int = 0
+    """Products with a shortlist of it."""
     gates: int = 0
     """Gate evaluations."""
     drafts: int = 0
