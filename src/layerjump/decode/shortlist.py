@@ -21,7 +21,7 @@ from layerjump.errors import BadExit
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 
-LENGTH = 4096
+LENGTH = 2048
 """Tokens of a shortlist at most."""
 WORTH = 4
 """A vocabulary less than so many times as long is looked at whole."""
