@@ -219,7 +219,7 @@ def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
     assert about["test"]["agreement"] >= 0.87
     assert set(found.rule.at or ()) <= {0, 1, 2, 3}
     assert about["test"]["cost"] <= 1
-    assert about["positions"]["thresholds"] == 405
+    assert about["positions"]["thresholds"] == 540
     made = lj.generate(model, jumps, "One day, Tom went to the", exit=found.rule, max_new_tokens=12)
     assert made.n_tokens <= 12
 
@@ -266,7 +266,7 @@ def test_a_rule_is_found_on_the_models_own_text(model, jumps):
     text = stories(500, seed=7)
     found = calibrate(model, jumps, text, target=0.9, costs=COSTS, own=12)
     assert found.about["own"] == 12
-    assert found.about["positions"]["thresholds"] == 225
+    assert found.about["positions"]["thresholds"] == 300
     assert found.about["test"]["agreement"] >= 0.85
     with pytest.raises(BadExit, match="what its context holds"):
         calibrate(model, jumps, text, target=0.9, costs=COSTS, own=10_000)
