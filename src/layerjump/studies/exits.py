@@ -39,7 +39,7 @@ def run(setup: Setup) -> Result:
         curves += _rows(lens, "fixed", range(len(fixed)), fixed, readings, setup)
         for target in settings.targets:
             for kind, points in (("dynamic", dynamic), ("fixed", fixed)):
-                saved.append(_saved(lens, kind, points, target, readings, setup))
+                saved.append(saved_row(lens, kind, points, target, readings.document, setup))
         saved.append(_oracle(readings, place, setup))
     result = Result("exits", {"curves": curves, "saved": saved})
     result.settings = {
@@ -122,14 +122,15 @@ def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> flo
     return float(cost[index - 1] + share * (cost[index] - cost[index - 1]))
 
 
-def _saved(
+def saved_row(
     lens: str,
     kind: str,
     points: list[tuple[Tensor, Tensor]],
     target: float,
-    readings: Readings,
+    documents: Tensor,
     setup: Setup,
 ) -> Row:
+    """Blocks saved at a target agreement; points are (levels where examples leave, whether they are right there)."""
     levels = np.stack([level.double().numpy() for level, _ in points])
     hits = np.stack([hit.double().numpy() for _, hit in points])
     blocks = setup.model.n_blocks
@@ -138,8 +139,8 @@ def _saved(
         total = weights.sum()
         return blocks - blocks_needed(levels @ weights / total, hits @ weights / total, target)
 
-    found = saving(np.ones(readings.n_examples))
-    low, high = statistic_interval(saving, readings.document.numpy(), seed=setup.settings.seed)
+    found = saving(np.ones(len(documents)))
+    low, high = statistic_interval(saving, documents.numpy(), seed=setup.settings.seed)
     return _saved_row(lens, kind, target, found, low, high, blocks)
 
 

@@ -15,6 +15,7 @@ from layerjump.studies import (
     exits,
     failures,
     finetune,
+    gates,
     heads,
     linearity,
     plausibility,
@@ -63,6 +64,9 @@ _ROWS = (
     ),
     Study("predictions", predictions.run, "what does each level already predict?"),
     Study("exits", exits.run, "how many blocks does stopping early save?"),
+    Study(
+        "gates", gates.run, "how many more does it save to ask a probe of the state?", gates.unable
+    ),
     Study("linearity", linearity.run, "how linear is each block, and why?", anything),
     Study("submodules", submodules.run, "which sub-modules can be matrices, where, and why?"),
     Study("heads", heads.run, "which attention heads can be matrices?", heads.unable),
