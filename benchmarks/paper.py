@@ -54,13 +54,13 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
     "calibrated-smollm2": (
         "smollm2",
         [WIKIPEDIA],
-        "predictions,exits",
+        "predictions,exits,gates",
         {"protocol": "paper", "estimators": ("mat", "calibrated"), "split": "8500/500/1000"},
     ),
     "calibrated-rxn-bert": (
         str(MODELS / "rxn-bert"),
         [REACTIONS],
-        "predictions,exits",
+        "predictions,exits,gates",
         {"protocol": "paper", "estimators": ("mat", "calibrated"), "split": "8500/500/1000"},
     ),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
