@@ -1,4 +1,4 @@
-"""Looks at a shortlist of the vocabulary: the same as whole ones where the list has all tokens, and its own where not."""
+"""Looks at a shortlist of the vocabulary: as whole ones where it holds all tokens, and the list's own where not."""
 
 import pytest
 import torch
@@ -9,12 +9,14 @@ from layerjump.decode import kept, shortlist
 from layerjump.decode.calibrate import calibrate
 from layerjump.decode.costs import Costs, measure, replay_cost
 from layerjump.decode.evidence import gather
-from layerjump.decode.rules import Drafting, Fixed
+from layerjump.decode.rules import Drafting, Fixed, MaxProb
 from layerjump.decode.shortlist import Among, shortlist_of
 from layerjump.errors import BadArtifact, BadExit
+from layerjump.evaluate.reader import Reader
 from layerjump.fit import files
 from layerjump.inputs.batches import batches
 from layerjump.inputs.positions import Positions
+from layerjump.inputs.states import states
 
 COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01, short=0.1)
 SETTINGS = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
@@ -96,6 +98,27 @@ def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
     torch.testing.assert_close(read["whole"].gap, read["all"].gap)
     assert (read["few"].gap >= read["whole"].gap - 1e-5).float().mean() > 0.6
     assert read["few"].right.sum() < read["whole"].right.sum()
+
+
+def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
+    """The shortlist decides where a position is read; what is read there is the whole vocabulary."""
+    (batch, *_) = batches(stories(6, seed=7), model.tokens, Positions("all"))
+    found = next(iter(states(model, [batch], range(model.n_blocks + 1))))
+    rule = Among(MaxProb(0.3, at=(1, 2)), few)
+    short = lj.Lens(rule.model(model), jumps)
+    lens, where = lj.Lens(model, jumps), {}
+    for rows, logits in Reader(model, jumps, rule).read(found.at, batch.position):
+        for row, each in zip(rows.tolist(), logits, strict=True):
+            where[row] = each
+    for row in range(len(batch.position)):
+        sure = (
+            level
+            for level in (1, 2)
+            if short.logits(level, found[level][row : row + 1]).softmax(-1).max() >= 0.3
+        )
+        level = next(sure, model.n_blocks)
+        wanted = lens.logits(level, found[level][row : row + 1])[0]
+        torch.testing.assert_close(where[row], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):

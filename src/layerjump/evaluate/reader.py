@@ -1,7 +1,8 @@
 """Teacher-forced early exit: each position of a given text is read at the first level where the rule stops.
 
 The text is given, so no token depends on where an earlier one left, and keys and values are the model's own: this is
-what `generate` with an exact cache would have read at every position.
+what `generate` with an exact cache would have read at every position. A rule that looks at a shortlist of tokens
+decides by it here too; what is read where it stops is the whole vocabulary, since any token may be asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerjump.decode.rules import Look, Rule, levels_of
+from layerjump.decode.shortlist import shortlist_of
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import Site
@@ -26,6 +28,8 @@ class Reader:
         self.left = [0] * (model.n_blocks + 1)
         """How many positions left at each level."""
         self._lens, self._rule, self._last = Lens(model, jumps), rule, model.n_blocks
+        among = shortlist_of(rule)
+        self._early = None if among is None else Lens(among.model(model), jumps)
         self._rows = rows_at_once(model)
         if jumps is not None:
             jumps.to(model.device)
@@ -51,11 +55,13 @@ class Reader:
         earlier: tuple[Tensor, ...] = ()
         for level in self.levels:
             state = at[Site(level)][rows]
-            look = Look(level, state, position[rows], self._lens.logits, earlier)
+            seen = self._early or self._lens
+            look = Look(level, state, position[rows], seen.logits, earlier)
             stops = self._rule.stops(look)
             if bool(stops.any()):
                 self.left[level] += int(stops.sum())
-                yield rows[stops], look.logits[stops]
+                logits = self._lens.logits(level, state) if self._early else look.logits
+                yield rows[stops], logits[stops]
             earlier += (look.top,) if look.predicted else ()
             rows, earlier = rows[~stops], tuple(top[~stops] for top in earlier)
             if not len(rows):
