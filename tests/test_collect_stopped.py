@@ -10,9 +10,7 @@ import pytest
 from alike import same_bytes
 
 import layerjump as lj
-from layerjump.errors import (
-    BadArtifact,
-)
+from layerjump.errors import BadArtifact
 from layerjump.fit.checkpoint import Checkpoint
 from layerjump.fit.collect import plan
 from layerjump.fit.collected import Collected
