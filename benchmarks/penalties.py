@@ -7,7 +7,7 @@ TinyStories (the train sample and stories sampled from stories15M); held out: th
 show. The strengths are the paper's 0.5 for cosine and mse; 0.5 for jump is ours.
   linearity    without residual by block and on average, held-out text (the paper's score is in sample: given too)
   perplexity   of held-out text, and the training loss at the end
-  accuracy     COPA and BoolQ items by the likelihood of the answers a token (guessing: 0.5)
+  accuracy     COPA and BoolQ items through lm-eval, its own prompts (guessing: 0.5)
   stories      sampled at temperature 1: perplexity under stories15M, and distinct 1- and 2-grams. A stand-in for the
                paper's judge; real stories are measured in the same way for scale
   jump strength, mean agreement of the lens over levels
@@ -31,6 +31,7 @@ import torch
 import layerjump as lj
 from layerjump.compress.loss import losses
 from layerjump.compress.prune import EVERY
+from layerjump.evaluate.run import evaluate
 from layerjump.inputs.batches import batches
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
@@ -38,14 +39,13 @@ from layerjump.measure.timing import machine
 from layerjump.train.architectures import Shape
 from layerjump.train.pretrain import pretrain, together
 from layerjump.train.recipe import Recipe
-from layerjump.train.tasks import accuracy, read_task
 
 SHARED = Path(__file__).parents[2] / "shared"
 STORIES = SHARED / "text/tinystories"
 TRAIN = [STORIES / f"tinystories_{name}.txt" for name in ("train_sample", "sampled")]
 HELD_OUT = STORIES / "tinystories_valid_sample.txt"
 JUDGE = SHARED / "models/stories15M"
-TASKS = {name: SHARED / f"text/eval/{name}.jsonl" for name in ("copa", "boolq")}
+TASKS, QUESTIONS = "copa,boolq", SHARED / "text/eval"
 ITEMS = 200
 """Of each task, at most."""
 STRENGTHS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
@@ -130,10 +130,10 @@ def measured(record: dict[str, Any], folder: Path, judge: Model, stories: int) -
 
 
 def task_accuracy(folder: Path) -> Measures:
-    """The share of right answers, by the likelihood of each answer a token."""
-    model = lj.load(folder)
+    """The share of right answers, as lm-eval scores them."""
+    found = evaluate(lj.load(folder), TASKS, QUESTIONS, limit=ITEMS, batch_size=8)
     return {
-        f"accuracy {name}": accuracy(model, read_task(path)[:ITEMS]) for name, path in TASKS.items()
+        f"accuracy {row['task']}": row["value"] for row in found.scores if row["metric"] == "acc"
     }
 
 

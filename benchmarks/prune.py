@@ -10,7 +10,8 @@ paired over documents.
                 deepest, replaceme the run of least angle, ours greedily by loss
   distil        the best training-free stand-in of the same cut, trained so many minutes
   speed         tokens a second of the exported checkpoint beside the original, in turn
-Last line: JSON, model → blocks dropped → text → method → perplexity ratio. `fold` is our best training-free stand-in.
+Last line: JSON, model → blocks dropped → text → method → perplexity ratio, each method with its own best cut, and with
+"_same_cut" behind its name on the common one. `fold` is our best training-free stand-in (`turn`).
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ SOURCES = {"smollm2": "smollm2", "stories15m": str(SHARED / "models/stories15M")
 DROPS = {"smollm2": (3, 6, 8, 10), "stories15m": (1, 2)}
 CALIBRATION, TEST = 20_000, 10_000
 SIZES = "85/10/5"
-SAME_CUT = ("remove", "replaceme", "fold", "turn", "linear")
+SAME_CUT = {"remove": "remove", "replaceme": "replaceme", "turn": "fold", "linear": "linear"}
+"""Method → its name in the figures."""
 
 Ratios = dict[str, dict[str, float]]
 """Text → method → perplexity ratio."""
+Found = dict[str, tuple[float, float, float]]
+"""Text → perplexity over the whole model's, with its interval."""
 
 
 class Bench:
@@ -86,8 +90,7 @@ class Bench:
     def _test(self, path: Path, tokens: int) -> Batches:
         return batches(lj.read(path), self.model.tokens, EVERY, tokens_wanted=tokens)
 
-    def ratios(self, model: Model) -> dict[str, tuple[float, float, float]]:
-        """Text → perplexity over the whole model's, with its interval."""
+    def ratios(self, model: Model) -> Found:
         found: dict[str, Losses] = {t: losses(model, test) for t, test in self.tests.items()}
         return {text: found[text].over(self.whole[text]) for text in self.tests}
 
@@ -116,35 +119,36 @@ def one_drop(bench: Bench, count: int) -> Ratios:
     ratios: Ratios = {text: {} for text in TESTS}
     run = one_run(bench, count)
     print(f"{count} blocks out, same cut: blocks {run[0] + 1} to {run[1]}")
-    made = {method: bench.cut([run], method) for method in SAME_CUT}
-    for method, pruned in made.items():
-        show(method, bench.ratios(pruned.model))
+    for method in (*SAME_CUT, "fold"):
+        found = bench.ratios(bench.cut([run], method).model)
+        show(method, found)
+        if method in SAME_CUT:
+            keep(ratios, f"{SAME_CUT[method]}_same_cut", found)
     print(f"{count} blocks out, each method's own best cut")
-    own = own_cuts(bench, count)
-    for name, (cuts, method) in own.items():
+    for name, (cuts, method) in own_cuts(bench, count).items():
         pruned = bench.cut(cuts, method)
         found = bench.ratios(pruned.model)
         show(f"{name} {spans_said(cuts)}", found)
-        for text, (value, _, _) in found.items():
-            ratios[text][name] = value
+        keep(ratios, name, found)
         if name == "fold":
             speed(pruned)
-    best = bench.cut(own["fold"][0], "turn")
+            keep(ratios, "distil", distilled(bench, pruned))
+    return ratios
+
+
+def distilled(bench: Bench, pruned: Pruned) -> Found:
     start = time.perf_counter()
+    steps = steps_in(bench, pruned, bench.calibration)
     with tempfile.TemporaryDirectory() as folder:
-        trained = distil(
-            best,
-            bench.calibration,
-            folder,
-            steps=steps_in(bench, best, bench.calibration),
-            kl=1.0,
-            whole=True,
-        )
+        trained = distil(pruned, bench.calibration, folder, steps=steps, kl=1.0, whole=True)
     found = bench.ratios(trained.model)
     show(f"distil, {(time.perf_counter() - start) / 60:.1f} minutes", found)
+    return found
+
+
+def keep(ratios: Ratios, name: str, found: Found) -> None:
     for text, (value, _, _) in found.items():
-        ratios[text]["distil"] = value
-    return ratios
+        ratios[text][name] = round(value, 4)
 
 
 def one_run(bench: Bench, count: int) -> Span:
@@ -201,7 +205,7 @@ def speed(pruned: Pruned) -> None:
     )
 
 
-def show(name: str, found: dict[str, tuple[float, float, float]]) -> None:
+def show(name: str, found: Found) -> None:
     said = "; ".join(f"{t} {v:.3f} ({lo:.3f} to {hi:.3f})" for t, (v, lo, hi) in found.items())
     print(f"  {name:<28} {said}", flush=True)
 
