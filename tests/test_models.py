@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from faults.checkpoints import make_gguf
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
 from transformers import BertModel, ViTConfig
@@ -141,6 +142,29 @@ def test_a_gguf_of_an_unsupported_architecture(tmp_path):
     with pytest.raises(BadModel) as caught:
         lj.load(path)
     assert "strange.gguf" in one_line(caught.value)
+
+
+@pytest.mark.parametrize("size", ["block_count", "embedding_length", "feed_forward_length"])
+def test_a_gguf_that_does_not_state_a_size(tmp_path, size):
+    """transformers would put in a large model's: 32 blocks, which takes it seconds to build and to miss."""
+    make_gguf(tmp_path)
+    path = tmp_path / "tiny.gguf"
+    assert lj.load(path).n_blocks == 1
+    path.write_bytes(path.read_bytes().replace(size.encode(), size.upper().encode()))
+    with pytest.raises(BadModel, match=f"does not state llama.{size}") as caught:
+        lj.load(path)
+    one_line(caught.value)
+
+
+def test_a_gguf_with_fewer_blocks_than_it_states(tmp_path):
+    make_gguf(tmp_path)
+    path = tmp_path / "tiny.gguf"
+    key = b"llama.block_count" + (4).to_bytes(4, "little")
+    before, after = (key + count.to_bytes(4, "little") for count in (1, 1000))
+    assert before in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(before, after))
+    with pytest.raises(BadModel, match="block_count 1000, but its tensors have 1"):
+        lj.load(path)
 
 
 def test_a_file_that_is_no_model(tmp_path):

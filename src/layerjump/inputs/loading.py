@@ -11,9 +11,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from layerjump.errors import BadModel, ModelNotFound
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound
 from layerjump.inputs import builtin
 from layerjump.inputs.families import family_of
+from layerjump.inputs.gguf import check_sizes
 from layerjump.inputs.models import Model
 
 DTYPES = {
@@ -76,6 +77,7 @@ def _place(name: str, where: dict[str, Any]) -> str:
             raise BadModel(
                 f"{name} is a file, but not a .gguf; give a model folder, a GGUF file or a hub id"
             )
+        _attempt(name, lambda: check_sizes(path))
         where["gguf_file"] = path.name
         return str(path.parent)
     if path.is_dir():
@@ -98,6 +100,8 @@ def _attempt(name: str, action: Any) -> Any:
     """Loading can fail in any of four libraries' ways; each becomes one line that names the model."""
     try:
         return action()
+    except LayerjumpError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) and not Path(name).expanduser().exists():
