@@ -6,7 +6,7 @@ Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test,
 no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
 rxn-bert (masked) on reactions; maps that land after the final norm beside the paper's (500 sentences less to fit on,
 to choose their features by). Then `linearity` as in "Your
-Transformer is Secretly Linear" on SmolLM2, stories15M and rxn-bert. What differs from the papers is the model and, but
+Transformer is Secretly Linear" on SmolLM2, stories15M and rxn-bert, and `finetune` as in its Table 1. What differs from the papers is the model and, but
 for the news, the text. `budget` is the test tokens of the costly studies; `demo` is what `make demo` runs, for the
 README.
 """
@@ -31,6 +31,7 @@ WIKIPEDIA = TEXTS / "leipzig/eng_wikipedia_2016_10K-sentences.txt"
 NEWS = TEXTS / "leipzig/eng_news_2020_10K-sentences.txt"
 STORIES = TEXTS / "tinystories/tinystories_valid_sample.txt"
 REACTIONS = TEXTS / "reactions.txt"
+TASKS = TEXTS / "eval"
 
 PAPER = "r2,predictions,exits"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
@@ -81,6 +82,18 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         [REACTIONS],
         "linearity",
         {"protocol": "ours"},
+    ),
+    "finetune-stories15M": (
+        str(MODELS / "stories15M"),
+        [STORIES],
+        "finetune",
+        {"protocol": "ours", "task": str(TASKS / "boolq.jsonl"), "runs": 3},
+    ),
+    "finetune-smollm2": (
+        "smollm2",
+        [WIKIPEDIA],
+        "finetune",
+        {"protocol": "ours", "task": str(TASKS / "copa.jsonl"), "runs": 3},
     ),
 }
 
