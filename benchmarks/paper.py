@@ -5,10 +5,9 @@
 Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias,
 no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
 rxn-bert (masked) on reactions; maps that land after the final norm beside the paper's (500 sentences less to fit on,
-to choose their features by). Then `linearity` as in "Your
-Transformer is Secretly Linear" on SmolLM2, stories15M and rxn-bert, and `finetune` as in its Table 1. What differs from the papers is the model and, but
-for the news, the text. `budget` is the test tokens of the costly studies; `demo` is what `make demo` runs, for the
-README.
+to choose their features by). Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
+rxn-bert, and `finetune` as in its Table 1. What differs from the papers is the model and, but for the news, the text.
+`budget` is the test tokens of the costly studies; `demo` is what `make demo` runs, for the README.
 """
 
 from __future__ import annotations
