@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layerjump import __version__
 from layerjump.errors import BadEstimator
 from layerjump.fit.affine import Affine
-from layerjump.fit.fingerprint import about_model
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.narrow import narrow_rank
-from layerjump.fit.records import JumpInfo, Provenance
-from layerjump.inputs.batches import Batches, batches
-from layerjump.inputs.corpus import Corpus, read, split
+from layerjump.fit.reading import Reading
+from layerjump.inputs.batches import Batches
+from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.inputs.sites import Site
@@ -74,40 +72,13 @@ def train_n_njtc(
     if steps < 1:
         raise BadEstimator(f"steps given is {steps}; give 1 or more")
     rank = rank or narrow_rank(model.width)
-    corpus = text if isinstance(text, Corpus) else read(text)
     where = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
-    found = batches(
-        corpus,
-        model.tokens,
-        where,
-        documents=split(len(corpus.documents), sizes, seed=seed).fit,
-        seed=seed,
-        tokens_wanted=tokens,
-    )
-    jumps, rows = _trained(model, found, steps, rank, rate, seed, progress)
+    reading = Reading.of(model, text, where, tokens=tokens, sizes=sizes, seed=seed)
+    jumps, rows = _trained(model, reading.batches, steps, rank, rate, seed, progress)
     last = Site(model.n_blocks)
     maps = {(site, last): jump.eval().folded() for site, jump in jumps.items()}
-    infos = {
-        pair: JumpInfo(source=pair[0], target=last, estimator=NAME, rank=rank) for pair in maps
-    }
-    known = Provenance(
-        **about_model(model),
-        text=corpus.name,
-        text_sha256=corpus.sha256,
-        tokens=found.n_tokens,
-        positions=str(where),
-        skip_first=where.skip_first,
-        special=where.special,
-        split=sizes,
-        n_fit=rows,
-        n_select=0,
-        n_test=0,
-        seed=seed,
-        estimator=NAME,
-        settings={"steps": steps, "rank": rank, "rate": rate},
-        layerjump=__version__,
-    )
-    return Jumps.of(maps, infos, known)
+    settings = {"steps": steps, "rank": rank, "rate": rate}
+    return reading.jumps(maps, NAME, settings, n_fit=rows, rank=rank)
 
 
 def _trained(

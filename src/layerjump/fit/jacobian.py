@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerjump import __version__
 from layerjump.errors import BadModel, TextTooShort
 from layerjump.fit.affine import Affine
-from layerjump.fit.fingerprint import about_model
 from layerjump.fit.jumps import Jumps
-from layerjump.fit.records import JumpInfo, Provenance
-from layerjump.inputs.batches import Batch, Batches, batches
-from layerjump.inputs.corpus import Corpus, read, split
+from layerjump.fit.reading import Reading
+from layerjump.inputs.batches import Batch, Batches
+from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.sites import Site
@@ -61,43 +59,26 @@ def jacobian(
     called after each batch with the tokens done and the tokens to do.
     """
     sources = _sources(model, levels)
-    corpus = text if isinstance(text, Corpus) else read(text)
-    chosen = batches(
-        corpus,
-        model.tokens,
+    reading = Reading.of(
+        model,
+        text,
         Positions("all", skip_first=skip_first),
-        documents=split(len(corpus.documents), sizes, seed=seed).fit,
+        tokens=tokens,
+        sizes=sizes,
         seed=seed,
-        tokens_wanted=tokens,
         max_length=max_length,
         budget=_CELLS,
     )
-    sums, n_sequences, n_sources = _run(model, chosen, sources, progress)
+    sums, n_sequences, n_sources = _run(model, reading.batches, sources, progress)
     if n_sequences == 0:
         raise TextTooShort(
-            f"no sequence of {corpus.name} has two positions from position {skip_first} on; give longer documents, or "
-            f"a smaller skip_first"
+            f"no sequence of {reading.corpus.name} has two positions from position {skip_first} on; give longer "
+            f"documents, or a smaller skip_first"
         )
-    known = Provenance(
-        **about_model(model),
-        text=corpus.name,
-        text_sha256=corpus.sha256,
-        tokens=chosen.n_tokens,
-        positions="all",
-        skip_first=skip_first,
-        special=False,
-        split=sizes,
-        n_fit=n_sources,
-        n_select=0,
-        n_test=0,
-        seed=seed,
-        estimator="jacobian",
-        settings={"max_length": max_length, "n_prompts": n_sequences},
-        layerjump=__version__,
-    )
     last = Site(model.n_blocks)
     maps = {(site, last): Affine.of(sums[site] / n_sequences) for site in sources}
-    return Jumps.of(maps, {pair: JumpInfo(*pair, "jacobian") for pair in maps}, known)
+    settings = {"max_length": max_length, "n_prompts": n_sequences}
+    return reading.jumps(maps, "jacobian", settings, n_fit=n_sources)
 
 
 def _sources(model: Model, levels: Sequence[int] | None) -> list[Site]:
