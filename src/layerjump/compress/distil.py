@@ -52,24 +52,15 @@ def distil(
     trainee, place = Trainee(pruned, kl=kl, whole=whole), Path(folder)
     told = {"steps": steps, "learning_rate": learning_rate, "kl": kl, "whole": whole, "seed": seed}
     before = last_checkpoint(place, _run(pruned, told))
-    arguments = TrainingArguments(
-        output_dir=str(place),
-        max_steps=steps,
-        per_device_train_batch_size=1,  # one of our batches, which has many rows
-        learning_rate=learning_rate,
-        lr_scheduler_type="linear",
-        save_steps=max(1, min(50, steps // 4)),
-        save_total_limit=2,
-        logging_steps=max(1, steps // 20),
-        report_to=[],
-        remove_unused_columns=False,
-        use_cpu=pruned.model.device.type == "cpu",
-        seed=seed,
-        disable_tqdm=True,  # it would print to standard output
-    )
     trainer = Resumable(
         model=trainee,
-        args=arguments,
+        args=_arguments(
+            place,
+            steps,
+            learning_rate=learning_rate,
+            seed=seed,
+            use_cpu=pruned.model.device.type == "cpu",
+        ),
         train_dataset=_Batches(calibration.fit),
         data_collator=lambda found: found[0],
     )
@@ -84,6 +75,22 @@ def distil(
         "minutes": round((time.perf_counter() - start) / 60, 1),
     }
     return measured(replace(pruned, distilled=done), calibration)
+
+
+def _arguments(place: Path, steps: int, **given: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(place),
+        max_steps=steps,
+        per_device_train_batch_size=1,  # one of our batches, which has many rows
+        lr_scheduler_type="linear",
+        save_steps=max(1, min(50, steps // 4)),
+        save_total_limit=2,
+        logging_steps=max(1, steps // 20),
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=True,  # it would print to standard output
+        **given,
+    )
 
 
 class Trainee(nn.Module):

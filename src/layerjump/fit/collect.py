@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +100,7 @@ def plan(
     first = 1 if all(site.between_blocks for pair in chosen for site in pair) else 0
     parts = split(len(corpus.documents), sizes, seed=seed)
     wanted = {name: getattr(parts, name) for name in SPLITS if name != "select" or select}
-    wanted = {name: documents for name, documents in wanted.items() if documents}
-
-    def cut(chosen_positions: Positions) -> dict[str, Batches]:
-        total = sum(map(len, wanted.values()))
-        return {
-            name: batches(
-                corpus,
-                model.tokens,
-                chosen_positions,
-                documents=documents,
-                seed=seed,
-                tokens_wanted=None if tokens is None else max(1, tokens * len(documents) // total),
-                max_length=max_length,
-            )
-            for name, documents in wanted.items()
-        }
-
+    cut = partial(_cut, model, corpus, wanted, seed=seed, tokens=tokens, max_length=max_length)
     if positions is None:
         positions = Positions("all", skip_first=first, special=first == 0)
         if pairs == "all":
@@ -131,6 +116,33 @@ def plan(
         made,
         _about(model, corpus, positions, made, sizes, seed, max_length, chosen),
     )
+
+
+def _cut(
+    model: Model,
+    corpus: Corpus,
+    wanted: Mapping[str, Sequence[int]],
+    positions: Positions,
+    *,
+    seed: int,
+    tokens: int | None,
+    max_length: int,
+) -> dict[str, Batches]:
+    """Batches of every split that has documents; tokens are shared out by their number."""
+    total = sum(map(len, wanted.values()))
+    return {
+        name: batches(
+            corpus,
+            model.tokens,
+            positions,
+            documents=documents,
+            seed=seed,
+            tokens_wanted=None if tokens is None else max(1, tokens * len(documents) // total),
+            max_length=max_length,
+        )
+        for name, documents in wanted.items()
+        if documents
+    }
 
 
 def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collected:

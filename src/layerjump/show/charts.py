@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -78,11 +79,7 @@ def heat_map(
     unit: str = "",
 ) -> go.Figure:
     """A cell for each (x, y) that has a row; the colour is cut off at `span`, the number shown is not."""
-    across, up = ([*dict.fromkeys(row[key] for row in rows)] for key in (x, y))
-    if all(isinstance(value, int | float) for value in across + up):
-        across, up = sorted(across), sorted(up)
-    found = {(row[x], row[y]): row[z] for row in rows if row[z] is not None}
-    true = [[found[a, b] * factor if (a, b) in found else None for a in across] for b in up]
+    across, up, true = _cells(rows, x, y, z, factor)
     low, high = span or _span([value for line in true for value in line if value is not None])
     few = len(across) <= 8 and len(up) <= 8
     figure = empty_figure(title, x=x_title, y=y_title, height=370)
@@ -103,14 +100,34 @@ def heat_map(
         hovertemplate=f"{safe(y)} %{{y}} → {safe(x)} %{{x}}: %{{customdata:.3f}}{unit}<extra></extra>",
         colorbar={"thickness": 10, "len": 0.9, "outlinewidth": 0, "ticks": ""},
     )
+    _cell_axes(figure, across, up)
+    return figure
+
+
+def _cells(
+    rows: Sequence[Row], x: str, y: str, z: str, factor: float
+) -> tuple[list[Any], list[Any], list[list[float | None]]]:
+    """What stands along both axes, numbers in order, and the value of each cell."""
+    across, up = ([*dict.fromkeys(row[key] for row in rows)] for key in (x, y))
+    if _numbers(across + up):
+        across, up = sorted(across), sorted(up)
+    found = {(row[x], row[y]): row[z] for row in rows if row[z] is not None}
+    true = [[found[a, b] * factor if (a, b) in found else None for a in across] for b in up]
+    return across, up, true
+
+
+def _cell_axes(figure: go.Figure, across: list[Any], up: list[Any]) -> None:
     figure.update_xaxes(showgrid=False, constrain="domain")
     figure.update_yaxes(showgrid=False, constrain="domain")
-    if all(isinstance(value, int | float) for value in across + up):
+    if _numbers(across + up):
         figure.update_xaxes(**whole_ticks(across))
         figure.update_yaxes(**whole_ticks(up), scaleanchor="x")
     else:
         figure.update_yaxes(autorange="reversed")  # names read from the top
-    return figure
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def _digits(value: float | None, places: int) -> str:

@@ -34,16 +34,8 @@ def arguments(
     keep: bool = False,
 ) -> TrainingArguments:
     """A recipe as the Trainer takes it. Under `torchrun` or `accelerate launch` this joins the other processes."""
-    if device not in (None, "cpu", "cuda"):
-        raise BadTraining(f"the device given is {device!r}; give cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadTraining("there is no GPU here to train on; leave --device out, or give cpu")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if accumulate < 1 or recipe.batch % (accumulate * processes):
-        raise BadTraining(
-            f"a batch of {recipe.batch} rows cannot be cut into {accumulate} parts for {processes} processes each; "
-            f"give a multiple of {max(1, accumulate) * processes}"
-        )
+    _check(device, recipe.batch, accumulate, processes)
     cpu = device == "cpu" or not torch.cuda.is_available()
     made = TrainingArguments(
         output_dir=str(folder),
@@ -71,6 +63,18 @@ def arguments(
         # Several GPUs in one process would run copies of the model, whose states no hook of ours sees.
         made._n_gpu = 1
     return made
+
+
+def _check(device: str | None, batch: int, accumulate: int, processes: int) -> None:
+    if device not in (None, "cpu", "cuda"):
+        raise BadTraining(f"the device given is {device!r}; give cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadTraining("there is no GPU here to train on; leave --device out, or give cpu")
+    if accumulate < 1 or batch % (accumulate * processes):
+        raise BadTraining(
+            f"a batch of {batch} rows cannot be cut into {accumulate} parts for {processes} processes each; "
+            f"give a multiple of {max(1, accumulate) * processes}"
+        )
 
 
 def train(

@@ -30,6 +30,8 @@ from layerjump.train.vocabulary import train_tokenizer
 RECORD, PAGE = "training.json", "training.html"
 HELD_OUT = "95/0/5"
 """How documents are dealt out where no held-out text is given."""
+Page = Callable[[dict[str, Any]], str]
+"""Makes a page of a record."""
 
 
 def pretrain(
@@ -42,7 +44,7 @@ def pretrain(
     device: str | None = None,
     keep: bool = False,
     force: bool = False,
-    page: Callable[[dict[str, Any]], str] | None = None,
+    page: Page | None = None,
 ) -> dict[str, Any]:
     """Train a tokenizer and a model, write them as a plain Hugging Face checkpoint, and return the record beside it.
 
@@ -74,13 +76,7 @@ def pretrain(
         "tables": track.tables,
     }
     if settings.process_index == 0:
-
-        def write(new: Path) -> None:
-            _write(new, hf, tokenizer, record)
-            if page is not None:
-                write_text(new / PAGE, page(record))
-
-        replace_folder(place, write, force=force)
+        replace_folder(place, lambda new: _write(new, hf, tokenizer, record, page), force=force)
         if not keep:
             forget(work)
     return record
@@ -156,10 +152,16 @@ def _record(
 
 
 def _write(
-    folder: Path, hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]
+    folder: Path,
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    record: dict[str, Any],
+    page: Page | None,
 ) -> None:
     with quiet_transformers():
         hf.save_pretrained(folder)
         _saved(tokenizer, folder)
     write_json(folder / RECORD, record)
     write_text(folder / "README.md", card(record))
+    if page is not None:
+        write_text(folder / PAGE, page(record))
