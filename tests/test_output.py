@@ -8,7 +8,9 @@ import pytest
 import torch
 from children import end_of, in_child, start
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from layerjump.cli.app import app
 from layerjump.compress.export import replace_folder
 from layerjump.compress.training import RUN, WHOLE, forget, last_checkpoint
 from layerjump.errors import BadArtifact
@@ -46,6 +48,25 @@ def test_a_second_writer_is_refused_and_a_killed_one_is_not_in_the_way(replaced,
     with only_writer(folder, replaced=replaced):
         pass
     assert [path.name for path in tmp_path.rglob("*lock")] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "replaced"),
+    [
+        ("calibrate {model} --jumps {folder}", False),
+        ("import lens.pt --model {model} -o {folder}", False),
+        ("export jumps --model {model} --format mat -o {folder}", True),
+    ],
+)
+def test_a_command_is_refused_while_another_writes(command, replaced, data_folder, tmp_path):
+    folder = tmp_path / "out"
+    words = command.format(model=data_folder / "tiny-gpt2", folder=folder).split()
+    child = hold(folder, replaced)
+    done = CliRunner().invoke(app, words)
+    os.kill(child, signal.SIGKILL)
+    end_of(child)
+    assert isinstance(done.exception, BadArtifact)
+    assert "another run is writing" in str(done.exception)
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):

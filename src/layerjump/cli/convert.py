@@ -61,6 +61,7 @@ def import_lens(
     print(f"wrote {output}", file=sys.stderr)
 
 
+@writes_folder(lambda given: "run the same command again", replaced=True)
 def export_lens(
     jumps: Annotated[Path, typer.Argument(help="A folder of jumps.")],
     model: GivenModel,

@@ -21,6 +21,7 @@ from layerjump.cli.options import (
     Trust,
     print_table,
 )
+from layerjump.cli.writer import writes_folder
 
 if TYPE_CHECKING:
     from layerjump.decode.calibrate import Calibration
@@ -112,6 +113,7 @@ def generate(
     print(made, file=sys.stderr)
 
 
+@writes_folder(lambda given: "run the same command again", option="jumps")
 def calibrate(
     model: ModelName,
     jumps: Annotated[

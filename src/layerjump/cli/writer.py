@@ -15,9 +15,9 @@ Command = Callable[..., None]
 
 
 def writes_folder(
-    go_on: Callable[[dict[str, Any]], str], *, replaced: bool = False
+    go_on: Callable[[dict[str, Any]], str], *, replaced: bool = False, option: str = "output"
 ) -> Callable[[Command], Command]:
-    """Hold the folder given as `output` while a command runs.
+    """Hold the folder (or file) given as `option` while a command runs.
 
     `go_on` says, from the options given, what a user who has stopped the command should do. Of several processes the
     first one holds the folder for all.
@@ -29,7 +29,7 @@ def writes_folder(
             from layerjump.fit.output import only_writer
 
             first = os.environ.get("RANK", "0") == "0"
-            held = only_writer(given["output"], replaced=replaced)
+            held = only_writer(given[option], replaced=replaced)
             try:
                 with held if first else contextlib.nullcontext():
                     _deaf_once_stopped(command, given)
