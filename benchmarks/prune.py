@@ -9,7 +9,7 @@ paired over documents.
   own best cut  each method with the cut it would choose: remove_bi by Block Influence (published: no block protected),
                 deepest, replaceme the run of least angle, ours greedily by loss
   distil        the best training-free stand-in of the same cut, trained so many minutes
-  speed         tokens a second of the exported checkpoint beside the original, in turn
+  speed         tokens a second of the exported checkpoint beside the original, in turn; its logits are compared, too
 Last line: JSON, model → blocks dropped → text → method → perplexity ratio, each method with its own best cut, and with
 "_same_cut" behind its name on the common one. `fold` is our best training-free stand-in (`turn`).
 """
@@ -183,13 +183,15 @@ def steps_in(bench: Bench, pruned: Pruned, calibration: Calibration) -> int:
 
 @torch.no_grad()
 def speed(pruned: Pruned) -> None:
-    """Tokens a second of the checkpoint as Hugging Face loads it, beside the original."""
+    """Tokens a second of the checkpoint as Hugging Face loads it, beside the original; and that it is the same model."""
     original: Any = pruned.original.hf
     prompt = torch.tensor([pruned.original.tokens.encode(["Once upon a time there was a"])[0]])
     settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
     with tempfile.TemporaryDirectory() as folder:
         pruned.save(Path(folder) / "model", force=True)
         short = AutoModelForCausalLM.from_pretrained(Path(folder) / "model").eval()
+    here, there = (model(prompt).logits for model in (pruned.model.hf, short))
+    apart = float((here - there).abs().max())
     seconds = alternate(
         {
             "original": lambda: original.generate(prompt, **settings),
@@ -200,7 +202,8 @@ def speed(pruned: Pruned) -> None:
     each = {name: 32 / min(times) for name, times in seconds.items()}
     gain = ratio(seconds["original"], seconds["exported"])
     print(
-        f"  exported {each['exported']:.1f} tokens/s, original {each['original']:.1f}: {gain:.2f}×"
+        f"  exported {each['exported']:.1f} tokens/s, original {each['original']:.1f}: {gain:.2f}×; its logits "
+        f"differ by {apart:.1e} from those in memory"
     )
 
 
