@@ -183,7 +183,7 @@ def steps_in(bench: Bench, pruned: Pruned, calibration: Calibration) -> int:
 
 @torch.no_grad()
 def speed(pruned: Pruned) -> None:
-    """Tokens a second of the checkpoint as Hugging Face loads it, beside the original; and that it is the same model."""
+    """Tokens a second of the checkpoint as Hugging Face loads it, beside the original, and the two logits."""
     original: Any = pruned.original.hf
     prompt = torch.tensor([pruned.original.tokens.encode(["Once upon a time there was a"])[0]])
     settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
