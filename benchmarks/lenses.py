@@ -3,12 +3,12 @@
     python benchmarks/lenses.py [--models smollm2,stories15m,rxn-bert] [--lenses mat,calibrated,…] [--tokens 60000]
                                 [--peers FOLDER] [--record] [-o lenses] [--quick]
 
-One text a board, split by documents: every lens is fitted on the same fit documents, whatever it chooses it chooses on
-the select documents, and all are scored by the same code on the same positions of test documents: KL from the model's
-own output, Precision@1/5/10, Surprisal, calibration error (of its best token's probability, held against the text) and
-marginal KL, averaged over levels 1 … L − 1 (a Jacobian lens has no level 0), with intervals by bootstrap over
-documents. Cost: CPU seconds of the fit, and as a multiple of the bare forward pass over the fit documents in the same
-run.
+Every lens of a model is fitted once, on the same fit documents of one text (for English models Wikipedia, news and
+stories in equal parts); whatever it chooses it chooses on the select documents. All are scored by the same code on the
+same positions of test documents of each text, and of a text from elsewhere: KL from the model's own output,
+Precision@1/5/10, Surprisal, calibration error (of its best token's probability, held against the text) and marginal
+KL, averaged over levels 1 … L − 1 (a Jacobian lens has no level 0), with intervals by bootstrap over documents. Cost:
+CPU seconds of the fit, and as a multiple of the bare forward pass over the fit documents in the same run.
 
 Peers run in environments of their own (`benchmarks/peers/setup.sh FOLDER` makes them), on the very same tokens. A tuned
 lens gets the best of several ways to train, until it gains no more, and ten times the CPU of our dearest fit (but the
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -31,7 +32,8 @@ from leaderboard.held_out import HeldOut, held_out, own_calibration
 from leaderboard.ours import OURS, Made, Workshop
 from leaderboard.peers import PEERS, Budget, record, recorded, run_peers
 from leaderboard.scores import Scores, difference, score
-from leaderboard.show import Board, figure, table, write_page
+from leaderboard.show import Board, beside, figure, table, write_page
+from leaderboard.texts import mixture
 
 import layerjump as lj
 from layerjump.measure.timing import machine
@@ -41,13 +43,15 @@ TEXTS = {
     "wikipedia": SHARED / "text/leipzig/eng_wikipedia_2016_10K-sentences.txt",
     "news": SHARED / "text/leipzig/eng_news_2020_10K-sentences.txt",
     "stories": SHARED / "text/tinystories/tinystories_train_sample.txt",
+    "biomedical": SHARED / "text/domains/biomedical.txt",
     "reactions": SHARED / "text/reactions.txt",
 }
+ENGLISH, ELSEWHERE = ("wikipedia", "news", "stories"), "biomedical"
 MODELS = {
-    "smollm2": ("smollm2", ("wikipedia", "news")),
-    "stories15m": (str(SHARED / "models/stories15M"), ("stories",)),
+    "smollm2": ("smollm2", ENGLISH),
+    "stories15m": (str(SHARED / "models/stories15M"), ENGLISH),
     "rxn-bert": (str(SHARED / "models/rxn-bert"), ("reactions",)),
-    "stories260k": (str(SHARED / "models/stories260K"), ("stories",)),
+    "stories260k": (str(SHARED / "models/stories260K"), ENGLISH),
 }
 """Peers know no masked models, so on rxn-bert ours are ranked alone; stories260k is for trying the peers out."""
 BOARDS = ("smollm2", "stories15m", "rxn-bert")
@@ -59,6 +63,14 @@ BUDGETS = {
     "stories260k": Budget(steps=20, tokens_per_step=256, most_minutes=1, jacobian_tokens=400),
 }
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
+RIVALS = (
+    ("calibrated", "mat"),
+    ("refined", "calibrated"),
+    ("refined", "tuned-lens"),
+    ("refined", "jacobian (TransformerLens)"),
+    ("calibrated", "jacobian"),
+)
+"""Pairs of which a sentence is said."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,7 @@ def main() -> None:
     print(machine())
     boards: dict[str, dict[str, Board]] = {}
     for name in names:
-        source, texts = MODELS[name]
-        model = lj.load(source)
-        boards[name] = {text: one_board(name, model, text, settings) for text in texts}
+        boards[name] = all_boards(name, settings)
     figures = [
         figure(name, text, board, tuple(PEERS))
         for name, by_text in boards.items()
@@ -111,7 +121,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--lenses", default=known, help=f"some of {known.replace(',', ', ')}")
     parser.add_argument("--tokens", type=int, default=60_000, help="of all splits together")
-    parser.add_argument("--positions", type=int, default=1_000, help="scored, of each text")
+    parser.add_argument("--positions", type=int, default=600, help="scored, of each text")
     parser.add_argument("--peers", type=Path, help="the folder of the peers' environments")
     parser.add_argument("--record", action="store_true", help="keep the peers' results")
     parser.add_argument("-o", "--output", type=Path, default=Path("lenses"))
@@ -123,13 +133,15 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def one_board(name: str, model: lj.Model, text: str, settings: Settings) -> Board:
-    """Fit and score every lens on one text; print the table and return it, paired differences included."""
-    corpus = lj.read(TEXTS[text])
+def all_boards(name: str, settings: Settings) -> dict[str, Board]:
+    """Fit every lens of a model, and score it on each text; print the tables and return them."""
+    source, texts = MODELS[name]
+    model = lj.load(source)
+    mixed = mixture({text: lj.read(TEXTS[text]) for text in texts})
     budget = BUDGETS.get(name, Budget())
     workshop = Workshop(
         model,
-        corpus,
+        mixed.corpus,
         settings.tokens,
         refine_steps=10 if settings.quick else 200,
         jacobian={
@@ -137,61 +149,72 @@ def one_board(name: str, model: lj.Model, text: str, settings: Settings) -> Boar
             "skip_first": budget.skip_first,
         },
     )
-    held = held_out(model, corpus, settings.positions)
-    fitted = workshop.plan.batches["fit"]
     print(
-        f"\n{name} ({model.n_blocks} blocks, d {model.width}), {text}, {fitted.n_tokens:,} tokens to fit on (bare: "
-        f"{workshop.forward_seconds:.1f} CPU s), {len(held):,} held-out positions of "
-        f"{len(held.document.unique()):,} documents, seed 0"
+        f"\n{name} ({model.n_blocks} blocks, d {model.width}): {workshop.plan.batches['fit'].n_tokens:,} tokens of "
+        f"{mixed.corpus.name} to fit on (bare: {workshop.forward_seconds:.1f} CPU s), seed 0"
     )
-    board: Board = {}
-    scores: dict[str, Scores] = {}
-    for lens, made in workshop.make([lens for lens in settings.lenses if lens in OURS]):
-        scores[lens] = score(model, made.lens, held)
-        board[lens] = _row(scores[lens], made, workshop.forward_seconds)
-    if not model.masked:
-        board |= _peers(name, text, workshop, held, scores, board, settings)
-    for one, other in permutations(scores, 2):
-        board[one].setdefault("kl_less_than", {})[other] = difference(scores[one], scores[other])
-    print(table(board))
-    print(f"  calibration error of the model itself {own_calibration(model, held):.3f}")
-    return board
+    made = dict(workshop.make([lens for lens in settings.lenses if lens in OURS]))
+    costs: dict[str, dict[str, Any]] = {}
+    if settings.peers is not None and not model.masked:
+        ours = max((one.seconds for lens, one in made.items() if lens != "jacobian"), default=0)
+        for lens, one, cost in _run_peers(name, workshop, settings, ours):
+            made[lens], costs[lens] = one, cost
+    held = {
+        text: held_out(model, mixed.corpus, settings.positions, among=mixed.of[text])
+        for text in texts
+    }
+    if texts == ENGLISH:
+        held[ELSEWHERE] = held_out(model, lj.read(TEXTS[ELSEWHERE]), settings.positions)
+    return {
+        text: one_board(name, text, workshop, one, made, costs, settings)
+        for text, one in held.items()
+    }
 
 
-def _peers(
+def _run_peers(
+    name: str, workshop: Workshop, settings: Settings, our_seconds: float
+) -> Iterator[tuple[str, Made, dict[str, Any]]]:
+    assert settings.peers is not None
+    return run_peers(
+        workshop,
+        [lens for lens in settings.lenses if lens in PEERS],
+        environments=settings.peers,
+        work=settings.output / "peers" / name / "mixture",
+        budget=BUDGETS.get(name, Budget()),
+        our_seconds=our_seconds,
+    )
+
+
+def one_board(
     name: str,
     text: str,
     workshop: Workshop,
     held: HeldOut,
-    scores: dict[str, Scores],
-    ours: Board,
+    made: dict[str, Made],
+    costs: dict[str, dict[str, Any]],
     settings: Settings,
 ) -> Board:
-    """Peers' rows: measured where their environments are given, recorded otherwise."""
-    wanted = [lens for lens in settings.lenses if lens in PEERS]
-    if settings.peers is None:
-        known = recorded(name, text)
-        for lens in wanted:
-            if lens not in known:
-                print(f"  {lens}: nothing is recorded; give --peers to measure it")
-        return {lens: known[lens] | {"recorded": True} for lens in wanted if lens in known}
-    board: Board = {}
-    runs = run_peers(
-        workshop,
-        wanted,
-        environments=settings.peers,
-        work=settings.output / "peers" / name / text,
-        budget=BUDGETS.get(name, Budget()),
-        our_seconds=max(
-            (ours[lens]["cpu_seconds"] for lens in ours if lens != "jacobian"), default=0
-        ),
-    )
-    for lens, made, cost in runs:
-        scores[lens] = score(workshop.model, made.lens, held)
-        board[lens] = _row(scores[lens], made, workshop.forward_seconds) | {"fit": cost}
-    if settings.record:
+    """Score every lens on one text, paired differences included; peers that were not run come from the record."""
+    model, unit = workshop.model, workshop.forward_seconds
+    scores = {lens: score(model, one.lens, held) for lens, one in made.items()}
+    board: Board = {lens: _row(scores[lens], made[lens], unit) for lens in made}
+    for one, other in permutations(scores, 2):
+        board[one].setdefault("beside", {})[other] = {
+            measure: difference(scores[one], scores[other], measure) for measure in ("kl", "p1")
+        }
+    for lens, cost in costs.items():
+        board[lens]["fit"] = cost
+    if settings.record and costs:
         about = {"tokens": settings.tokens, "positions": len(held), "machine": machine()}
-        record(name, text, {lens: row | about for lens, row in board.items()})
+        record(name, text, {lens: board[lens] | about for lens in costs})
+    known = recorded(name, text)
+    absent = [lens for lens in settings.lenses if lens in PEERS and lens not in made]
+    board |= {lens: known[lens] | {"recorded": True} for lens in absent if lens in known}
+    documents = len(held.document.unique())
+    print(f"\n{name}, {text}: {len(held):,} held-out positions of {documents:,} documents")
+    print(table(board))
+    print("\n".join(beside(one, other, board) for one, other in RIVALS if {one, other} <= {*made}))
+    print(f"  calibration error of the model itself {own_calibration(model, held):.3f}", flush=True)
     return board
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,18 @@ class HeldOut:
         return [slice(start, start + ROWS) for start in range(0, len(self), ROWS)]
 
 
-def held_out(model: lj.Model, corpus: lj.Corpus, n: int, *, seed: int = 0) -> HeldOut:
-    """About n positions of the documents that `lj.fit` with the same seed keeps for testing."""
-    documents = lj.split(len(corpus.documents), seed=seed).test[: max(1, n // A_DOCUMENT)]
+def held_out(
+    model: lj.Model,
+    corpus: lj.Corpus,
+    n: int,
+    *,
+    among: Collection[int] | None = None,
+    seed: int = 0,
+) -> HeldOut:
+    """About n positions of the documents (of those `among` which they are) that `lj.fit` keeps for testing."""
+    test = lj.split(len(corpus.documents), seed=seed).test
+    kept = [document for document in test if among is None or document in among]
+    documents = kept[: max(1, n // A_DOCUMENT)]
     some = lj.Positions("sample", A_DOCUMENT)
     if model.masked:
         batches = lj.batches(corpus, model.tokens, some, documents=documents, seed=seed)

@@ -58,6 +58,10 @@ class Scores:
         found["marginal_kl"] = _spread(self.marginal[level], self.marginal_draws[level])
         return found
 
+    def measure(self, name: str) -> Floats:
+        """(levels, positions) of a measure that is a mean over positions."""
+        return self._means()[name]
+
     def _means(self) -> dict[str, Floats]:
         hits = {f"p{k}": np.where(np.isnan(self.place), np.nan, self.place < k) for k in KS}
         return {"kl": self.kl, **hits, "surprisal": self.surprisal}
@@ -76,9 +80,9 @@ class Scores:
         return error(np.ones_like(self.known)), *statistic_interval(error, self.document)
 
 
-def difference(ours: Scores, theirs: Scores) -> dict[str, Any]:
-    """KL of one lens minus that of another at the same positions, with intervals: on average and at every level."""
-    apart = ours.kl - theirs.kl
+def difference(ours: Scores, theirs: Scores, measure: str = "kl") -> dict[str, Any]:
+    """One lens minus another at the same positions, with intervals: on average and at every level."""
+    apart = ours.measure(measure) - theirs.measure(measure)
     mean = mean_interval(apart[1:].mean(0), ours.document)
     levels = np.stack(mean_interval(apart, ours.document), 1)
     # JSON has no NaN: a level that one of the two does not read has no difference.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,24 @@ def table(board: Board) -> str:
         cost = f"{found['cpu_seconds']:10.1f}{found['cost']:11.2f}"
         lines.append(f"  {said:28}{f'{mean:.3f} ({low:.3f}–{high:.3f})':>24}{others}{cost}")
     return "\n".join(lines)
+
+
+def beside(one: str, other: str, board: Board) -> str:
+    """In a sentence: at how many levels one lens is better than another, and where it is worse beyond noise."""
+    apart = board[one]["beside"][other]
+    kl = [ends for ends in apart["kl"]["levels"][1:] if ends is not None]
+    lower, surely = sum(ends[0] < 0 for ends in kl), sum(ends[2] < 0 for ends in kl)
+    worse = {
+        "KL": _levels(apart["kl"], lambda ends: ends[1] > 0),
+        "P@1": _levels(apart["p1"], lambda ends: ends[2] < 0),
+    }
+    said = "; ".join(f"worse in {name} beyond noise: {levels}" for name, levels in worse.items())
+    return f"  {one} beside {other}: KL lower at {lower} of {len(kl)} levels, beyond noise at {surely}; {said}"
+
+
+def _levels(apart: dict[str, Any], worse: Callable[[list[float]], bool]) -> str:
+    found = [level for level, ends in enumerate(apart["levels"]) if level and ends and worse(ends)]
+    return "levels " + ", ".join(map(str, found)) if found else "nowhere"
 
 
 def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Figure:

@@ -1,0 +1,40 @@
+"""One text to fit on, made of several in equal parts; each part's test documents are scored on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import layerjump as lj
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Documents of several texts, and which are whose."""
+
+    corpus: lj.Corpus
+    of: Mapping[str, frozenset[int]]
+    """Text → numbers of its documents in the corpus."""
+
+
+def mixture(texts: Mapping[str, lj.Corpus]) -> Mixture:
+    """As many words of each text as the shortest has: a story has as many as ten sentences of a newspaper."""
+    words = min(sum(len(d.split()) for d in corpus.documents) for corpus in texts.values())
+    documents: list[str] = []
+    of = {}
+    for name, corpus in texts.items():
+        taken = _first(corpus, words)
+        of[name] = frozenset(range(len(documents), len(documents) + len(taken)))
+        documents += taken
+    named = " + ".join(corpus.name for corpus in texts.values())
+    return Mixture(lj.Corpus(named, tuple(documents), "equal parts, by words"), of)
+
+
+def _first(corpus: lj.Corpus, words: int) -> list[str]:
+    found: list[str] = []
+    for document in corpus.documents:
+        if words <= 0:
+            break
+        found.append(document)
+        words -= len(document.split())
+    return found
