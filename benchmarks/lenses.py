@@ -33,7 +33,7 @@ from leaderboard.ours import OURS, Made, Workshop
 from leaderboard.peers import PEERS, Budget, record, recorded, run_peers
 from leaderboard.scores import Scores, difference, score
 from leaderboard.show import Board, beside, figure, table, write_page
-from leaderboard.texts import mixture
+from mixture import mixture
 
 import layerjump as lj
 from layerjump.measure.timing import machine

@@ -2,8 +2,7 @@
 
     python benchmarks/prune.py [--models smollm2,stories15m] [--quick] [--minutes 5]
 
-Calibration: one text a model (WikiText-2 train for smollm2, TinyStories train for stories15M), the same documents for
-every method. Perplexity on WikiText-2 test and TinyStories valid, as a ratio to the whole model's on the same tokens,
+Calibration: WikiText-2 train and TinyStories train in equal parts, the same documents for every method. Perplexity on WikiText-2 test and TinyStories valid, as a ratio to the whole model's on the same tokens,
 paired over documents.
   same cut      every map on one run of blocks, the one whose loss on select documents is least with a full map in place
   own best cut  each method with the cut it would choose: remove_bi by Block Influence (published: no block protected),
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mixture import mixture
 from transformers import AutoModelForCausalLM
 
 import layerjump as lj
@@ -40,8 +40,8 @@ from layerjump.measure.timing import alternate, machine, ratio
 SHARED = Path(__file__).parents[2] / "shared"
 WIKI, STORIES = SHARED / "text/wikitext-2", SHARED / "text/tinystories"
 TRAIN = {
-    "smollm2": WIKI / "wikitext2_train_first1MB.txt",
-    "stories15m": STORIES / "tinystories_train_sample.txt",
+    "wikitext2": WIKI / "wikitext2_train_first1MB.txt",
+    "tinystories": STORIES / "tinystories_train_sample.txt",
 }
 TESTS = {
     "wikitext2": WIKI / "wiki.test.raw",
@@ -49,7 +49,7 @@ TESTS = {
 }
 SOURCES = {"smollm2": "smollm2", "stories15m": str(SHARED / "models/stories15M")}
 DROPS = {"smollm2": (3, 6, 8, 10), "stories15m": (1, 2)}
-CALIBRATION, TEST = 20_000, 6_000
+CALIBRATION, TEST = 20_000, 5_000
 SIZES = "85/10/5"
 SAME_CUT = {"remove": "remove", "replaceme": "replaceme", "turn": "fold", "linear": "linear"}
 """Method → its name in the figures."""
@@ -67,8 +67,9 @@ class Bench:
         self.model = lj.load(SOURCES[name])
         self.most, self.minutes = most, minutes
         few = 4 if quick else 1
+        text = mixture({text: lj.read(path) for text, path in TRAIN.items()}).corpus
         self.calibration = calibrate(
-            self.model, lj.read(TRAIN[name]), tokens=CALIBRATION // few, sizes=SIZES, seed=0
+            self.model, text, tokens=CALIBRATION // few, sizes=SIZES, seed=0
         )
         self.tests = {text: self._test(path, TEST // few) for text, path in TESTS.items()}
         self.whole = {text: losses(self.model, test) for text, test in self.tests.items()}

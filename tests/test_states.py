@@ -59,6 +59,17 @@ def test_with_room_states_are_the_same_and_stay_in_one_place(model):
     assert torch.equal(outside[2], plain[1][Site(2)])
 
 
+def test_nothing_runs_behind_the_last_site_asked_for(model):
+    ran = []
+    for number, block in enumerate(model.anatomy.blocks, start=1):
+        block.register_forward_hook(lambda *_, number=number: ran.append(number))
+    batch = sample(model)
+    list(states(model, [batch, batch], [1, 0]))
+    assert ran == [1, 1]
+    list(states(model, [batch], [0, "final"]))
+    assert ran == [1, 1, *range(1, model.n_blocks + 1)]
+
+
 def test_no_hook_is_left_after_success_or_failure(model):
     def own(module, args, output):
         return None

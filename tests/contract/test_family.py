@@ -75,6 +75,16 @@ def test_levels_below_L_are_hugging_faces_hidden_states(model, batch):
         assert torch.allclose(ours[level], at(theirs[level], batch), rtol=0, atol=EXACT)
 
 
+def test_a_run_that_ends_at_its_last_site_is_as_good_as_a_whole_one(model, batch):
+    """It leaves the forward pass in the middle, in every family's own code."""
+    (whole,) = states(model, [batch], range(model.n_blocks + 1), logits=True)
+    for level in range(model.n_blocks):
+        (short,) = states(model, [batch], [level])
+        assert torch.equal(short[level], whole[level])
+    (again,) = states(model, [batch], [model.n_blocks], logits=True)
+    assert torch.equal(again.logits, whole.logits)
+
+
 def test_level_L_is_before_the_final_norm(model, batch):
     last = model.n_blocks
     (ours,) = states(model, [batch], [last, "final"])

@@ -42,9 +42,9 @@ def states(
 ) -> Generator[States, None, None]:
     """Yield the states of each batch at the sites, for the batch's picked positions only.
 
-    The body runs without its vocabulary product; `logits` adds the model's own logits of the picks. With `room` (picks
-    of the largest batch) every batch's states are written over the last one's: over many batches of ever new sizes,
-    memory taken and given back would fray.
+    The body runs no further than the last of the sites, and without its vocabulary product; `logits` adds the model's
+    own logits of the picks. With `room` (picks of the largest batch) every batch's states are written over the last
+    one's: over many batches of ever new sizes, memory taken and given back would fray.
     """
     wanted = [Site.parse(site) for site in sites]
     anatomy = model.anatomy
@@ -69,6 +69,10 @@ def states(
             del made  # so that two batches' states are not held while the next is run
 
 
+class _Enough(Exception):
+    """Every site is found: what follows in the model need not run."""
+
+
 class Recorder(Hooks):
     """Hooks that copy the picked rows at sites while a model runs; they are gone when the `with` ends."""
 
@@ -81,6 +85,7 @@ class Recorder(Hooks):
             tap = anatomy.tap(site)
             self._wanted[tap.module, tap.side].setdefault(tap.call, []).append(site)
         self._sites = list(sites)
+        self._stops = False
         self._calls: dict[tuple[nn.Module, str], int] = {}
         self._found: dict[Site, Tensor] = {}
         self._rows: Tensor | None = None
@@ -91,7 +96,14 @@ class Recorder(Hooks):
         """The states of the batch's picks at the sites."""
         # Row and position become one index: some modules see (batch · positions, d), most (batch, positions, d).
         self.start(batch.row * batch.input_ids.shape[1] + batch.position)
-        model.body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+        # accelerate moves weights to and fro behind each module that it has spread: those runs must end as they began.
+        self._stops = not hasattr(model.hf, "hf_device_map")
+        try:
+            model.body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+        except _Enough:
+            pass
+        finally:
+            self._stops = False
         return self.take()
 
     def start(self, rows: Tensor) -> None:
@@ -120,6 +132,8 @@ class Recorder(Hooks):
         self._calls[module, side] = call + 1
         for site in self._wanted[module, side].get(call, ()):
             self._found[site] = self._kept(site, states)
+        if self._stops and len(self._found) == len(set(self._sites)):
+            raise _Enough
 
     def _kept(self, site: Site, states: Tensor) -> Tensor:
         """The picked rows, always a copy: Falcon adds to its feed-forward output in place afterwards."""

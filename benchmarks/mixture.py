@@ -1,4 +1,4 @@
-"""One text to fit on, made of several in equal parts; each part's test documents are scored on their own."""
+"""One text to fit on, made of several in equal parts, and which document is whose."""
 
 from __future__ import annotations
 
