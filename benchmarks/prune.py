@@ -2,12 +2,12 @@
 
     python benchmarks/prune.py [--models smollm2,stories15m] [--quick] [--minutes 5]
 
-Calibration: WikiText-2 train and TinyStories train in equal parts, the same documents for every method. Perplexity on WikiText-2 test and TinyStories valid, as a ratio to the whole model's on the same tokens,
-paired over documents.
+Calibration: WikiText-2 train and TinyStories train in equal parts, the same documents for every method. Perplexity on
+WikiText-2 test and TinyStories valid, as a ratio to the whole model's on the same tokens, paired over documents.
   same cut      every map on one run of blocks, the one whose loss on select documents is least with a full map in place
   own best cut  each method with the cut it would choose: remove_bi by Block Influence (published: no block protected),
                 deepest, replaceme the run of least angle, ours greedily by loss
-  distil        the best training-free stand-in of the same cut, trained so many minutes
+  distil        `fold` on its own best cut, all weights trained for so many minutes
   speed         tokens a second of the exported checkpoint beside the original, in turn; its logits are compared, too
 Last line: JSON, model → blocks dropped → text → method → perplexity ratio, each method with its own best cut, and with
 "_same_cut" behind its name on the common one. `fold` is our best training-free stand-in (`turn`).
@@ -67,9 +67,9 @@ class Bench:
         self.model = lj.load(SOURCES[name])
         self.most, self.minutes = most, minutes
         few = 4 if quick else 1
-        text = mixture({text: lj.read(path) for text, path in TRAIN.items()}).corpus
+        mixed = mixture({text: lj.read(path) for text, path in TRAIN.items()})
         self.calibration = calibrate(
-            self.model, text, tokens=CALIBRATION // few, sizes=SIZES, seed=0
+            self.model, mixed.corpus, tokens=CALIBRATION // few, sizes=SIZES, seed=0
         )
         self.tests = {text: self._test(path, TEST // few) for text, path in TESTS.items()}
         self.whole = {text: losses(self.model, test) for text, test in self.tests.items()}
