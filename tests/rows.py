@@ -1,9 +1,14 @@
-"""Rows whose sums the fitting tests start from; the sums are formed in the plainest way."""
+"""Rows whose sums the fitting tests start from, formed in the plainest way, and maps fitted on them."""
 
 import torch
 from torch import Tensor
 
+from layerjump.fit.solve import solve
 from layerjump.fit.sums import Source, Target
+
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+# Every row of the table, with the settings it cannot do without.
+SETTINGS = {"ridge": {"strength": 1e-3}, "low-rank": {"rank": 2}}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -30,3 +35,8 @@ def noisy(n: int, dx: int, dy: int, *, noise: float = 0.5, seed: int = 0) -> tup
 def error(map_, x: Tensor, y: Tensor) -> float:
     """Squared error of a map over rows."""
     return float((map_(x) - y).square().sum())
+
+
+def fit(name, x, y, **extra):
+    source, targets = sums(x, y)
+    return solve(name, source, targets, **{**SETTINGS.get(name, {}), **extra})[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import torch
+
 from layerjump.inputs.corpus import Corpus
 
 WORDS = {
@@ -54,3 +56,10 @@ def letters(count: int, *, seed: int = 0, words: int = 40, name: str = "letters"
 
     documents = tuple(" ".join(word() for _ in range(words)) for _ in range(count))
     return Corpus(name, documents, "made for a test")
+
+
+def numbers(count: int) -> Corpus:
+    """Text of small numbers, each a token of the tokenizers that are made on the spot."""
+    draw = torch.Generator().manual_seed(3)
+    lines = torch.randint(0, 54, (count, 12), generator=draw).tolist()
+    return Corpus("toy", tuple(" ".join(map(str, line)) for line in lines), "made for a test")

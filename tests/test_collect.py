@@ -1,5 +1,6 @@
 """The pass over text: exact against scikit-learn, whatever the processes, and whatever stops it."""
 
+import fitted
 import numpy as np
 import pytest
 import torch
@@ -25,15 +26,7 @@ from layerjump.fit.fit import solve_jumps
 from layerjump.fit.pairs import parse_pairs
 from layerjump.inputs.sites import Site
 
-
-@pytest.fixture(scope="module")
-def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
-
-
-@pytest.fixture(scope="module")
-def text():
-    return lj.read("pydoc", limit=300)
+model, text = fitted.model, fitted.text  # fixtures
 
 
 @pytest.fixture(scope="module")

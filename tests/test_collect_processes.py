@@ -6,16 +6,14 @@ import subprocess
 import sys
 import time
 
+import fitted
 import psutil
 import pytest
 from alike import assert_same_predictions, same_bytes
 
 import layerjump as lj
 
-
-@pytest.fixture(scope="module")
-def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
+model = fitted.model  # a fixture
 
 
 def torchrun(n: int, *arguments: str) -> subprocess.CompletedProcess:

@@ -6,25 +6,16 @@ import subprocess
 import sys
 import time
 
+import fitted
 import pytest
 from alike import same_bytes
 
-import layerjump as lj
 from layerjump.errors import BadArtifact
 from layerjump.fit.checkpoint import Checkpoint
 from layerjump.fit.collect import plan
 from layerjump.fit.collected import Collected
 
-
-@pytest.fixture(scope="module")
-def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
-
-
-@pytest.fixture(scope="module")
-def text():
-    return lj.read("pydoc", limit=300)
-
+model, text = fitted.model, fitted.text  # fixtures
 
 RUN = """
 import sys, layerjump as lj

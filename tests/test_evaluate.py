@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 
+import fitted
 import pytest
+import questions
 import torch
 from questions import LINES, write_questions
 from stories import stories
 
 import layerjump as lj
-from layerjump.cli import main
 from layerjump.errors import BadEvaluation, LayerjumpError
 from layerjump.evaluate.how import How, how, numbers
 from layerjump.evaluate.run import evaluate, wilson
 from layerjump.evaluate.tasks import TASKS, chosen, items_of
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_questions(tmp_path_factory.mktemp("questions"))
-
-
-@pytest.fixture(scope="module")
-def tiny(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
+tiny, data = fitted.model, questions.data  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -281,74 +273,6 @@ def test_labels_must_be_the_tasks(tmp_path):
     with pytest.raises(BadEvaluation, match="entailment or contradiction or neutral"):
         items_of(TASKS["cb"], folder)
     assert [task.name for task in chosen("piqa, copa,piqa")] == ["piqa", "copa"]
-
-
-@pytest.fixture
-def command(monkeypatch, capsys, data_folder):
-    """A function: arguments of `layerjump eval MODEL` → exit code, what was said."""
-
-    def call(*arguments, model="tiny-gpt2"):
-        line = ["layerjump", "eval", str(data_folder / model), *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", line)
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return stopped.value.code or 0, capsys.readouterr()
-
-    return call
-
-
-def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(stories(5).documents))
-    given = ("--tasks", "copa,cb", "--data", data, "--limit", 2, "--wikitext", text)
-    code, said = command(*given, "--window", 32, "-o", tmp_path / "out.json")
-    assert code == 0, said.err
-    assert "copa" in said.out
-    assert "windows of 32, stride 16" in said.out
-    saved = json.loads((tmp_path / "out.json").read_text())
-    assert saved["settings"]["limit"] == 2
-    assert saved["lm_eval"] == lm_eval.__version__
-    assert saved["items"]["copa"] == plain.items["copa"][:2]
-    assert saved["items"]["cb"] == plain.items["cb"][:2]
-    assert saved["wikitext"]["windows"] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "give --tasks"),
-        (["--tasks", "copa"], "--data"),
-        (["--tasks", "hellaswag", "--data", "DATA"], "known are arc_easy"),
-        (["--tasks", "copa", "--data", "DATA/none"], "there is no"),
-        (["--tasks", "copa", "--data", "DATA", "--limit", "0"], "limit given is 0"),
-        (["--tasks", "copa", "--data", "DATA", "--jumps", "DATA"], "error: "),
-        (["--tasks", "copa", "--data", "DATA", "--batch-size", "0"], "batch size"),
-        (["--wikitext", "DATA/none.txt"], "cannot be read"),
-        (["--wikitext", "DATA/copa.jsonl", "--window", "1"], "2 to 128"),
-        (["--wikitext", "DATA/copa.jsonl", "--stride", "0"], "stride given is 0"),
-        (["--wikitext", "DATA/copa.jsonl", "--limit", "0"], "1 window"),
-    ],
-)
-def test_bad_input_is_one_line(command, data, arguments, said):
-    code, told = command(*[part.replace("DATA", str(data)) for part in arguments])
-    assert code == 1
-    assert said in told.err
-    assert told.err.startswith("error: ")
-    assert told.err.count("\n") == 1
-
-
-def test_an_encoder_is_one_line_too(command, data):
-    code, told = command("--tasks", "copa", "--data", data, model="tiny-bert")
-    assert code == 1
-    assert "masked model" in told.err
-    assert told.err.count("\n") == 1
-
-
-def test_without_lm_eval_it_says_what_to_install(command, data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    code, told = command("--tasks", "copa", "--data", data)
-    assert code == 1
-    assert "pip install 'layerjump[eval]'" in told.err
 
 
 def test_the_network_is_left_alone(tiny, data, monkeypatch):

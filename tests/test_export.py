@@ -14,6 +14,7 @@ import children
 import pytest
 import torch
 from safetensors.torch import load_file
+from stories import numbers
 from tiny import CASES, tiny_model
 from words import llama as llama_words
 
@@ -24,7 +25,6 @@ from layerjump.compress.prune import Pruned
 from layerjump.errors import BadArtifact, BadPruning, WrongModel
 from layerjump.inputs.anatomy import Anatomy
 from layerjump.inputs.check import sample
-from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 
 ALONE = """
@@ -52,12 +52,6 @@ REBUILT = 1e-5
 """Loading makes tables (rotary frequencies, Gemma's √d) anew in float32, which a float64 model in memory has not."""
 
 
-def text(count: int = 80) -> Corpus:
-    draw = torch.Generator().manual_seed(3)
-    lines = torch.randint(0, 54, (count, 12), generator=draw).tolist()
-    return Corpus("toy", tuple(" ".join(map(str, line)) for line in lines), "made for a test")
-
-
 def tiny(family: str, variant: str) -> Model:
     hf = tiny_model(family, variant)
     words = llama_words() if family not in ("bert",) else None
@@ -78,7 +72,7 @@ def removed(model: Model) -> Pruned:
 def pruned(family: str, variant: str) -> Pruned | None:
     model = tiny(family, variant)
     if model.task == "causal":
-        return lj.prune(model, text(), drop=1, choice="deepest", sizes="70/15/15")
+        return lj.prune(model, numbers(80), drop=1, choice="deepest", sizes="70/15/15")
     return None if cannot_drop(model) else removed(model)
 
 
@@ -156,7 +150,7 @@ def test_tied_weights_stay_tied_where_nothing_turns(exported):
 
 def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
     model = tiny("llama", "")
-    made = lj.prune(model, text(), drop=1, method="linear", choice="deepest", sizes="70/15/15")
+    made = lj.prune(model, numbers(80), drop=1, method="linear", choice="deepest", sizes="70/15/15")
     made.save(tmp_path / "linear")
     again = lj.load(tmp_path / "linear", dtype="float64")
     # Jumps are stored in float32.
@@ -178,7 +172,7 @@ def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
 def test_a_truncated_model_is_its_jump_and_its_head(family, tmp_path):
     """Against the closed form written out: the norm's core, the least-squares map, the head."""
     model = tiny(family, "")
-    made = lj.truncate(model, text(), 2, sizes="70/15/15")
+    made = lj.truncate(model, numbers(80), 2, sizes="70/15/15")
     assert made.model.n_blocks == 2
     made.save(tmp_path / "short")
     again = lj.load(tmp_path / "short", dtype="float64")
@@ -197,7 +191,7 @@ def test_a_truncated_model_is_its_jump_and_its_head(family, tmp_path):
 
 def test_a_truncated_model_drafts_for_the_whole_one():
     model = tiny("llama", "")
-    short = lj.truncate(model, text(), 2, sizes="70/15/15").model
+    short = lj.truncate(model, numbers(80), 2, sizes="70/15/15").model
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = model.hf.generate(IDS, **settings)
     assert torch.equal(model.hf.generate(IDS, assistant_model=short.hf, **settings), plain)
@@ -205,9 +199,9 @@ def test_a_truncated_model_drafts_for_the_whole_one():
 
 def test_what_cannot_be_truncated_is_refused(data_folder):
     with pytest.raises(BadPruning, match="keep 1 to 2"):
-        lj.truncate(tiny("llama", ""), text(), 3)
+        lj.truncate(tiny("llama", ""), numbers(80), 3)
     with pytest.raises(BadPruning, match="use `prune`"):
-        lj.truncate(lj.load(data_folder / "tiny-bert"), text(), 2)
+        lj.truncate(lj.load(data_folder / "tiny-bert"), numbers(80), 2)
 
 
 def test_a_folder_is_not_overwritten_unasked(exported, tmp_path):

@@ -1,4 +1,4 @@
-"""The exit rule: the authors' threshold, the ends of its grid, and a plain loop."""
+"""Exit rules: what their names say; the authors' threshold, the ends of its grid, and a plain loop."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import random
 
-from layerjump.decode.rules import FINE, GRID, NEVER, SoftmaxGap
+from layerjump.decode.rules import (
+    FINE,
+    GRID,
+    NEVER,
+    Agree,
+    Entropy,
+    Fixed,
+    Look,
+    MaxProb,
+    Never,
+    SoftmaxGap,
+    parse,
+)
+from layerjump.errors import BadExit
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -79,3 +92,42 @@ def test_confidences_are_left_as_they_were():
     kept = confidence.clone()
     SoftmaxGap(0.5, 20.5).replay(confidence, torch.arange(40))
     assert torch.equal(confidence, kept)
+
+
+def look(logits, earlier=(), level=2):
+    logits = torch.as_tensor(logits, dtype=torch.float64)
+    state = torch.zeros(len(logits), 4)
+    return Look(level, state, torch.full((len(logits),), 50), lambda level, states: logits, earlier)
+
+
+def test_rules_say_what_their_names_say():
+    logits = torch.tensor([[0.9, 0.05, 0.05], [0.5, 0.4, 0.1]], dtype=torch.float64).log()
+    assert look(logits).gap.tolist() == pytest.approx([0.85, 0.1])
+    assert MaxProb(0.6).stops(look(logits)).tolist() == [True, False]
+    assert Entropy(0.5).stops(look(logits)).tolist() == [True, False]
+    assert SoftmaxGap(0.5, 10).stops(look(logits)).tolist() == [True, False]
+    assert Never().stops(look(logits)).tolist() == [False, False]
+    tops = torch.tensor([0, 0]), torch.tensor([0, 1])
+    assert Agree(2).stops(look(logits, tops)).tolist() == [True, False]
+    assert Agree(3).stops(look(logits, tops)).tolist() == [True, False]
+    assert Agree(4).stops(look(logits, tops)).tolist() == [False, False]
+    assert Agree(1).stops(look(logits)).tolist() == [True, True]
+
+
+def test_a_rule_that_does_not_ask_makes_no_vocabulary_product():
+    seen = look([[1.0, 2.0]])
+    Fixed(2).stops(seen)
+    assert not seen.predicted
+
+
+def test_rules_have_short_names():
+    assert parse("never") == Never()
+    assert parse("fixed:3") == Fixed(3)
+    assert parse("maxprob:0.8@2,1") == MaxProb(0.8, at=(1, 2))
+    assert parse("agree:2") == Agree(2)
+    gap = parse("gap:0.7@3")
+    assert gap.at == (3,)
+    assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
+    for wrong in ("gap", "gap:x", "fixed:1@2", "nothing:1", "never:1", "gap:0.5@a"):
+        with pytest.raises(BadExit, match="give never"):
+            parse(wrong)

@@ -1,5 +1,6 @@
 """Looks at a shortlist of the vocabulary: as whole ones where it holds all tokens, and the list's own where not."""
 
+import fitted
 import pytest
 import torch
 from stories import stories
@@ -18,19 +19,11 @@ from layerjump.inputs.batches import batches
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import states
 
+model, jumps = fitted.model, fitted.jumps  # fixtures
+
 COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01, short=0.1)
 SETTINGS = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
 PROMPTS = ["One day, Tom", "The cat saw a big dog and"]
-
-
-@pytest.fixture(scope="module")
-def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
-
-
-@pytest.fixture(scope="module")
-def jumps(model):
-    return lj.fit(model, stories(300), tokens=6_000)
 
 
 @pytest.fixture(scope="module")

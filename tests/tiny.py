@@ -7,9 +7,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
+from words import llama as llama_words
 
+from layerjump.inputs.anatomy import Anatomy
 from layerjump.inputs.families import FAMILIES
 from layerjump.inputs.loading import CLASSES
+from layerjump.inputs.models import Model
 
 # Common names; each configuration translates them to its own.
 SIZES: dict[str, Any] = {
@@ -148,3 +151,8 @@ def silent_gpt2() -> PreTrainedModel:
             block.attn.c_proj.weight.zero_()
             block.mlp.c_proj.weight.zero_()
     return model
+
+
+def wrapped(hf: PreTrainedModel, words: bool = False) -> Model:
+    """Not checked, as `Model.wrap` would; with a tokenizer of numbers where words are wanted."""
+    return Model(hf, Anatomy(hf), "tiny", llama_words() if words else None)
