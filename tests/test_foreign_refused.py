@@ -151,19 +151,20 @@ def test_tuned_lenses_with_other_tensors(model, tmp_path):
             lj.import_lens(tmp_path / "lens", model)
 
 
-def test_wrong_mat_folders(model, tmp_path):
-    for name, content, message in (
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
         ("0_4", torch.zeros(D, D), "levels 0 to 3"),
         ("2_1", torch.zeros(D, D), "levels 0 to 3"),
         ("0_3", torch.zeros(D, 7), "shape"),
         ("0_3", [torch.zeros(D, D)] * 3, "3 things"),
         ("0_3", {"A": torch.zeros(D, D)}, "a dict"),
-    ):
-        folder = tmp_path / str(message.__hash__())
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.pickle").write_bytes(pickle.dumps(content))
-        with pytest.raises(BadArtifact, match=message):
-            lj.import_lens(folder, model)
+    ],
+)
+def test_wrong_mat_folders(model, tmp_path, name, content, message):
+    (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps(content))
+    with pytest.raises(BadArtifact, match=message):
+        lj.import_lens(tmp_path, model)
 
 
 def test_a_file_too_large_for_the_model_is_not_read(model, tmp_path):

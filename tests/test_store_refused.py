@@ -105,7 +105,7 @@ EDITS = {
 def test_nonsense_in_the_json(folder, change, words):
     edit(folder, change)
     assert words in complaint(folder)
-    if "1e999" in words or "is no number" in words:
+    if "is no number" in words:
         return  # json.dumps cannot put this into the tensor file
     store.save(made.jumps(), folder)
     reseal(folder, change)
