@@ -236,7 +236,9 @@ class _Pass:
                 found = next(stream, None)
 
     def _add(self, moments: Moments, found: States) -> None:
-        keys = keys_of(found.batch.document, found.batch.position, seed=self.plan.about["seed"])
+        batch = found.batch
+        seed = self.plan.about["seed"]
+        keys = keys_of(batch.document, batch.position, batch.sequence, seed=seed)
         try:
             moments.add(found.at, keys=keys)
         except BadMoments as error:

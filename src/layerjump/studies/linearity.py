@@ -115,7 +115,7 @@ def _sums(setup: Setup, part: str, share: float) -> _Sums:
     done = 0
     for batch in states(model, found, later.sites):
         document, position = batch.batch.document, batch.batch.position
-        keys = keys_of(document, position, seed=setup.settings.seed)
+        keys = keys_of(document, position, batch.batch.sequence, seed=setup.settings.seed)
         document_of.update(zip(keys.tolist(), document.tolist(), strict=True))
         first = position == 0
         sinks.append({site: state[first] for site, state in batch.at.items()})
