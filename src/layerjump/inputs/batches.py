@@ -94,7 +94,7 @@ class Batches:
         if self.tokens.mask is not None and self.positions.masks():
             ids[self._picks(chosen, self.positions)] = self.tokens.mask
         arrays = (ids, attention, row, position, document, token, *sources)
-        return Batch(*map(torch.from_numpy, arrays), sequence=torch.from_numpy(number))
+        return replace(Batch(*map(torch.from_numpy, arrays)), sequence=torch.from_numpy(number))
 
     def look_at(self, positions: Positions) -> "Batches":
         """The same text with the same tokens masked, but with picks at other positions.
