@@ -281,3 +281,17 @@ def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
         cells = len(group) * lengths[group].max()
         assert cells <= 4096
         assert lengths[group].sum() >= 0.85 * cells
+
+
+def test_looking_elsewhere_masks_the_same_tokens():
+    share = Positions.parse("15%")
+    found = batches(corpus_of([range(15)] * 9), TOKENS["bert"], share)
+    for look in (Positions("all"), Positions.parse("50%"), share):
+        for ours, theirs in zip(found.look_at(look), found, strict=True):
+            assert torch.equal(ours.input_ids, theirs.input_ids)
+
+
+def test_picks_say_which_sequence_of_their_document_they_are_in():
+    found = batches(corpus_of([range(15 * 4), range(5)]), TOKENS["llama"], EVERY)
+    said = {(int(d), int(s)) for b in found for d, s in zip(b.document, b.sequence, strict=True)}
+    assert said == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)}

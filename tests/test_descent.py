@@ -58,3 +58,19 @@ def test_it_is_the_same_every_time_and_rank_is_the_papers(model):
     assert one.info[0, 4].rank == 1
     with pytest.raises(BadEstimator, match="1 or more"):
         train_n_njtc(model, TEXT, steps=0)
+
+
+def test_a_batch_of_one_position_is_passed_over(model):
+    two = str(model.tokenizer.decode(model.tokens.encode(TEXT.documents[:1])[0][:2]))
+    lone = lj.Corpus("lone", (two, *TEXT.documents[:4]), "made here")
+    batches = lj.batches(lone, model.tokens, lj.Positions("all"))
+    assert min(batch.n_picks for batch in batches) == 1
+    jumps = train_n_njtc(model, lone, steps=3 * len(batches), sizes="100/0/0")
+    assert all(bool(torch.isfinite(each).all()) for each in jumps.parameters())
+
+
+def test_a_rank_that_no_map_has_is_one_line(model):
+    with pytest.raises(BadEstimator, match="rank given is 0"):
+        train_n_njtc(model, TEXT, steps=2, rank=0)
+    with pytest.raises(BadEstimator, match="rank is 0"):
+        lj.fit(model, TEXT, tokens=2_000, estimator="ojfa", rank=0)

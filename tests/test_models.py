@@ -240,3 +240,7 @@ def test_a_copy_of_the_folder_is_the_same_model(saved, tmp_path):
     copy = shutil.copytree(saved, tmp_path / "copy")
     a, b = lj.load(saved), lj.load(copy)
     assert all(torch.equal(x, y) for x, y in zip(a.hf.parameters(), b.hf.parameters(), strict=True))
+
+
+def test_a_padding_token_that_is_none_is_no_obstacle():
+    assert lj.Model.wrap(tiny_model("llama", pad_token_id=-1)).n_blocks == 3

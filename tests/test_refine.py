@@ -168,3 +168,17 @@ def test_what_cannot_be_tuned_is_one_line(model):
         lj.refine(model, apart, TEXT, steps=1)
     with pytest.raises(BadEstimator, match="1 or more"):
         lj.refine(model, lj.fit(model, TEXT, tokens=4_000), TEXT, steps=0)
+
+
+def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, tmp_path):
+    known = lj.fit(model, TEXT, estimator="affine", tokens=12_000, sizes="300/50/50")
+    lj.export_lens(known, model, tmp_path / "lens", "tuned-lens")
+    other = stories(60)
+    for jumps in (known, lj.import_lens(tmp_path / "lens", model)):
+        tuned = lj.refine(model, jumps, other, steps=2)
+        assert tuned.provenance.settings["refine"]["text_sha256"] == other.sha256
+
+
+def test_no_patience_at_all_is_one_line(model, jumps):
+    with pytest.raises(BadEstimator, match="patience given is 0"):
+        lj.refine(model, jumps, TEXT, steps=2, patience=0)

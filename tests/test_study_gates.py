@@ -50,3 +50,9 @@ def test_without_documents_to_fit_on_there_are_none(study_setup):
     assert reason is not None
     assert "select split" in reason
     assert gates.unable(study_setup) is None
+
+
+def test_half_of_the_documents_is_never_none_of_them():
+    assert gates._every_second(torch.tensor([4, 4, 5, 6])).tolist() == [True, True, False, True]
+    for documents in ([4, 4, 8], [3, 3, 7]):
+        assert gates._every_second(torch.tensor(documents)).tolist() == [True, True, False]

@@ -106,3 +106,9 @@ def test_angles_and_dimensions():
     assert measure.intrinsic_dimension(again) == pytest.approx(measure.intrinsic_dimension(plane))
     assert np.isnan(measure.intrinsic_dimension(plane[:5]))
     assert np.isnan(measure.jump_strength([0.2]))
+
+
+def test_of_a_block_that_adds_nothing_all_is_explained():
+    x, y = random(300, 12) + 5, random(100, 12, seed=1) + 5
+    found = scored((x, x + 3), (y, y + 3))
+    assert all(value == pytest.approx(1) for key, value in found.items() if key != "chance floor")

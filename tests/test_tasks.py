@@ -39,6 +39,12 @@ def test_both_formats_are_read(tmp_path):
     assert second.gold == 0
 
 
+def test_a_line_ends_where_a_line_ends(tmp_path):
+    row = {"query": "one\u2028two", "choices": ["no\x85", "yes"], "gold": 1}
+    (found,) = read_task(written(tmp_path / "a", json.dumps(row, ensure_ascii=False)))
+    assert found == Item("one\u2028two", ("no\x85", "yes"), 1)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -13,7 +13,7 @@ from rich.console import Console
 from tiny import tiny_model
 
 import layerjump as lj
-from layerjump.errors import BadText
+from layerjump.errors import BadArtifact, BadText
 from layerjump.lens.terminal import bar, best, grid, spread
 from layerjump.lens.words import visible
 
@@ -138,6 +138,11 @@ def test_the_page_needs_no_network(found, tmp_path):
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
     assert not re.search(r'<(script|link|img)[^>]*\b(src|href)="', page)
     assert "Plotly.newPlot" in page
+
+
+def test_a_page_that_cannot_be_written_is_one_line(found, tmp_path):
+    with pytest.raises(BadArtifact, match="its folder does not exist"):
+        found.to_html(tmp_path / "nowhere" / "page.html")
 
 
 def test_a_long_text_is_cut_in_pictures_and_says_so(model):

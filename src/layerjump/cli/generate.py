@@ -16,6 +16,7 @@ from layerjump.cli.options import (
     Device,
     Dtype,
     ModelName,
+    OtherWeights,
     Revision,
     Seed,
     Trust,
@@ -41,6 +42,7 @@ def generate(
         list[str], typer.Argument(help="What to go on with; `-` reads it from standard input.")
     ],
     jumps: Folder = None,
+    allow_other_weights: OtherWeights = False,
     exit: Annotated[
         str | None,
         typer.Option(
@@ -86,13 +88,15 @@ def generate(
     from layerjump.compress.load import load
     from layerjump.decode.generate import generate as write
 
+    _check(max_new_tokens, temperature, top_p)
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    read, rule, most = _rule(loaded, jumps, exit, verify)
+    read, rule, most = _rule(loaded, jumps, exit, verify, allow_other_weights)
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     prompts = [sys.stdin.read() if given == "-" else given for given in prompt]
+    _check_room(loaded, prompts, max_new_tokens)
     made = write(
         loaded,
         read,
@@ -179,15 +183,44 @@ def calibrate(
     print(f"wrote {path}", file=sys.stderr)
 
 
+def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    from layerjump.errors import BadExit
+
+    if max_new_tokens < 1:
+        raise BadExit(f"--max-new-tokens given is {max_new_tokens}; give 1 or more")
+    if not temperature > 0:
+        raise BadExit(f"--temperature given is {temperature:g}; give more than 0")
+    if not 0 < top_p <= 1:
+        raise BadExit(f"--top-p given is {top_p:g}; give more than 0 and at most 1")
+
+
+def _check_room(model: Model, prompts: list[str], new: int) -> None:
+    """A table of positions has an end; families that compute positions may go on behind it."""
+    from torch import nn
+
+    from layerjump.errors import BadExit
+
+    tables = [module for module in model.stack.modules() if isinstance(module, nn.Embedding)]
+    learned = any(table is not model.hf.get_input_embeddings() for table in tables)
+    longest = max(len(model.tokens.wrap(ids)) for ids in model.tokens.encode(prompts))
+    if learned and longest + new > model.max_positions:
+        raise BadExit(
+            f"{new} more tokens were asked for, but {model.name} has {model.max_positions:,} positions, and the prompt "
+            f"takes {longest:,}; ask for fewer, or shorten the prompt"
+        )
+
+
 def _rule(
-    model: Model, folder: Path | None, given: str | None, verify: bool
+    model: Model, folder: Path | None, given: str | None, verify: bool, other_weights: bool
 ) -> tuple[Jumps | None, Any, int]:
     """The jumps, the rule asked for or calibrated, and how many tokens may wait for verification."""
     from layerjump.decode import kept
     from layerjump.decode.generate import UNVERIFIED
     from layerjump.fit.jumps import Jumps
 
-    jumps = None if folder is None else Jumps.from_pretrained(folder, model=model)
+    jumps = None
+    if folder is not None:
+        jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
     if given is not None or folder is None or not (folder / kept.NAME).is_file():
         return jumps, given or "never", UNVERIFIED
     found = kept.load(folder, model=model)

@@ -15,6 +15,7 @@ from layerjump.cli.options import (
     DeviceMap,
     Dtype,
     ModelName,
+    OtherWeights,
     Revision,
     Trust,
     progress_bar,
@@ -43,6 +44,7 @@ def lens(
     jumps: Annotated[
         Path | None, typer.Option(help="A folder of jumps that `layerjump fit` wrote.")
     ] = None,
+    allow_other_weights: OtherWeights = False,
     levels: Annotated[
         str | None, typer.Option(help="Levels or other sites, e.g. 0,10-20,5.mid (default: all).")
     ] = None,
@@ -77,7 +79,7 @@ def lens(
         device_map=device_map,
         trust_remote_code=trust_remote_code,
     )
-    lenses = _lenses(loaded, compare, jumps)
+    lenses = _lenses(loaded, compare, jumps, allow_other_weights)
     sites = None if levels is None else _sites(levels)
     found = read(loaded, lenses, text, k=k, levels=sites, tokens=token or ())
     if as_json:
@@ -89,7 +91,9 @@ def lens(
         Console().print(each)
 
 
-def _lenses(model: Model, compare: str | None, folder: Path | None) -> dict[str, Reader]:
+def _lenses(
+    model: Model, compare: str | None, folder: Path | None, other_weights: bool
+) -> dict[str, Reader]:
     from layerjump.fit.jumps import Jumps
     from layerjump.lens.lens import Lens
 
@@ -98,7 +102,8 @@ def _lenses(model: Model, compare: str | None, folder: Path | None) -> dict[str,
     fitted = _kept(model, [name for name in names if name != "identity"])
     lenses: dict[str, Reader] = {name: Lens(model, fitted.get(name)) for name in names}
     if folder is not None:
-        given = Lens(model, Jumps.from_pretrained(folder, model=model))
+        read = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
+        given = Lens(model, read)
         name = given.name
         lenses[f"{name} ({folder.name})" if name in lenses else name] = given
     return lenses

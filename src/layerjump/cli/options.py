@@ -28,6 +28,12 @@ Trust = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that comes with the model. Off by default."),
 ]
+OtherWeights = Annotated[
+    bool,
+    typer.Option(
+        "--allow-other-weights", help="Take jumps fitted on other weights, e.g. a base model's."
+    ),
+]
 Column = Annotated[str | None, typer.Option(help="Column of a table to read.")]
 Split = Annotated[str, typer.Option(help="fit/select/test: percentages or documents.")]
 Seed = Annotated[int, typer.Option(help="Seed of splits and positions.")]

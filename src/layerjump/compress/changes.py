@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from layerjump.lens.lens import through
+
 Map = Callable[[Tensor], Tensor]
 """States at a source → states at a target; a jump, for example."""
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -15,8 +17,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 def apply(module: Map, states: Tensor) -> Tensor:
     """A map of states, in the states' own precision (jumps are kept in float32)."""
-    weight = next(module.parameters(), None) if isinstance(module, nn.Module) else None
-    return module(states if weight is None else states.to(weight)).to(states)
+    return through(module, states) if isinstance(module, nn.Module) else module(states).to(states)
 
 
 def mapped(module: Map) -> Change:

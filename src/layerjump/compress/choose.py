@@ -16,6 +16,7 @@ from layerjump.compress.surgery import Rerun
 from layerjump.errors import BadPruning
 from layerjump.fit.affine import Affine
 from layerjump.fit.collect import products_on
+from layerjump.fit.linearity import block_map, block_pair, explained
 from layerjump.fit.modules import to_module
 from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair
@@ -74,10 +75,15 @@ class Choosing:
         return found
 
 
-def choose(how: str, count: int, given: Choosing) -> tuple[int, ...]:
-    """So many blocks to drop, counted from 1, in order."""
+def check_choice(how: str) -> None:
+    """Refuse a way to choose that there is not."""
     if how not in CHOICES:
         raise BadPruning(f"blocks were to be chosen by {how!r}; give one of {', '.join(CHOICES)}")
+
+
+def choose(how: str, count: int, given: Choosing) -> tuple[int, ...]:
+    """So many blocks to drop, counted from 1, in order."""
+    check_choice(how)
     if count > len(given.free):
         raise BadPruning(
             f"{count} blocks were to be dropped, but only {len(given.free)} may go; ask for fewer, or say with "
@@ -97,20 +103,19 @@ def choose(how: str, count: int, given: Choosing) -> tuple[int, ...]:
 def linearity(given: Choosing, model: Model | None = None) -> dict[int, float]:
     """1 − error / variance of the affine map over each block (in sample, as in arXiv 2405.12250)."""
     blocks = (model or given.model).n_blocks
-    sums = given.sums([(Site(level), Site(level + 1)) for level in range(blocks)], model)
+    sums = given.sums([block_pair(level) for level in range(blocks)], model)
     found = {}
     for level in range(blocks):
-        pair = Site(level), Site(level + 1)
-        source, target = sums.source(pair[0]), sums.target(*pair)
-        (jump,) = solve("affine", source, [target])
-        error = float(residual(jump, source, target).sum())
-        found[level + 1] = 1 - error / float(target.spread.sum())
+        source, target = block_pair(level)
+        held = sums.source(source), sums.target(source, target)
+        error = float(residual(block_map(sums, level), *held).sum())
+        found[level + 1] = explained(error, float(held[1].spread.sum()))
     return found
 
 
 def influence(given: Choosing) -> dict[int, float]:
     """Block Influence: 1 − the mean cosine between what enters and what leaves each block (arXiv 2403.03853)."""
-    pairs = [(Site(level), Site(level + 1)) for level in range(given.model.n_blocks)]
+    pairs = [block_pair(level) for level in range(given.model.n_blocks)]
     sums = given.sums(pairs)
     return {pair[1].index: 1 - sums.mean_cosine(pair) for pair in pairs}
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from layerjump.compress.blocks import cannot_drop, without_blocks
-from layerjump.compress.choose import Choosing, choose
-from layerjump.compress.cuts import Span, how_many, must_stay, spans
+from layerjump.compress.choose import Choosing, check_choice, choose
+from layerjump.compress.cuts import Span, blocks_in, how_many, must_stay, spans
 from layerjump.compress.loss import Losses, losses
 from layerjump.compress.projections import cannot_fold, cannot_turn
 from layerjump.compress.stand_ins import Fitting, Frame, check_cuts, check_method, parameters
@@ -70,7 +70,7 @@ class Pruned:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        return tuple(block for i, j in self.cuts for block in range(i + 1, j + 1))
+        return blocks_in(self.cuts)
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -111,6 +111,7 @@ def prune(
         raise BadPruning(reason)
     if method != "auto":
         check_method(model, method)
+    check_choice(choice)
     model.require_predictions()
     calibration = calibrate(model, text, tokens=tokens, sizes=sizes, seed=seed)
     stay = _stay(model, calibration, protect)
@@ -165,7 +166,7 @@ def _first(found: Batches) -> list[int]:
 
 def cut_out(model: Model, cuts: Sequence[Span], method: str, calibration: Calibration) -> Pruned:
     """A copy of the model without the blocks of these runs, stand-ins fitted, nothing measured yet."""
-    dropped = [block for i, j in cuts for block in range(i + 1, j + 1)]
+    dropped = blocks_in(cuts)
     student = without_blocks(model, dropped)
     if method == "auto":
         method = _best(model, student, cuts)
@@ -243,7 +244,12 @@ def _within(
     best, fits, too_many = None, 0, len(given.free) + 1
     while too_many - fits > 1:
         count = (fits + too_many) // 2
-        found = cut_out(given.model, spans(choose(choice, count, given)), method, calibration)
+        try:
+            chosen = choose(choice, count, given)
+        except BadPruning:  # no run is so long, or the longest ones are not long enough
+            too_many = count
+            continue
+        found = cut_out(given.model, spans(chosen), method, calibration)
         if losses(found.model, calibration.select).mean <= limit:
             best, fits = found, count
         else:

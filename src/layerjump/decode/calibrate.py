@@ -183,7 +183,8 @@ def binomial_tail(hits: int, n: int, share: float) -> float:
     """The chance of at least so many hits in n tries of this chance each: how surprising they are at the target."""
     k = torch.arange(hits, n + 1, dtype=torch.float64)
     ways = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    terms = ways + torch.xlogy(k, torch.tensor(share)) + torch.xlogy(n - k, torch.tensor(1 - share))
+    hit, miss = torch.tensor([share, 1 - share], dtype=torch.float64)
+    terms = ways + torch.xlogy(k, hit) + torch.xlogy(n - k, miss)
     return float(terms.logsumexp(0).exp())
 
 

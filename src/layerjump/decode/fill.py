@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerjump.decode.climb import Climb
 from layerjump.decode.rules import Rule, levels_of
@@ -12,6 +12,7 @@ from layerjump.decode.runner import Runner
 from layerjump.errors import BadJumps
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.sites import Site
+from layerjump.lens.lens import through
 
 
 def filler(
@@ -35,13 +36,7 @@ def filler(
 def _predicted(jumps: Jumps | None, cache: str, level: int, target: int, states: Tensor) -> Tensor:
     if cache == "copy" or jumps is None or level == target:
         return states
-    return _through(jumps[level, target], states)
-
-
-def _through(jump: nn.Module, states: Tensor) -> Tensor:
-    """Jumps are float32; the model's states may be half or double precision."""
-    weight = next(jump.parameters(), None)
-    return jump(states if weight is None else states.to(weight.dtype)).to(states.dtype)
+    return through(jumps[level, target], states)
 
 
 def _require(jumps: Jumps | None, levels: tuple[int, ...], n_blocks: int) -> None:

@@ -25,8 +25,8 @@ def write(
     last = climber.runner.n_blocks
     if fill and texts.prompt > 1:
         # Only the newest token may leave: the prompt's keys and values are the model's own.
-        nobody = texts.busy(texts.prompt)
-        climber.climb(texts.ids[:, :-1], ~nobody, may_leave=False)
+        idle = ~texts.busy(texts.prompt)
+        climber.climb(texts.ids[:, :-1], idle, may_leave=False)
     while not texts.done:
         column = texts.ids.shape[1]
         busy = texts.busy(column)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerjump.errors import BadMoments, RunStopped
+from layerjump.errors import BadMoments, BadText, RunStopped
 from layerjump.fit.bill import Bill, bill
 from layerjump.fit.checkpoint import Checkpoint, deferred_interrupt
 from layerjump.fit.collected import SPLITS, Collected
@@ -95,6 +95,8 @@ def plan(
     Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 44 d). Jumps between
     levels skip position 0; maps meant for every position (sub-modules) take it in.
     """
+    if tokens is not None and tokens < 1:
+        raise BadText(f"tokens given is {tokens}; give 1 or more, or none for the whole text")
     corpus = text if isinstance(text, Corpus) else read(text)
     chosen = parse_pairs(pairs, model.anatomy)
     first = 1 if all(site.between_blocks for pair in chosen for site in pair) else 0
@@ -218,7 +220,8 @@ class _Pass:
     def run(self, mine: Batches, group: Group) -> None:
         moments, start = self.done.splits[self.split], self.steps[self.split]
         rest = (mine[index] for index in range(start, len(mine)))
-        tokens = self._tokens_before() + sum(mine[index].n_tokens for index in range(start))
+        mine_before = sum(mine[index].n_tokens for index in range(start))
+        tokens = self._tokens_before() + mine_before * group.world
         with (
             deferred_interrupt() as interrupt,
             closing(states(self.plan.model, rest, moments.sites, room=mine.most_picks)) as stream,
@@ -236,7 +239,9 @@ class _Pass:
                 found = next(stream, None)
 
     def _add(self, moments: Moments, found: States) -> None:
-        keys = keys_of(found.batch.document, found.batch.position, seed=self.plan.about["seed"])
+        batch = found.batch
+        seed = self.plan.about["seed"]
+        keys = keys_of(batch.document, batch.position, batch.sequence, seed=seed)
         try:
             moments.add(found.at, keys=keys)
         except BadMoments as error:

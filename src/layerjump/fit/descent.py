@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layerjump.errors import BadEstimator
+from layerjump.errors import BadEstimator, TextTooShort
 from layerjump.fit.affine import Affine
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.narrow import narrow_rank
@@ -71,7 +71,9 @@ def train_n_njtc(
     """Train one narrow jump a level, all on the same batches; a step is a batch, at all positions but the first."""
     if steps < 1:
         raise BadEstimator(f"steps given is {steps}; give 1 or more")
-    rank = rank or narrow_rank(model.width)
+    rank = narrow_rank(model.width) if rank is None else rank
+    if not 1 <= rank <= model.width:
+        raise BadEstimator(f"rank given is {rank}; give 1 to the width, {model.width}")
     where = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
     reading = Reading.of(model, text, where, tokens=tokens, sizes=sizes, seed=seed)
     jumps, rows = _trained(model, reading.batches, steps, rank, rate, seed, progress)
@@ -99,6 +101,8 @@ def _trained(
         turn, place = divmod(step, len(found))
         index = int(np.random.default_rng([seed, turn]).permutation(len(found))[place])
         at = next(iter(states(model, [found[index]], [*sites, last]))).at
+        if len(at[last]) < 2:
+            continue  # a batch normalisation wants two rows
         if not jumps:
             draw, spread = torch.Generator().manual_seed(seed), at[last].float().std(0)
             jumps = {site: Narrow(model.width, rank, spread, draw) for site in sites}
@@ -116,4 +120,8 @@ def _trained(
         rows += len(at[last])
         if progress:
             progress(step + 1, steps)
+    if not jumps:
+        raise TextTooShort(
+            "no batch has two positions, of which a batch normalisation takes its statistics; give longer text"
+        )
     return jumps, rows

@@ -186,7 +186,7 @@ def _one_for_all(collected: Collected, rank: int | None, how: str) -> Affine:
 
     jump, _ = ojfa(
         *sides(collected.fit),
-        rank=rank or narrow_rank(collected.about["width"]),
+        rank=narrow_rank(collected.about["width"]) if rank is None else rank,
         select=list(zip(*sides(collected.select), strict=True)),
         how=cast(Literal["pooled", "best-level"], how),
     )

@@ -28,8 +28,11 @@ class Group:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # each its own
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            # Sums are on the devices, counts and samples in memory.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return cls(dist.get_rank(), world)
 
     def leave(self) -> None:

@@ -10,6 +10,9 @@ from layerjump.fit.solve import solve
 from layerjump.inputs.sites import Site
 from layerjump.measure.linearity import chance_floor
 
+NOTHING = 1e-12
+"""Of the variance behind a block: a step that varies less is rounding."""
+
 
 def block_pair(level: int) -> Pair:
     """The level before a block and the one behind it."""
@@ -25,18 +28,29 @@ def block_map(fit: Moments, level: int) -> Affine:
 def block_scores(
     jump: Affine, fit: Moments, test: Moments, level: int, which: str = ""
 ) -> dict[str, float]:
-    """The paper's two scores in sample and held out, the identity's, and the chance floor; `which` ends their names."""
+    """The paper's two scores in sample and held out, the identity's, and the chance floor; `which` ends their names.
+
+    Of a block that adds nothing but a constant, all is explained: it scores 1.
+    """
     pair = block_pair(level)
     row: dict[str, float] = {}
     for name, sums in (("", fit), (" held out", test)):
         source, target = sums.source(pair[0]), sums.target(*pair)
         error = float(residual(jump, source, target).sum())
-        row[f"with residual{name}{which}"] = 1 - error / float(target.spread.sum())
-        row[f"without residual{name}{which}"] = 1 - error / _step_variance(sums, pair)
+        step, whole = _step_variance(sums, pair), float(target.spread.sum())
+        row[f"with residual{name}{which}"] = explained(error, whole)
+        row[f"without residual{name}{which}"] = (
+            explained(error, step) if step > NOTHING * whole else 1.0
+        )
     target = fit.target(*pair)
-    row[f"identity{which}"] = 1 - _step_variance(fit, pair) / float(target.spread.sum())
+    row[f"identity{which}"] = explained(_step_variance(fit, pair), float(target.spread.sum()))
     row[f"chance floor{which}"] = chance_floor(len(target.mean), fit.n)
     return row
+
+
+def explained(error: float, variation: float) -> float:
+    """1 − error / variation; 1 where nothing varies."""
+    return 1 - error / variation if variation > 0 else 1.0
 
 
 def _step_variance(sums: Moments, pair: Pair) -> float:

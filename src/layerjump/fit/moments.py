@@ -171,7 +171,7 @@ class Moments:
         cosines, angles = [], []
         for a, b in self.pairs:
             if states[a].shape != states[b].shape:
-                cosines.append(torch.full((), torch.nan, dtype=torch.float64))
+                cosines.append(self.sums["cosine"].new_full((), torch.nan))
                 angles.append(cosines[-1])
                 continue
             length = (norms[a] * norms[b]).clamp(min=torch.finfo(norms[a].dtype).tiny)

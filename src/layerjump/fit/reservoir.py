@@ -1,7 +1,7 @@
 """A seeded sample of raw states that does not depend on order, batches or processes.
 
-Every picked position has a key, a hash of seed, document and position; the reservoir keeps the rows with the smallest
-keys. So reservoirs of parts merge to the reservoir of the whole.
+Every picked position has a key, a hash of seed, document, sequence and position; the reservoir keeps the rows with the
+smallest keys. So reservoirs of parts merge to the reservoir of the whole.
 """
 
 from __future__ import annotations
@@ -71,16 +71,21 @@ class Reservoir:
 
     def _settle(self) -> None:
         """Put the kept rows in order."""
+        if bool((self._keys[: self._filled].diff() >= 0).all()):
+            return  # they are, since somebody read them
         order = torch.argsort(self._keys[: self._filled], stable=True)
         self._keys[: self._filled] = self._keys[order]
         for rows in self._rows.values():
             rows[: self._filled] = rows[order]
 
 
-def keys_of(document: Tensor, position: Tensor, *, seed: int) -> Tensor:
-    """A 63-bit hash of (seed, document, position): two rounds of SplitMix64's mixing."""
+def keys_of(
+    document: Tensor, position: Tensor, sequence: Tensor | None = None, *, seed: int
+) -> Tensor:
+    """A 63-bit hash of (seed, document, sequence, position): two rounds of SplitMix64's mixing."""
     key = _mix(document.long() * 0x1F123BB5 + seed)
-    return _mix(key ^ position.long() * 0x5851F42D) & (2**63 - 1)
+    place = position.long() if sequence is None else position.long() + (sequence.long() << 32)
+    return _mix(key ^ place * 0x5851F42D) & (2**63 - 1)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ class Batch:
     source_ids: Tensor | None = None
     """(rows, longest source) int64: what an encoder–decoder's encoder reads; the rest is the decoder's."""
     source_mask: Tensor | None = None
+    sequence: Tensor | None = None
+    """(picks,) int64: which sequence of its document the pick is in; None: each document is one."""
 
     @property
     def n_tokens(self) -> int:
@@ -84,13 +86,15 @@ class Batches:
         chosen = self.groups[index].tolist()
         ids, attention = self._grid(chosen)
         sources = () if self.tokens.start is None else self._grid(chosen, source=True)
-        row, position = self._picks(chosen, self.look or self.positions)
+        looking = self.look is not None
+        row, position = self._picks(chosen, self.look or self.positions, looking=looking)
         document = np.array([self.sequences.document[sequence] for sequence in chosen])[row]
+        number = np.array([self.sequences.number[sequence] for sequence in chosen])[row]
         token = ids[row, position]
         if self.tokens.mask is not None and self.positions.masks():
             ids[self._picks(chosen, self.positions)] = self.tokens.mask
         arrays = (ids, attention, row, position, document, token, *sources)
-        return Batch(*map(torch.from_numpy, arrays))
+        return replace(Batch(*map(torch.from_numpy, arrays)), sequence=torch.from_numpy(number))
 
     def look_at(self, positions: Positions) -> "Batches":
         """The same text with the same tokens masked, but with picks at other positions.
@@ -161,18 +165,20 @@ class Batches:
             attention[row, :length] = 1
         return ids, attention
 
-    def _picks(self, chosen: list[int], positions: Positions) -> tuple[Ints, Ints]:
+    def _picks(
+        self, chosen: list[int], positions: Positions, *, looking: bool = False
+    ) -> tuple[Ints, Ints]:
         """Rows and positions of what is drawn from each sequence of a batch."""
-        draws = [self._draw(sequence, positions) for sequence in chosen]
+        draws = [self._draw(sequence, positions, looking) for sequence in chosen]
         row = np.repeat(np.arange(len(chosen)), [len(draw) for draw in draws])
         return row, np.concatenate(draws)
 
-    def _draw(self, sequence: int, positions: Positions) -> Ints:
+    def _draw(self, sequence: int, positions: Positions, looking: bool) -> Ints:
         return positions.draw(
             self.sequences.uncut[sequence],
             *self.tokens.around,
             # With the seed of the masks, a share looked at would hold more masks than the text does.
-            seed=self.seed + (positions is self.look),
+            seed=self.seed + looking,
             document=self.sequences.document[sequence],
             sequence=self.sequences.number[sequence],
         )

@@ -93,6 +93,7 @@ def _padded(
     vocabulary = model.hf.config.vocab_size
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     pad = getattr(model.hf.config, "pad_token_id", None) or 0
+    pad = pad if 0 <= pad < vocabulary else 0  # some configurations say −1 for none
     # A pad id inside the text would change the positions of families that count from it (RoBERTa).
     ids[ids == pad] = (pad + 1) % vocabulary
     mask = torch.ones_like(ids)

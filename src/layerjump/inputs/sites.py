@@ -70,8 +70,3 @@ class Site:
 
 
 FINAL = Site(-1, "final")
-
-
-def level(index: int) -> Site:
-    """The site of level `index`."""
-    return Site(index)

@@ -249,10 +249,9 @@ def rows_at_once(model: Model, memory: int = MEMORY) -> int:
 
 
 def through(jump: nn.Module, states: Tensor) -> Tensor:
-    """Jumps are float32; the model's states may be half or double precision."""
+    """Jumps are float32, and where they were put; the model's states may be half or double precision, and elsewhere."""
     weight = next(jump.parameters(), None)
-    dtype = states.dtype if weight is None else weight.dtype
-    return jump(states.to(dtype)).to(states.dtype)
+    return jump(states if weight is None else states.to(weight)).to(states)
 
 
 def wide(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from layerjump.errors import BadText
+from layerjump.fit.files import write_text
 from layerjump.lens.trajectory import Trajectory
 from layerjump.lens.words import visible
 
@@ -67,7 +68,7 @@ def to_html(found: Trajectory, path: str | Path | None = None) -> str:
     """The heat map as one page that carries its own script."""
     page: str = plot(found).to_html(include_plotlyjs=True, full_html=True)
     if path is not None:
-        Path(path).write_text(page, encoding="utf-8")
+        write_text(Path(path).expanduser(), page)
     return page
 
 

@@ -73,7 +73,7 @@ def refine(
     when `patience` looks have not lowered the mean of the held-out KL. With a `folder` an interrupted run is taken up
     where it was saved there, and ends in the same bits.
     """
-    _check(steps, positions, rate)
+    _check(steps, positions, patience, rate)
     check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
     corpus = text if isinstance(text, Corpus) else read(text)
     work = _Work(model, Lens(model, jumps), levels_of(jumps, model))
@@ -127,10 +127,14 @@ class _Work:
     levels: dict[Site, tuple[Site, Site]]
 
     def documents(self, corpus: Corpus, seed: int) -> tuple[Batches, Batches]:
-        """Batches to tune on and to watch: the jumps' own fit documents and others."""
+        """Batches to tune on and to watch: the jumps' own fit documents and others.
+
+        Another text than theirs is split by the usual shares.
+        """
         assert self.lens.jumps is not None
         known = self.lens.jumps.provenance
-        parts = split(len(corpus.documents), known.split, seed=known.seed)
+        count, own = len(corpus.documents), known.text_sha256 == corpus.sha256
+        parts = split(count, known.split, seed=known.seed) if own else split(count, seed=known.seed)
         others = parts.select or parts.test
         where = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
 
@@ -226,8 +230,8 @@ def _shuffled(n: int, *seed: int) -> list[int]:
     return np.random.default_rng(seed).permutation(n).tolist()
 
 
-def _check(steps: int, positions: int, rate: float) -> None:
-    for name, value in (("steps", steps), ("positions", positions)):
+def _check(steps: int, positions: int, patience: int, rate: float) -> None:
+    for name, value in (("steps", steps), ("positions", positions), ("patience", patience)):
         if value < 1:
             raise BadEstimator(f"{name} given is {value}; give 1 or more")
     if not 0 < rate < 1:

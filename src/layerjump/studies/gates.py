@@ -37,7 +37,7 @@ def run(setup: Setup) -> Result:
     saved: list[Row] = []
     for name in setup.lenses():
         fitted, test = _evidence(setup, name, "select"), _evidence(setup, name, "test")
-        first = fitted.document % 2 == 0
+        first = _every_second(fitted.document)
         probes = fit_probes(_of(fitted, first), _of(fitted, ~first))
         for kind, rule in KINDS.items():
             points = _replayed(setup, rule, probes, test)
@@ -77,6 +77,14 @@ def _evidence(setup: Setup, name: str, part: str) -> Evidence:
         else setup.scored()
     )
     return gather(setup.model, jumps, batches, range(setup.model.n_blocks))
+
+
+def _every_second(documents: torch.Tensor) -> torch.Tensor:
+    """Which positions are of even documents; where all are even, or odd, of every second one in their order."""
+    even = documents % 2 == 0
+    return (
+        documents.unique(return_inverse=True)[1] % 2 == 0 if even.all() or not even.any() else even
+    )
 
 
 def _of(evidence: Evidence, rows: torch.Tensor) -> Evidence:

@@ -115,7 +115,7 @@ def _sums(setup: Setup, part: str, share: float) -> _Sums:
     done = 0
     for batch in states(model, found, later.sites):
         document, position = batch.batch.document, batch.batch.position
-        keys = keys_of(document, position, seed=setup.settings.seed)
+        keys = keys_of(document, position, batch.batch.sequence, seed=setup.settings.seed)
         document_of.update(zip(keys.tolist(), document.tolist(), strict=True))
         first = position == 0
         sinks.append({site: state[first] for site, state in batch.at.items()})
@@ -147,7 +147,7 @@ def _intervals(jump: Affine, test: _Sums, level: int, scores: Row) -> Row:
         variation = (total - total.mean(0)).square().sum(-1)
         # Linearised ratio: the mean of (error − ratio · variation) / mean variation has the ratio's own spread.
         ratio = error.sum() / variation.sum()
-        spread = (error - ratio * variation) / variation.mean()
+        spread = ((error - ratio * variation) / variation.mean()).nan_to_num(0.0)  # 0 / 0: no step
         _, low, high = mean_interval(spread.cpu().numpy(), test.documents.numpy())
         score = f"{name} residual held out{LATER}"
         row[f"{score} low"] = scores[score] - float(high)

@@ -16,7 +16,7 @@ from layerjump.compress.surgery import Rerun
 from layerjump.inputs.batches import Batches
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import Positions
-from layerjump.lens.lens import rows_at_once
+from layerjump.lens.lens import rows_at_once, wide
 from layerjump.measure.bootstrap import mean_interval
 from layerjump.measure.metrics import KS, Truth, agreement, truth
 from layerjump.studies.result import Row
@@ -50,7 +50,7 @@ class Variants:
         exact = rerun.picked(rerun.levels[-1])
         starts = range(0, len(exact), self._rows)
         parts = [slice(start, start + self._rows) for start in starts]
-        self._truth = [(part, truth(_wide(self.model.logits(exact[part])))) for part in parts]
+        self._truth = [(part, truth(wide(self.model.logits(exact[part])))) for part in parts]
         self._documents.append(rerun.batch.document)
 
     def add(self, name: Hashable, states: Tensor) -> None:
@@ -61,7 +61,7 @@ class Variants:
     def add_logits(self, name: Hashable, logits: Callable[[slice], Tensor]) -> None:
         """Score whatever gives logits of a slice of the picks."""
         for part, true in self._truth:
-            held = agreement(_wide(logits(part)), true)
+            held = agreement(wide(logits(part)), true)
             for field in ("place", "surprisal", "kl"):
                 self._found[name][field].append(getattr(held, field).cpu())
 
@@ -151,7 +151,3 @@ def announce(
         seconds,
     )
     return cost
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

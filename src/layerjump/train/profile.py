@@ -13,7 +13,7 @@ from layerjump.fit.linearity import block_map, block_pair, block_scores
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
-from layerjump.inputs.positions import Positions
+from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.lens.lens import Lens
 from layerjump.lens.readings import read_levels
 from layerjump.measure.linearity import jump_strength
@@ -90,7 +90,7 @@ def profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
 
 def _predicting(model: Model) -> Positions:
     """Where tokens are predicted: at the masks of a masked model."""
-    return Positions.parse("15%" if model.masked else "all")
+    return Positions.parse(MASKED_SHARE if model.masked else "all")
 
 
 def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: int) -> Plan:

@@ -40,7 +40,7 @@ def read_task(path: str | Path) -> list[Item]:
     """
     place = Path(path).expanduser()
     try:
-        lines = place.read_text("utf-8").splitlines()
+        lines = place.read_text("utf-8").split("\n")  # splitlines() also cuts at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise BadText(f"the task {place} cannot be read ({error}); {_FORMATS}") from error
     found: list[dict[str, Any]] = []
