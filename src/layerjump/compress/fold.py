@@ -3,9 +3,10 @@
 Level i is y + m: the stream after attention, and what block i's feed-forward adds. Blocks i + 1 to j are cut out.
 ReplaceMe (arXiv 2505.02819) puts y + T m in place of level j, T by least squares. But norms forget scale, and RMSNorms
 rotations: all blocks behind the cut may be turned exactly (see `turn`), so it is enough that y + T m is near c Q h for
-some scale c and rotation Q, h being level j. We minimise Σ ‖a y + A m − Q h‖² / ‖h‖² over a, A and Q (a = 1/c,
-A = a T), in turns: a and A by least squares, Q by orthogonal Procrustes. All of it reads off second moments. Each
-position's error counts by its share of the state, as norms will see it: else a sink alone would decide the scale.
+some scale c and rotation Q, h being level j. We minimise Σ ‖a y + A m − Q h‖² / ‖h‖ over a, A and Q (a = 1/c,
+A = a T), in turns: a and A by least squares, Q by orthogonal Procrustes. All of it reads off second moments. The
+weight stands between two that are each better somewhere: none, where the sink alone decides the scale, and 1 / ‖h‖²,
+the error as norms see it, where the sink's own state is got wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def rows(added: Tensor, stream: Tensor, target: Tensor, *, intercept: bool, weig
     if not weighted:
         return found
     rms = target.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12).to(target)
-    return {site: state / rms for site, state in found.items()}
+    return {site: state / rms.sqrt() for site, state in found.items()}
 
 
 def solve_fold(sums: Moments, *, intercept: bool, stretch: bool, turned: bool) -> Fold:
