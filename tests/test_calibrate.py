@@ -9,6 +9,7 @@ import pytest
 import torch
 from stories import stories
 from test_cli import run
+from tiny import tiny_model
 
 import layerjump as lj
 from layerjump.decode import kept
@@ -20,6 +21,7 @@ from layerjump.decode.own import OPENING, own_text
 from layerjump.decode.rules import Drafting, Fixed, Never
 from layerjump.decode.write import LATELY
 from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
+from layerjump.inputs.models import Model
 
 model, jumps = fitted.model, fitted.jumps  # fixtures
 
@@ -131,6 +133,12 @@ def test_measured_costs_are_positive(model, jumps):
     costs = measure(model, jumps)
     assert min(costs.block, costs.head, costs.gate) > 0
     assert costs.full(4) == pytest.approx(4 * costs.block + costs.head)
+
+
+def test_costs_are_measured_within_the_models_positions():
+    """A table of 20 positions has no room for the usual context."""
+    short = tiny_model("gpt2", dtype=torch.float32, max_position_embeddings=20)
+    assert measure(Model.wrap(short, name="short"), None).block > 0
 
 
 def test_what_cannot_be_calibrated_is_one_line(model, jumps):

@@ -4,7 +4,7 @@ from rows import error, noisy, random, sums
 
 from layerjump.errors import BadEstimator
 from layerjump.fit.affine import Affine
-from layerjump.fit.narrow import low_rank, n_njtc, narrow_rank, ojfa
+from layerjump.fit.narrow import low_rank, n_njtc, narrow_rank, njtc_parameters, ojfa
 from layerjump.fit.score import r2
 from layerjump.fit.solve import affine
 
@@ -127,11 +127,29 @@ def test_normalising_the_input_changes_no_prediction():
     torch.testing.assert_close(plain(x), normal(normalised), rtol=1e-8, atol=1e-8)
 
 
-def test_a_narrow_map_stores_two_thin_factors_and_an_intercept():
+@pytest.mark.parametrize(
+    ("d", "rank", "full", "narrow", "normalised", "percent", "levels", "all_full", "all_narrow"),
+    [
+        (1600, 16, 2_560_000, 51_200, 54_400, 97.9, 47, 120.3, 2.56),
+        (3072, 30, 9_437_184, 184_320, 190_464, 98.0, 31, 292.6, 5.90),
+        (4096, 40, 16_777_216, 327_680, 335_872, 98.0, 31, 520.1, 10.4),
+    ],
+)
+def test_parameters_are_those_of_the_papers_models(
+    d, rank, full, narrow, normalised, percent, levels, all_full, all_narrow
+):
+    found = njtc_parameters(d)
+    assert found == (rank, full, narrow, normalised)
+    assert round(100 * found.reduction, 1) == percent
+    assert round(levels * found.full / 1e6, 1) == all_full
+    assert levels * found.normalised / 1e6 == pytest.approx(all_narrow, rel=0.005)
+
+
+def test_a_narrow_map_stores_what_the_count_says_and_an_intercept():
     d = 250
     x = random(300, d)
     found = n_njtc(*sums(x, x.roll(1, 1)))[0]
-    assert found.n_parameters == 2 * d * 2 + d
+    assert found.n_parameters == njtc_parameters(d).narrow + d
     assert narrow_rank(64) == 1
 
 

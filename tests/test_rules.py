@@ -128,6 +128,16 @@ def test_rules_have_short_names():
     gap = parse("gap:0.7@3")
     assert gap.at == (3,)
     assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
-    for wrong in ("gap", "gap:x", "fixed:1@2", "nothing:1", "never:1", "gap:0.5@a"):
+    wrongs = (
+        "gap",
+        "gap:x",
+        "fixed:1@2",
+        "nothing:1",
+        "never:1",
+        "gap:0.5@a",
+        "gap:nan",
+        "agree:0",
+    )
+    for wrong in wrongs:
         with pytest.raises(BadExit, match="give never"):
             parse(wrong)

@@ -20,7 +20,7 @@ from layerjump.inputs.models import Model
 from layerjump.lens.lens import Lens
 
 CONTEXT = 64
-"""Tokens before those that are timed."""
+"""Tokens before those that are timed, where the model has so many positions."""
 TURNS = 15
 TOGETHER = 4
 """Tokens that go through the blocks at once when the cost of waiting ones is measured."""
@@ -56,16 +56,17 @@ class Costs:
 @torch.no_grad()
 def measure(model: Model, jumps: Jumps | None, among: Among | None = None) -> Costs:
     """Time the parts of a step, in turns, and take medians."""
-    runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(CONTEXT)[None], Counts())
-    ids = torch.full((1, CONTEXT + TOGETHER), 1, device=model.device)
-    _climb(runner, ids[:, :CONTEXT])
+    context = max(1, min(CONTEXT, model.max_positions - TOGETHER))
+    runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(context)[None], Counts())
+    ids = torch.full((1, context + TOGETHER), 1, device=model.device)
+    _climb(runner, ids[:, :context])
     lens, level = Lens(with_lean_head(model), jumps), model.n_blocks // 2
     state = torch.randn(1, model.width, device=model.device, dtype=model.hf.dtype)
-    position = torch.tensor([CONTEXT], device=model.device)
+    position = torch.tensor([context], device=model.device)
     gate = Gate(torch.randn(1, model.width + 3), (level,), 0.5)
 
     def blocks(tokens: int) -> Callable[[], object]:
-        return lambda: _climb(runner, ids[:, : CONTEXT + tokens])
+        return lambda: _climb(runner, ids[:, : context + tokens])
 
     def look(lens: Lens) -> Callable[[], object]:
         return lambda: Look(level, state, position, lens.logits).gap
@@ -82,7 +83,7 @@ def measure(model: Model, jumps: Jumps | None, among: Among | None = None) -> Co
             start = time.perf_counter()
             part()
             found[name].append(1e3 * (time.perf_counter() - start))
-            runner.back(CONTEXT)
+            runner.back(context)
     middle = {name: sorted(times)[TURNS // 2] for name, times in found.items()}
     block = middle["one"] / model.n_blocks
     waiting = max(0.0, middle["some"] - middle["one"]) / (TOGETHER - 1) / model.n_blocks

@@ -13,6 +13,7 @@ Drafting     another rule, for verified text, that rests while too few of its dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -231,10 +232,10 @@ def parse(text: str) -> Rule:
         if name == "fixed" and at is None:
             return Fixed(int(value))
         made: dict[str, Callable[[], Rule]] = {
-            "gap": lambda: _constant_gap(float(value), at),
-            "maxprob": lambda: MaxProb(float(value), at),
-            "entropy": lambda: Entropy(float(value), at),
-            "agree": lambda: Agree(int(value), at),
+            "gap": lambda: _constant_gap(_number(value), at),
+            "maxprob": lambda: MaxProb(_number(value), at),
+            "entropy": lambda: Entropy(_number(value), at),
+            "agree": lambda: Agree(_times(value), at),
         }
         return made[name]()
     except (KeyError, ValueError):
@@ -242,6 +243,20 @@ def parse(text: str) -> Rule:
             f"the exit rule given is {text!r}; give never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5 or agree:3, "
             f"with the levels to check where not all: gap:0.9@8,16,24"
         ) from None
+
+
+def _number(text: str) -> float:
+    """Not NaN: nothing is above it, so that its rule would never stop and never say why."""
+    if math.isnan(number := float(text)):
+        raise ValueError
+    return number
+
+
+def _times(text: str) -> int:
+    """Levels that must agree: one always does with itself."""
+    if (times := int(text)) < 1:
+        raise ValueError
+    return times
 
 
 def _constant_gap(lead: float, at: tuple[int, ...] | None) -> SoftmaxGap:

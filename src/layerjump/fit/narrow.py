@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,6 +149,26 @@ def _mean_r2(jump: Affine, select: Sequence[tuple[Source, Target]]) -> float:
     return sum(r2(jump, source, target).uniform for source, target in select) / len(select)
 
 
+class Parameters(NamedTuple):
+    """What one jump of width d stores, in the forms of arXiv 2409.14091."""
+
+    rank: int
+    full: int  # d × d
+    narrow: int  # two factors of rank d // 100
+    normalised: int  # the factors, and scale and shift of a batch normalisation
+
+    @property
+    def reduction(self) -> float:
+        """The share of the full map that the normalised narrow one saves."""
+        return 1 - self.normalised / self.full
+
+
 def narrow_rank(d: int) -> int:
     """The paper's rank, d / 100 rounded down, and at least 1."""
     return max(1, d // 100)
+
+
+def njtc_parameters(d: int) -> Parameters:
+    """Count the parameters of a full, a narrow and a normalised narrow jump of width d."""
+    rank = narrow_rank(d)
+    return Parameters(rank, d * d, 2 * d * rank, 2 * d * rank + 2 * d)

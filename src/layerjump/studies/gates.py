@@ -80,11 +80,8 @@ def _evidence(setup: Setup, name: str, part: str) -> Evidence:
 
 
 def _every_second(documents: torch.Tensor) -> torch.Tensor:
-    """Which positions are of even documents; where all are even, or odd, of every second one in their order."""
-    even = documents % 2 == 0
-    return (
-        documents.unique(return_inverse=True)[1] % 2 == 0 if even.all() or not even.any() else even
-    )
+    """Which positions are of every second document."""
+    return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
 def _of(evidence: Evidence, rows: torch.Tensor) -> Evidence:
