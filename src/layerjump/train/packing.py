@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from layerjump.errors import BadTraining, TextTooShort
 from layerjump.inputs.tokens import Tokens
 
-MASKED_SHARE = 0.15
+MASKED = 0.15
 """Of a masked model's tokens: eight tenths of them become [MASK], one tenth another token, one tenth stay."""
 IGNORED = -100
 
@@ -87,7 +87,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         draw = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
         ids, special = item["labels"], torch.tensor(self._tokenizer.all_special_ids)
         chance = torch.rand(2, len(ids), generator=draw)
-        chosen = (chance[0] < MASKED_SHARE) & ~torch.isin(ids, special)
+        chosen = (chance[0] < MASKED) & ~torch.isin(ids, special)
         other = torch.randint(len(self._tokenizer), ids.shape, generator=draw)
         shown = torch.where(chance[1] < 0.8, self._tokenizer.mask_token_id, ids)
         shown = torch.where(chance[1] >= 0.9, other, shown)
