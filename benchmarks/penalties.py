@@ -1,6 +1,6 @@
 """What a penalty during pretraining changes: none, cosine, mse and jump, same architecture, data, steps and seeds.
 
-    python benchmarks/penalties.py [--quick] [--seeds 3] [--steps 1000] [--keep FOLDER]
+    python benchmarks/penalties.py [--quick] [--seeds 3] [--steps 600] [--keep FOLDER]
 
 A Mistral (as in "Your Transformer is Secretly Linear", arXiv 2405.12250) of 6 blocks, width 128, vocabulary 1,024, on
 TinyStories (the train sample and stories sampled from stories15M); held out: the validation sample, for over-fitting to
@@ -54,7 +54,7 @@ FULL = Recipe(
     shape=Shape(layers=6, hidden=128, heads=4, positions=128),
     vocabulary=1024,
     length=128,
-    steps=1000,
+    steps=600,
     batch=16,
     learning_rate=1e-3,
 )
