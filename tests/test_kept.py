@@ -30,7 +30,7 @@ def model(data_folder):
 def runs(model):
     """Grows by one whenever the model runs."""
     found = []
-    handle = model.stack.register_forward_hook(lambda *_: found.append(1))
+    handle = model.stack.register_forward_pre_hook(lambda *_: found.append(1))
     yield found
     handle.remove()
 
@@ -106,7 +106,7 @@ def test_a_broken_folder_is_fitted_again(damage, home, model, runs):
 def test_two_processes_fit_once(home, model):
     def fit() -> None:
         passes = []
-        model.stack.register_forward_hook(lambda *_: passes.append(1))
+        model.stack.register_forward_pre_hook(lambda *_: passes.append(1))
         kept_jumps(model, **FEW)
         (home / f"passes-{os.getpid()}").write_text(str(len(passes)))
 

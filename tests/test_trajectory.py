@@ -162,7 +162,7 @@ def test_the_last_positions_are_read_behind_the_whole_text(gpt2, jumps):
 
 def test_several_lenses_share_one_forward_pass(gpt2, jumps):
     runs = []
-    handle = gpt2.stack.register_forward_hook(lambda *_: runs.append(1))
+    handle = gpt2.stack.register_forward_pre_hook(lambda *_: runs.append(1))
     both = read(gpt2, {"plain": lj.Lens(gpt2), "mat": lj.Lens(gpt2, jumps)}, STORY, k=4)
     handle.remove()
     assert len(runs) == 1
