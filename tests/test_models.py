@@ -19,6 +19,7 @@ from layerjump.errors import (
     UnsupportedModel,
 )
 from layerjump.inputs.check import sample
+from layerjump.inputs.models import Model
 from layerjump.inputs.states import states
 
 
@@ -244,3 +245,11 @@ def test_a_copy_of_the_folder_is_the_same_model(saved, tmp_path):
 
 def test_a_padding_token_that_is_none_is_no_obstacle():
     assert lj.Model.wrap(tiny_model("llama", pad_token_id=-1)).n_blocks == 3
+
+
+def test_an_error_in_the_first_run_is_one_line():
+    broken = tiny_model("gpt2", dtype=torch.float32)
+    broken.transformer.wte = torch.nn.Embedding(5, broken.config.n_embd)  # fewer than it says
+    with pytest.raises(BadModel, match="loads, but does not run: IndexError") as caught:
+        Model.wrap(broken, name="broken")
+    one_line(caught.value)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerjump.errors import SelfCheckFailed
+from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed
 from layerjump.inputs.batches import Batch
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import Recorder
@@ -61,13 +61,27 @@ def require_passed(model: Model) -> None:
 
     A missing head is no such check: the model serves all work but predictions, which are refused when asked for.
     """
-    for check in self_check(model):
+    for check in _run_checks(model):
         if not check.passed and check.difference is not None:
             raise SelfCheckFailed(
                 f"{model.name}: self-check {check.name!r} failed: {check.fact}, but the relative difference is "
                 f"{check.difference:.2g}. Its family's row (inputs/families.py) does not describe this model; "
                 f"please report it."
             )
+
+
+def _run_checks(model: Model) -> list[Check]:
+    """A model that loads may still not run: sizes in its configuration that its weights do not have."""
+    try:
+        return self_check(model)
+    except LayerjumpError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise BadModel(
+            f"{model.name} loads, but does not run: {type(error).__name__}: {reason[:200]}; its configuration and its "
+            f"weights do not belong together"
+        ) from error
 
 
 def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
