@@ -157,6 +157,17 @@ def test_a_gguf_that_does_not_state_a_size(tmp_path, size):
     one_line(caught.value)
 
 
+def test_a_gguf_whose_angles_are_more_than_its_width(tmp_path):
+    make_gguf(tmp_path)
+    path = tmp_path / "tiny.gguf"
+    key = b"llama.rope.dimension_count" + (4).to_bytes(4, "little")
+    before, after = (key + count.to_bytes(4, "little") for count in (4, 1 << 24))
+    assert before in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(before, after))
+    with pytest.raises(BadModel, match="rope.dimension_count 16777216, but the model is 8 wide"):
+        lj.load(path)
+
+
 def test_a_gguf_with_fewer_blocks_than_it_states(tmp_path):
     make_gguf(tmp_path)
     path = tmp_path / "tiny.gguf"

@@ -31,6 +31,14 @@ def check_sizes(path: Path) -> None:
                 f"{path} states {family}.{name} {stated!r}, but its tensors have {size}: it is incomplete; "
                 f"get it again"
             )
+    # A table is made of so many angles before anything is compared with them.
+    rope = reader.get_field(f"{family}.rope.dimension_count")
+    width = found["embedding_length"]
+    if rope is not None and width is not None and not 0 <= int(rope.contents()) <= width:
+        raise BadModel(
+            f"{path} states {family}.rope.dimension_count {rope.contents()}, but the model is {width} wide: it is "
+            f"damaged; get it again"
+        )
 
 
 def _stated(reader: object, key: str, path: Path) -> object:
