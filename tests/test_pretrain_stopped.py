@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import transformers
 from children import end_of, start
+from commands import refused
 from recipes import HELD_OUT, SMALL, TEXT
 
 import layerjump as lj
@@ -125,16 +125,8 @@ def test_bad_shapes_and_texts(tmp_path):
     ],
 )
 def test_on_the_command_line_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
-    from layerjump.cli import main
-
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text(" \n")
     Path("some.txt").write_text("\n".join(TEXT.documents))
-    monkeypatch.setattr(sys, "argv", ["layerjump", "pretrain", *arguments, "-o", "out"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 1
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.strip().splitlines()[-1].startswith("error: ")
+    assert said in refused(monkeypatch, capsys, "pretrain", *arguments, "-o", "out")
     assert not Path("out").exists()

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from recipes import SMALL
 from stories import stories
 
 import layerjump as lj
@@ -15,21 +16,13 @@ from layerjump.studies import architecture, dynamics, finetune
 from layerjump.studies.run import run_studies
 from layerjump.studies.setup import Settings, Setup
 from layerjump.studies.table import chosen
-from layerjump.train.architectures import VARIED, Shape
+from layerjump.train.architectures import VARIED
 from layerjump.train.pretrain import pretrain
 from layerjump.train.profile import profile
-from layerjump.train.recipe import Recipe
 from layerjump.train.tasks import Item
 
 TEXT = stories(200)
-RECIPE = Recipe(
-    shape=Shape(layers=2, hidden=16, heads=2, positions=16),
-    vocabulary=300,
-    length=16,
-    steps=9,
-    every=3,
-    batch=8,
-)
+RECIPE = replace(SMALL, steps=9, every=3, learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
