@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import layerjump as lj
@@ -61,8 +62,10 @@ def test_a_killed_fetch_leaves_nothing_and_the_next_one_works(smollm2, tmp_path,
     home = {**os.environ, "LAYERJUMP_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     first = subprocess.Popen([sys.executable, "-c", FETCH], env=home, stdout=subprocess.DEVNULL)
     time.sleep(seconds)
+    fetching = psutil.Process(first.pid).children(recursive=True)
     first.send_signal(signal.SIGKILL)
     first.wait()
+    assert psutil.wait_procs(fetching, timeout=30)[1] == [], "pip goes on by itself"
     assert visible(tmp_path) in ([], ["smollm2"])
     if seconds == 3:
         rivals = [

@@ -135,3 +135,8 @@ class TooLarge(LayerjumpError):
 
 class RunStopped(LayerjumpError):
     """Somebody stopped the run, or one of its processes died; the message says how to go on."""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """What an error says, on one line and not too long; its kind where it says nothing."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__

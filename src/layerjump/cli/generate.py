@@ -87,16 +87,16 @@ def generate(
 
     from layerjump.compress.load import load
     from layerjump.decode.generate import generate as write
+    from layerjump.decode.settings import check_ranges
 
-    _check(max_new_tokens, temperature, top_p)
+    drawn = {"temperature": temperature, "top_p": top_p}
+    check_ranges({"max_new_tokens": max_new_tokens, **drawn})  # before a model is loaded
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
     read, rule, most = _rule(loaded, jumps, exit, verify, allow_other_weights)
     torch.manual_seed(seed)
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     prompts = [sys.stdin.read() if given == "-" else given for given in prompt]
-    _check_room(loaded, prompts, max_new_tokens)
     made = write(
         loaded,
         read,
@@ -107,7 +107,7 @@ def generate(
         unverified=most if unverified is None else unverified,
         streamer=_streamer(loaded, len(prompts)) if stream else None,
         max_new_tokens=max_new_tokens,
-        **(drawn if sample else {"do_sample": False}),
+        **({"do_sample": True, "top_k": 0, **drawn} if sample else {"do_sample": False}),
     )
     if as_json:
         print(json.dumps(_record(prompts, made), indent=2, ensure_ascii=False))
@@ -181,33 +181,6 @@ def calibrate(
     path = kept.save(found, jumps)
     print_table(str(found), _rows(found), as_json=as_json)
     print(f"wrote {path}", file=sys.stderr)
-
-
-def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    from layerjump.errors import BadExit
-
-    if max_new_tokens < 1:
-        raise BadExit(f"--max-new-tokens given is {max_new_tokens}; give 1 or more")
-    if not temperature > 0:
-        raise BadExit(f"--temperature given is {temperature:g}; give more than 0")
-    if not 0 < top_p <= 1:
-        raise BadExit(f"--top-p given is {top_p:g}; give more than 0 and at most 1")
-
-
-def _check_room(model: Model, prompts: list[str], new: int) -> None:
-    """A table of positions has an end; families that compute positions may go on behind it."""
-    from torch import nn
-
-    from layerjump.errors import BadExit
-
-    tables = [module for module in model.stack.modules() if isinstance(module, nn.Embedding)]
-    learned = any(table is not model.hf.get_input_embeddings() for table in tables)
-    longest = max(len(model.tokens.wrap(ids)) for ids in model.tokens.encode(prompts))
-    if learned and longest + new > model.max_positions:
-        raise BadExit(
-            f"{new} more tokens were asked for, but {model.name} has {model.max_positions:,} positions, and the prompt "
-            f"takes {longest:,}; ask for fewer, or shorten the prompt"
-        )
 
 
 def _rule(

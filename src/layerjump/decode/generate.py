@@ -21,6 +21,7 @@ from layerjump.decode.lean import blocks_of, with_lean_head
 from layerjump.decode.result import Counts, Generated
 from layerjump.decode.rules import Drafting, Rule, levels_of, parse
 from layerjump.decode.runner import Runner
+from layerjump.decode.settings import check_ranges, check_room, refuse_unsupported
 from layerjump.decode.shortlist import shortlist_of
 from layerjump.decode.texts import Texts
 from layerjump.decode.write import Verified, write
@@ -56,6 +57,7 @@ def generate(
     A `streamer` is Hugging Face's; where it has a method `left`, that is told before each `put` at which levels the
     tokens left: a list with one level a row, None for a row that has ended.
     """
+    check_ranges(generation)
     if isinstance(prompts, str | Sequence):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
@@ -139,7 +141,8 @@ class EarlyExit:
     ) -> Any:
         """What `model.generate` calls, when its own preparations are done."""
         bound = self._bind(model)
-        _refuse(generation_config, given)
+        refuse_unsupported(generation_config, given)
+        check_room(bound, input_ids.shape[1], stopping_criteria.max_length)
         counts = Counts()
         ends = generation_config._eos_token_tensor
         pad = generation_config._pad_token_tensor
@@ -199,28 +202,6 @@ class EarlyExit:
         if self._jumps is not None:
             check_model(self._jumps, model, allow_other_weights=self._jumps.used_on is not None)
             self._jumps.to(model.device)
-
-
-def _refuse(config: GenerationConfig, given: Mapping[str, Any]) -> None:
-    """What early exit cannot do is an error, not something else that is done instead."""
-    reasons = {
-        f"num_beams is {config.num_beams}; give 1": (config.num_beams or 1) > 1,
-        "use_cache is off; leave it on": not given.get("use_cache", True),
-        "inputs_embeds were given; give input_ids": given.get("inputs_embeds") is not None,
-        "a cache with tokens in it was given; give none": _holds_tokens(given),
-        "scores, logits, attentions or hidden states were asked for; ask for the tokens alone": any(
-            getattr(config, f"output_{name}")
-            for name in ("scores", "logits", "attentions", "hidden_states")
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise BadExit(f"early exit does not go with these settings: {reason}")
-
-
-def _holds_tokens(given: Mapping[str, Any]) -> bool:
-    cache = given.get("past_key_values")
-    return cache is not None and int(cache.get_seq_length()) > 0
 
 
 def _result(model: Model, texts: Texts, counts: Counts) -> Generated:

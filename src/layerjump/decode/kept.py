@@ -14,7 +14,7 @@ from layerjump.decode.contenders import Contender, Probes
 from layerjump.decode.gates import Gate, TwoStage
 from layerjump.decode.rules import Drafting, Never, Rule
 from layerjump.decode.shortlist import Among
-from layerjump.errors import BadArtifact, NewerFormat, WrongModel
+from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
 from layerjump.fit import files
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.inputs.models import Model
@@ -58,7 +58,7 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
         return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadArtifact(
-            f"{path} does not hold together ({type(error).__name__} {files.one_line(error)}); make it again with "
+            f"{path} does not hold together ({type(error).__name__} {one_line(error)}); make it again with "
             f"`layerjump calibrate`"
         ) from error
 

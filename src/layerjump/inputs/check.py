@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed
+from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
 from layerjump.inputs.batches import Batch
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import Recorder
@@ -77,10 +77,9 @@ def _run_checks(model: Model) -> list[Check]:
     except LayerjumpError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise BadModel(
-            f"{model.name} loads, but does not run: {type(error).__name__}: {reason[:200]}; its configuration and its "
-            f"weights do not belong together"
+            f"{model.name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and "
+            "its weights do not belong together"
         ) from error
 
 

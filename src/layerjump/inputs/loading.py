@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from layerjump.errors import BadModel, LayerjumpError, ModelNotFound
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, one_line
 from layerjump.inputs import builtin
 from layerjump.inputs.families import family_of
 from layerjump.inputs.gguf import check_sizes
@@ -103,14 +103,13 @@ def _attempt(name: str, action: Any) -> Any:
     except LayerjumpError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
         if isinstance(error, OSError) and not Path(name).expanduser().exists():
             raise ModelNotFound(
-                f"{name} is neither a local folder nor a model the hub gives us ({reason[:200]}); check the name, "
+                f"{name} is neither a local folder nor a model the hub gives us ({one_line(error)}); check the name, "
                 f"the network, or give a local folder"
             ) from error
         raise BadModel(
-            f"{name} cannot be loaded: {type(error).__name__}: {reason[:300]}"
+            f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}"
         ) from error
 
 

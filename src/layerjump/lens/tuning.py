@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from layerjump.errors import BadArtifact
+from layerjump.errors import BadArtifact, one_line
 from layerjump.fit.affine import Affine
-from layerjump.fit.files import one_line, replace_file, writing
+from layerjump.fit.files import replace_file, writing
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import Site
 

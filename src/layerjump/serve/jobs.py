@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
+from layerjump.errors import one_line
+
 KEPT = 50
 """Ended jobs that can still be asked about."""
 
@@ -43,7 +45,7 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         self.state = "done" if error is None else "failed"
-        self.error = None if error is None else " ".join(str(error).split()) or type(error).__name__
+        self.error = None if error is None else one_line(error, 1_000)
 
     @property
     def ended(self) -> bool:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerjump.errors import BadArtifact, LayerjumpError
-from layerjump.fit.files import one_line, write_text, writing
+from layerjump.errors import BadArtifact, LayerjumpError, one_line
+from layerjump.fit.files import write_text, writing
 from layerjump.show.align import same_axes
 from layerjump.show.figures import panels
 from layerjump.show.look import number, plain_words, safe

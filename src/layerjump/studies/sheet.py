@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerjump.errors import BadArtifact
-from layerjump.fit.files import one_line, read_json
+from layerjump.errors import BadArtifact, one_line
+from layerjump.fit.files import read_json
 
 SHEET, KEY = "plausibility.csv", "plausibility-key.json"
 KIND = "layerjump plausibility key"

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadForeignLens, UnsafePickle
+from layerjump.errors import BadForeignLens, UnsafePickle, one_line
 from layerjump.fit import files
 from layerjump.fit.foreign.lens import check_size
 
@@ -34,7 +34,7 @@ def read(path: Path, most: int) -> Any:
         raise
     except Exception as error:
         raise BadForeignLens(
-            f"{path} cannot be read, so it is cut short, damaged or no pickle of tensors ({files.one_line(error)}); "
+            f"{path} cannot be read, so it is cut short, damaged or no pickle of tensors ({one_line(error)}); "
             f"get it again"
         ) from error
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from layerjump.errors import BadForeignLens, UnsafePickle
+from layerjump.errors import BadForeignLens, UnsafePickle, one_line
 from layerjump.fit import files
 from layerjump.fit.foreign.lens import check_size, too_large
 
@@ -24,7 +24,7 @@ def read(path: Path, most: int) -> Any:
     except Exception as error:  # a damaged list of members fails in ways that zipfile does not name
         raise BadForeignLens(
             f"{path} is no file of torch.save: cut short, of another kind, or older than torch 1.6 "
-            f"({files.one_line(error)}); save it again with a current torch"
+            f"({one_line(error)}); save it again with a current torch"
         ) from error
     if size > most:  # a small file can unpack to a large one
         raise too_large(path, size, most)
@@ -34,7 +34,7 @@ def read(path: Path, most: int) -> Any:
         raise _refused(path, error) from error
     except Exception as error:
         raise BadForeignLens(
-            f"{path} cannot be read, so it is cut short or damaged ({files.one_line(error)}); get it again"
+            f"{path} cannot be read, so it is cut short or damaged ({one_line(error)}); get it again"
         ) from error
 
 
