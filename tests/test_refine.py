@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from stories import stories
+from torch import nn
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.lens.refine import Rows, _Work, levels_of
-from layerjump.lens.tuning import NAME, Tuned
+from layerjump.lens.tuning import NAME, Tuned, Tuning
 
 TEXT = stories(400)
 
@@ -148,6 +150,23 @@ def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
     about = wild.provenance.settings["refine"]
     assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
     assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
+
+
+def test_a_level_that_is_never_a_number_keeps_its_start():
+    rows = torch.randn(50, 4)
+    tuned = {Site(level): Tuned(nn.Linear(4, 4), rows) for level in range(2)}
+    starts = [one.affine().factors[0] for one in tuned.values()]
+    tuning = Tuning(tuned, rate=0.1, steps=100)
+    tuning.look({Site(0): 1.0, Site(1): math.nan})
+    for step in range(3):
+        for one in tuned.values():
+            one(rows).square().sum().backward()
+        tuning.take({Site(0): 1.0, Site(1): 1.0})
+        tuning.look({Site(0): 0.9 - 0.1 * step, Site(1): math.nan})
+    kept = [jump.factors[0] for jump in tuning.best_maps().values()]
+    assert not torch.equal(kept[0], starts[0])
+    assert torch.equal(kept[1], starts[1])
+    assert not tuning.over(patience=2)  # the other level still falls
 
 
 def test_masked_models_are_tuned(data_folder):

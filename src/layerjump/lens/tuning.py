@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,18 @@ class Tuned(nn.Module):
 
 def _spread(rows: Tensor) -> Tensor:
     """Standard deviation of each coordinate; those that hardly vary count as varying a little."""
-    found = rows.std(0) if len(rows) > 1 else torch.ones(rows.shape[-1])
+    found = rows.std(0) if len(rows) > 1 else rows.new_ones(rows.shape[-1])
     return found.clamp_min(max(1e-3 * float(found.mean()), 1e-8))
+
+
+def _numbers(one: Tuned) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in one.state_dict().items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of those that are numbers."""
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.inf
 
 
 class Tuning:
@@ -83,7 +93,8 @@ class Tuning:
         self.history: list[list[float]] = []
         """Held-out KL of every level at each look."""
         self.best: list[float] = [math.inf] * len(self.tuned)
-        self._best = {site: one.state_dict() for site, one in self.tuned.items()}
+        # The start, not what it becomes: a level whose KL is no number at any look keeps it.
+        self._best = {site: _numbers(one) for site, one in self.tuned.items()}
         self._optimiser = torch.optim.Adam(
             [p for one in self.tuned.values() for p in one.parameters()], lr=rate, betas=(0.9, 0.99)
         )
@@ -106,11 +117,11 @@ class Tuning:
         for place, (site, one) in enumerate(self.tuned.items()):
             if values[place] < self.best[place]:
                 self.best[place] = values[place]
-                self._best[site] = {k: v.detach().clone() for k, v in one.state_dict().items()}
+                self._best[site] = _numbers(one)
 
     def over(self, patience: int) -> bool:
         """Whether all steps are done, or the last looks have not lowered the mean."""
-        means = [sum(values) / len(values) for values in self.history]
+        means = [_mean(values) for values in self.history]
         if self.step >= self.steps or len(means) <= patience:
             return self.step >= self.steps
         before = min(means[:-patience])

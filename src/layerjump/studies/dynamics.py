@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from layerjump.errors import BadStudy
 from layerjump.inputs.loading import load
@@ -54,12 +55,15 @@ def run(setup: Setup) -> Result:
 
 
 def _series(setup: Setup) -> Iterator[tuple[str, Model]]:
-    device = str(setup.model.device)
+    like: dict[str, Any] = {
+        "device": str(setup.model.device),
+        "dtype": str(setup.model.hf.dtype).split(".")[-1],
+    }
     for given in setup.settings.checkpoints:
         folder = Path(given).expanduser()
         if not folder.is_dir():
             # No folder: a branch, tag or commit of the model.
-            yield given, load(setup.model.name, revision=given, device=device)
+            yield given, load(setup.model.name, revision=given, **like)
             continue
         inside = sorted(folder.glob("checkpoint-*"), key=lambda path: step_of(path.name, 0))
         places = [folder] if (folder / "config.json").is_file() else inside
@@ -68,7 +72,7 @@ def _series(setup: Setup) -> Iterator[tuple[str, Model]]:
                 f"{given} is no checkpoint, and holds none (checkpoint-*); give folders that do, or hub revisions"
             )
         for path in places:
-            yield path.name, load(path, device=device)
+            yield path.name, load(path, **like)
 
 
 def step_of(name: str, otherwise: int) -> int:
