@@ -168,6 +168,21 @@ def test_a_gguf_whose_angles_are_more_than_its_width(tmp_path):
         lj.load(path)
 
 
+@pytest.mark.parametrize("count", [1 << 20, 1 << 40, (1 << 64) - 1])
+def test_a_gguf_whose_list_goes_on_behind_its_end(tmp_path, count):
+    """Its reader would go through all those entries that are not there."""
+    make_gguf(tmp_path)
+    path = tmp_path / "tiny.gguf"
+    kinds = (9).to_bytes(4, "little") + (8).to_bytes(4, "little")  # a list, of strings
+    key = b"tokenizer.ggml.tokens" + kinds
+    before, after = (key + n.to_bytes(8, "little") for n in (32, count))
+    assert before in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(before, after))
+    with pytest.raises(BadModel, match="damaged") as caught:
+        lj.load(path)
+    one_line(caught.value)
+
+
 def test_a_gguf_with_fewer_blocks_than_it_states(tmp_path):
     make_gguf(tmp_path)
     path = tmp_path / "tiny.gguf"
@@ -228,11 +243,14 @@ def test_our_own_trained_checkpoints_pass_the_self_check(name, data_folder):
     assert [check.name for check in checks if not check.passed] == []
 
 
-@pytest.mark.parametrize(("name", "share"), [("tiny-gpt2", 0.2), ("tiny-bert", 0.5)])
+UNIGRAM = 300
+"""About the perplexity of the text that they learnt, to one who knows how often each token occurs."""
+
+
+@pytest.mark.parametrize(("name", "share"), [("tiny-gpt2", 0.1), ("tiny-bert", 0.3)])
 def test_our_own_checkpoints_learnt_english(name, share, data_folder):
-    """What their recorded held-out perplexities say: well below a unigram model's."""
-    measured = json.loads((data_folder / name / "metrics.json").read_text())
-    assert measured["perplexity"] < share * measured["unigram_perplexity"]
+    recorded = json.loads((data_folder / name / "training.json").read_text())
+    assert recorded["tables"]["steps"][-1]["perplexity"] < share * UNIGRAM
     model = lj.load(data_folder / name)
     text = "Once upon a time, there was a little girl named Lily. She liked to play with her toys."
     (ids,) = model.tokens.encode([text])
@@ -245,7 +263,7 @@ def test_our_own_checkpoints_learnt_english(name, share, data_folder):
         target = found.batch.token if model.masked else torch.tensor(ids[2:])
         logits = found.logits if model.masked else found.logits[:-1]
         surprise.append(torch.nn.functional.cross_entropy(logits, target))
-    assert torch.stack(surprise).mean().exp() < measured["unigram_perplexity"] / 2
+    assert torch.stack(surprise).mean().exp() < UNIGRAM / 2
 
 
 def test_a_copy_of_the_folder_is_the_same_model(saved, tmp_path):
