@@ -14,10 +14,13 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
 
-# What takes too long for every day: real runs that are killed and starved, and damaged files of every kind.
+# What takes too long for every day: real runs that are killed and starved, damaged files of every kind, and a server
+# that is asked for everything by everybody.
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/programme.py --rounds 20 --seed 1
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py
+	OMP_NUM_THREADS=1 EXAMPLES=1000 $(BIN)/python -m pytest --timeout 7200 tests/test_serve_described.py
+	$(BIN)/python benchmarks/page.py --load --seconds 600
 
 check: $(READY)
 	$(BIN)/ruff format --check .

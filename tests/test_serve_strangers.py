@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from serving import serving
 
 import layerjump as lj
+from layerjump.serve.patience import SECONDS
 
 PAGE = Path(lj.__file__).parent / "serve" / "page"
 
@@ -135,6 +138,45 @@ def test_every_route_is_described_and_has_its_twin(server):
 
 def lj_docs():
     return Path(__file__).resolve().parents[1] / "docs"
+
+
+SLOW = {
+    "nothing at all": b"",
+    "half a header": b"GET /api/healthz HTTP/1.1\r\nHost: 127",
+    "a body to come": b"POST /api/lens HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+    "half a second question": b"GET /api/healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /api",
+}
+
+
+def test_who_never_finishes_a_question_is_let_go(server):
+    """And while they are there, others are answered."""
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+    for place, connection in enumerate(slow):
+        connection.sendall(list(SLOW.values())[place % len(SLOW)])
+    assert server.ask("/api/healthz")[0] == 200
+    time.sleep(SECONDS / 2)
+    for connection in slow:
+        connection.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            said = connection.recv(4096)
+            assert said.startswith(b"HTTP/1.1 200"), "closed too early"
+    assert server.ask("/api/healthz")[0] == 200
+    for connection in slow:
+        connection.settimeout(3 * SECONDS)
+        while connection.recv(4096):
+            pass
+        connection.close()
+
+
+def test_the_clock_starts_anew_with_every_question(server):
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    for _ in range(
+        3
+    ):  # each time a new question on the same connection, with the clock stopped between
+        connection.sendall(b"GET /api/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        time.sleep(SECONDS / 3)
+    connection.close()
 
 
 def test_a_port_that_is_taken_is_one_line(server, data_folder):

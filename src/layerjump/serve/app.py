@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -40,6 +40,13 @@ BUSY: dict[int | str, dict[str, Any]] = {
     503: {"description": "too many questions wait"},
 }
 UNFITTED = {"description": "a lens is not fitted yet: see /api/fit"}
+REFUSED = {
+    400: "the body is no text, or the Host header is not this machine's",
+    403: "asked from a page of another site",
+    404: "there is no such model, lens or job",
+    413: "the body is too large",
+    422: "refused; `error` says why",
+}
 FULL = refusal(503, "too many questions are waiting; ask again in a while")
 STREAMED = (
     "JSON lines, as they come: {busy, position} while in line, {token, text, level, verified} for every token, and at "
@@ -56,7 +63,9 @@ def make_app(library: Library) -> FastAPI:
         openapi_url="/api/openapi.json",
         docs_url=None,  # they would load their scripts from the network; /api/docs is our own
         redoc_url=None,
-        responses={422: {"description": "refused; `error` says why", "model": Problem}},
+        responses={
+            status: {"description": why, "model": Problem} for status, why in REFUSED.items()
+        },
     )
     app.add_middleware(Guard)
     _add_errors(app)
@@ -117,7 +126,7 @@ async def _in_turn(shelf: Shelf, key: Hashable, work: Callable[[], Answer]) -> R
     await asyncio.wait([waiting], timeout=PATIENCE)
     if waiting.done():
         return _response(waiting.result(), cached=False)
-    return _response(_busy(shelf, key), cached=False, **{"Retry-After": "1"})
+    return _response(_busy(shelf, key), cached=False, headers={"Retry-After": "1"})
 
 
 def _busy(shelf: Shelf, key: Hashable) -> Answer:
@@ -216,7 +225,8 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> Response:
         said = f"{request.method} {request.url.path[:80]} is not known here; see /api/docs"
         generic = error.detail in ("Not Found", "Method Not Allowed")
-        return _response(refusal(error.status_code, said if generic else str(error.detail)))
+        told = refusal(error.status_code, said if generic else str(error.detail))
+        return _response(told, headers=error.headers)  # "Allow", where a method is refused
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -246,7 +256,10 @@ def _json(content: Any, status: int = 200) -> Response:
     return _response(Answer(status, encode(content)))
 
 
-def _response(answer: Answer, *, cached: bool | None = None, **headers: str) -> Response:
+def _response(
+    answer: Answer, *, cached: bool | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    told = dict(headers or {})
     if cached is not None:
-        headers["X-Layerjump-Cache"] = "hit" if cached else "miss"
-    return Response(answer.body, answer.status, headers, "application/json")
+        told["X-Layerjump-Cache"] = "hit" if cached else "miss"
+    return Response(answer.body, answer.status, told, "application/json")

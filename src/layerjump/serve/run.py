@@ -12,6 +12,7 @@ import uvicorn
 
 from layerjump.errors import CannotServe
 from layerjump.serve.app import make_app
+from layerjump.serve.patience import Impatient
 from layerjump.serve.shelves import Library
 
 HOST = "127.0.0.1"
@@ -33,6 +34,7 @@ def serve(
 
         config = uvicorn.Config(
             make_app(library),
+            http=Impatient,
             log_level="warning",
             access_log=False,
             server_header=False,
