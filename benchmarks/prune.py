@@ -7,7 +7,7 @@ stories15M TinyStories alone (it cannot read the other: perplexity 7,000). Perpl
 valid, as a ratio to the whole model's on the same tokens, paired over documents.
   same cut      every map on one run of blocks, the one whose loss on select documents is least with a full map in place
   own best cut  each method with the cut it would choose: remove_bi by Block Influence (published: no block protected),
-                deepest, replaceme the run of least angle, ours greedily by loss
+                deepest, replaceme the run of least angle, ours by loss (greedily, or the run above)
   distil        `fold` on its own best cut, all weights trained for so many minutes
   speed         tokens a second of the exported checkpoint beside the original, in turn; its logits are compared, too
 Last line: JSON, model → blocks dropped → text → method → perplexity ratio, each method with its own best cut, and with
@@ -20,6 +20,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from layerjump.compress.choose import Choosing, choose, order_by_loss
 from layerjump.compress.cuts import Span, must_stay, spans
 from layerjump.compress.distil import distil
 from layerjump.compress.loss import Losses, losses
-from layerjump.compress.prune import EVERY, Calibration, Pruned, calibrate, cut_out
+from layerjump.compress.prune import EVERY, Calibration, Pruned, calibrate, cut_out, least_loss
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.models import Model
 from layerjump.measure.timing import alternate, machine, ratio
@@ -56,6 +57,7 @@ CALIBRATION, TEST = 20_000, 5_000
 SIZES = "85/10/5"
 SAME_CUT = {"remove": "remove", "replaceme": "replaceme", "turn": "fold", "linear": "linear"}
 """Method → its name in the figures."""
+OURS = ("linear", "fold")
 
 Ratios = dict[str, dict[str, float]]
 """Text → method → perplexity ratio."""
@@ -123,15 +125,19 @@ def one_drop(bench: Bench, count: int) -> Ratios:
     ratios: Ratios = {text: {} for text in TESTS}
     run = one_run(bench, count)
     print(f"{count} blocks out, same cut: blocks {run[0] + 1} to {run[1]}")
+    one_cut = {}
     for method, name in SAME_CUT.items():
-        found = bench.ratios(bench.cut([run], method).model)
+        one_cut[name] = bench.cut([run], method)
+        found = bench.ratios(one_cut[name].model)
         show(name, found)
         keep(ratios, f"{name}_same_cut", found)
     print(f"{count} blocks out, each method's own best cut")
     for name, (cuts, method) in own_cuts(bench, count).items():
         pruned = bench.cut(cuts, method)
+        if name in OURS:  # as `lj.prune` chooses
+            pruned = least_loss([pruned, one_cut[name]], bench.calibration)
         found = bench.ratios(pruned.model)
-        show(f"{name} {spans_said(cuts)}", found)
+        show(f"{name} {spans_said(pruned.cuts)}", found)
         keep(ratios, name, found)
         if name == "fold":
             speed(pruned)
@@ -216,7 +222,7 @@ def show(name: str, found: Found) -> None:
     print(f"  {name:<28} {said}", flush=True)
 
 
-def spans_said(cuts: list[Span]) -> str:
+def spans_said(cuts: Sequence[Span]) -> str:
     return ",".join(f"{i + 1}-{j}" if j > i + 1 else str(j) for i, j in cuts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import subprocess
 import sys
@@ -169,12 +170,15 @@ def test_who_never_finishes_a_question_is_let_go(server):
 
 
 def test_the_clock_starts_anew_with_every_question(server):
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    for _ in range(
-        3
-    ):  # each time a new question on the same connection, with the clock stopped between
-        connection.sendall(b"GET /api/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.connect()
+    first = connection.sock
+    for _ in range(4):
+        connection.request("GET", "/api/healthz")
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
+        assert connection.sock is first, "closed in between"
         time.sleep(SECONDS / 3)
     connection.close()
 

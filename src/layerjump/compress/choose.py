@@ -28,7 +28,7 @@ from layerjump.inputs.sites import Site
 from layerjump.inputs.states import states
 
 CHOICES = {
-    "loss": "greedily, the blocks whose loss costs least on select documents, stand-ins in place",
+    "loss": "what costs least on select documents with stand-ins in place: the best run, or blocks found greedily",
     "linearity": "the blocks that a linear map explains best",
     "linearity-again": "the same, scored anew on what is left after each one",
     "influence": "the blocks that change the direction of the stream least (ShortGPT's Block Influence)",
