@@ -7,6 +7,7 @@ no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on i
 rxn-bert (masked) on reactions; maps that land after the final norm beside the paper's (500 sentences less to fit on,
 to choose their features by). Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
 rxn-bert, and `finetune` as in its Table 1. What differs from the papers is the model and, but for the news, the text.
+`architecture` is our own: nine kinds of transformer of the size of tests/data/tiny-gpt2, trained three times each.
 `budget` is the test tokens of the costly studies; `demo` is what `make demo` runs, for the README.
 """
 
@@ -31,6 +32,7 @@ NEWS = TEXTS / "leipzig/eng_news_2020_10K-sentences.txt"
 STORIES = TEXTS / "tinystories/tinystories_valid_sample.txt"
 REACTIONS = TEXTS / "reactions.txt"
 TASKS = TEXTS / "eval"
+TINY = Path(__file__).parents[1] / "tests/data/tiny-gpt2"
 
 PAPER = "r2,predictions,exits"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
@@ -93,6 +95,12 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         [WIKIPEDIA],
         "finetune",
         {"protocol": "ours", "task": str(TASKS / "copa.jsonl"), "runs": 3},
+    ),
+    "architecture": (
+        str(TINY),
+        [STORIES],
+        "architecture",
+        {"protocol": "ours", "steps": 300, "runs": 3, "split": "70/10/20"},
     ),
 }
 

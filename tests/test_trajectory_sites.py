@@ -6,6 +6,7 @@ import pytest
 import torch
 import trajectories
 import words
+from stories import stories
 from tiny import tiny_model
 from trajectories import NUMBERS, STORY, made
 
@@ -101,10 +102,9 @@ def test_an_encoder_decoder_is_refused():
         lj.Lens(model)(NUMBERS)
 
 
-def test_on_a_trained_model_the_map_reads_better_than_the_state_itself(gpt2, text):
-    """Held-out stories are the models' own language; the map was fitted on other text."""
-    lens = lj.Lens(gpt2, lj.fit(gpt2, text, sizes="100/0/0"))
+def test_on_a_trained_model_the_map_reads_better_than_the_state_itself(gpt2):
+    lens = lj.Lens(gpt2, lj.fit(gpt2, stories(200), sizes="100/0/0"))
     assert lens.fitted_from == 1
     plain, mapped = lj.Lens(gpt2)(STORY), lens(STORY)
-    assert mapped.kl[1:-1, 1:].mean() < plain.kl[1:-1, 1:].mean()
+    assert mapped.kl[1:-1, 1:].mean() < plain.kl[1:-1, 1:].mean() / 2
     assert mapped.entropy.max() <= math.log(gpt2.anatomy.vocabulary) + 1e-9
