@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import fitted
 import pytest
 import torch
@@ -43,6 +45,26 @@ def test_on_a_trained_model_each_method_beats_the_one_before(trained):
     }
     assert before < found["turn"] < found["fold"] < found["replaceme"] < found["remove"]
     assert found["linear"] < found["replaceme"]
+
+
+def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
+    """Each with its own stand-ins, on select documents; here the two ways choose different blocks."""
+    model, text = trained
+    given = {"tokens": 4_000, "sizes": "80/5/15", "seed": 0}
+    calibration = calibrate(model, text, **given)
+    ends = choosing.Choosing(model, calibration.fit, calibration.select, (1, 6))
+    one = replace(ends, one_run=True)
+    both = [tuple(spans(choosing.choose("loss", 2, way))) for way in (ends, one)]
+    assert len(set(both)) == 2
+    cost = {}
+    for cuts in both:
+        cost[cuts] = losses(
+            cut_out(model, cuts, "fold", calibration).model, calibration.select
+        ).mean
+    found = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], **given)
+    assert found.cuts == min(cost, key=cost.__getitem__)
+    alone = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], one_run=True, **given)
+    assert alone.cuts == both[1]
 
 
 def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
