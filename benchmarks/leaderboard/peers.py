@@ -32,8 +32,8 @@ class Peer:
 
 
 PEERS = {
-    "tuned-lens": Peer("tuned_lens", "tuned.py", "."),
-    "jacobian (TransformerLens)": Peer("jacobian", "jacobian.py", "lens.pt"),
+    "tuned_lens": Peer("tuned_lens", "tuned.py", "."),
+    "jacobian_transformerlens": Peer("jacobian", "jacobian.py", "lens.pt"),
 }
 
 
@@ -50,7 +50,7 @@ class Budget:
     skip_first: int = 16
 
     def arguments(self, name: str, our_seconds: float) -> list[str]:
-        if name == "tuned-lens":
+        if name == "tuned_lens":
             given: dict[str, float] = {
                 "steps": self.steps,
                 "tokens-per-step": self.tokens_per_step,
