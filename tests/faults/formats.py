@@ -21,7 +21,7 @@ from safetensors.torch import load as tensors_of
 from tiny import tiny_model
 
 import layerjump as lj
-from faults import checkpoints, mutate, texts
+from faults import checkpoints, mutate, mutate_pickles, texts
 from faults.mutate import Way
 from layerjump.decode import kept
 from layerjump.decode.calibrate import Calibration
@@ -265,16 +265,20 @@ FORMATS: dict[str, Format] = {
     "exit": Format(_make_exit, _read_exit, {".safetensors": SEALED}),
     "results": Format(_make_results, _read_results, {".json": mutate.JSON}),
     "unfinished-refine": Format(
-        lambda folder: a_tuning().save(folder, "same"), _read_unfinished, {UNFINISHED: mutate.ZIP}
+        lambda folder: a_tuning().save(folder, "same"),
+        _read_unfinished,
+        {UNFINISHED: mutate_pickles.ZIP},
     ),
     "tuned-lens": Format(
         _make_tuned_lens,
         lambda path: _read_lens("tuned-lens", path),
-        {".pt": mutate.ZIP, ".json": mutate.JSON},
+        {".pt": mutate_pickles.ZIP, ".json": mutate.JSON},
     ),
-    "mat": Format(_make_mat, lambda path: _read_lens("mat", path), {".pickle": mutate.PICKLE}),
+    "mat": Format(
+        _make_mat, lambda path: _read_lens("mat", path), {".pickle": mutate_pickles.PICKLE}
+    ),
     "jacobian": Format(
-        _make_jacobian, lambda path: _read_lens("jacobian", path), {".pt": mutate.ZIP}
+        _make_jacobian, lambda path: _read_lens("jacobian", path), {".pt": mutate_pickles.ZIP}
     ),
     "text": Format(
         texts.make,

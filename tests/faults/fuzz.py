@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from faults.formats import FORMATS, Format
-from faults.mutate import CANARY
+from faults.mutate_pickles import CANARY
 from layerjump.errors import LayerjumpError
 
 SECONDS = 5.0

@@ -10,8 +10,6 @@ bytes as one that was never hurt; and who runs it reads one line, never a traceb
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
 import random
@@ -29,7 +27,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import runs
-from runs import COMMANDS, OUT, Command, end_of, essence, fresh, launch, said
+from runs import (
+    COMMANDS,
+    OUT,
+    Command,
+    end_of,
+    essence,
+    fresh,
+    launch,
+    mounted,
+    said,
+    stop_when_it_holds_its_folder,
+    tail,
+    unless_one_line,
+)
 from stories import stories
 
 ANSWER = 20.0
@@ -103,7 +114,7 @@ class Programme:
         """Take a hurt run up; what is wrong with its end."""
         code = end_of(launch(command.line(*command.resume, *more), place))
         if code:
-            return f"it does not go on (exit {code}): {_tail(place)}"
+            return f"it does not go on (exit {code}): {tail(place)}"
         return self.differs(command, place)
 
     def differs(self, command: Command, place: Path) -> str | None:
@@ -158,11 +169,11 @@ class Programme:
             self.seconds[command.name] *= 0.8
             return self.interrupt(command, times)
         if code != 130:
-            wrong = f"exit {code}: {_tail(place)}"
+            wrong = f"exit {code}: {tail(place)}"
         elif "Traceback" in printed:
-            wrong = f"a traceback: {_tail(place)}"
+            wrong = f"a traceback: {tail(place)}"
         elif "run the same command" not in printed.strip().splitlines()[-1]:
-            wrong = f"does not say how to go on: {_tail(place)}"
+            wrong = f"does not say how to go on: {tail(place)}"
         elif times > 1 and time.monotonic() - start > ANSWER:
             wrong = f"took {time.monotonic() - start:.0f} s to end"
         if wrong is None:
@@ -175,13 +186,13 @@ class Programme:
         tally = self.tally("disk full")
         place = fresh(self.folder / "hurt", self.text)
         size = self.draw.choice([24, 64, 150, 400, 900])
-        if not _mount(place, f"size={size}k"):
+        if not mounted(place, f"size={size}k"):
             tally.skipped = "mounting a small disk needs root"
             return
         try:
             (place / runs.TEXT).write_text(self.text)
             code = end_of(launch(command.line(), place))
-            wrong = _one_line(code, place, "cannot be written") if code else None
+            wrong = unless_one_line(code, place, "cannot be written") if code else None
             subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
             again = () if command.resume else ("--force",)
             tally.note(
@@ -194,14 +205,14 @@ class Programme:
         """A folder in which nothing can be written."""
         tally = self.tally("read-only folder")
         place = fresh(self.folder / "hurt", self.text)
-        if not _mount(place, "size=1m"):
+        if not mounted(place, "size=1m"):
             tally.skipped = "mounting a read-only disk needs root"
             return
         try:
             (place / runs.TEXT).write_text(self.text)
             subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
             code = end_of(launch(command.line(), place))
-            tally.note(command.name, _one_line(code, place, "read-only"))
+            tally.note(command.name, unless_one_line(code, place, "read-only"))
         finally:
             subprocess.run(["umount", "--lazy", str(place)], check=True)
 
@@ -212,7 +223,9 @@ class Programme:
         text.write_text(self.text)
         line = [str(text) if word == runs.TEXT else word for word in command.line()]
         code = end_of(launch(line, place, lambda: shutil.rmtree(place)))
-        self.tally("removed directory").note(command.name, _one_line(code, place, "cannot be"))
+        self.tally("removed directory").note(
+            command.name, unless_one_line(code, place, "cannot be")
+        )
 
     def two_at_once(self, command: Command) -> None:
         """A second run on the same folder is refused, and the first one does not notice."""
@@ -220,10 +233,10 @@ class Programme:
         first = launch(command.line(), place)
         stop_when_it_holds_its_folder(first, place)
         second = end_of(launch(command.line(), place))
-        wrong = _one_line(second, place, "another run is writing")
+        wrong = unless_one_line(second, place, "another run is writing")
         os.kill(first, signal.SIGCONT)
         if end_of(first):
-            wrong = wrong or f"the first run ended badly: {_tail(place)}"
+            wrong = wrong or f"the first run ended badly: {tail(place)}"
         self.tally("two runs").note(command.name, wrong or self.differs(command, place))
 
     def clock_jumps(self, command: Command) -> None:
@@ -245,7 +258,7 @@ class Programme:
                 stderr=log,
                 check=False,
             ).returncode
-        wrong = f"exit {code}: {_tail(place)}" if code else self.differs(command, place)
+        wrong = f"exit {code}: {tail(place)}" if code else self.differs(command, place)
         tally.note(command.name, wrong)
 
     def run(self, rounds: int) -> None:
@@ -261,38 +274,6 @@ class Programme:
                 self.interrupt(command, times=1)
                 self.interrupt(command, times=2)
                 self.full_disk(command)
-
-
-def _mount(place: Path, options: str) -> bool:
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-    return subprocess.run(mount, capture_output=True, check=False).returncode == 0
-
-
-def stop_when_it_holds_its_folder(child: int, place: Path) -> None:
-    """Stop a run once its lock is held, not merely there, so that it cannot end before another has asked."""
-    while True:
-        for lock in (*place.glob(".out.lock"), *(place / OUT).glob(".lock")):
-            os.kill(child, signal.SIGSTOP)
-            with contextlib.suppress(FileNotFoundError), lock.open("r+") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return
-            os.kill(child, signal.SIGCONT)
-        time.sleep(0.002)
-
-
-def _one_line(code: int, place: Path, words: str) -> str | None:
-    """What is wrong with how a run said that it cannot be done."""
-    printed = said(place)
-    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
-    if code != 1 or len(lines) != 1 or "Traceback" in printed or words not in lines[0]:
-        return f"exit {code}: {_tail(place)}"
-    return None
-
-
-def _tail(place: Path) -> str:
-    return " | ".join(said(place).strip().splitlines()[-3:])[-400:]
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ with its own working directory, signals and limits.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib
 import json
@@ -13,6 +15,7 @@ import os
 import pkgutil
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -177,3 +180,35 @@ def acknowledged(place: Path) -> int:
     path = place / OUT / "results.json"
     studies = len(json.loads(path.read_text())["studies"]) if path.is_file() else 0
     return max([studies, *steps])
+
+
+def mounted(place: Path, options: str) -> bool:
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+
+def stop_when_it_holds_its_folder(child: int, place: Path) -> None:
+    """Stop a run once its lock is held, not merely there, so that it cannot end before another has asked."""
+    while True:
+        for lock in (*place.glob(".out.lock"), *(place / OUT).glob(".lock")):
+            os.kill(child, signal.SIGSTOP)
+            with contextlib.suppress(FileNotFoundError), lock.open("r+") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return
+            os.kill(child, signal.SIGCONT)
+        time.sleep(0.002)
+
+
+def unless_one_line(code: int, place: Path, words: str) -> str | None:
+    """What is wrong with how a run said that it cannot be done."""
+    printed = said(place)
+    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+    if code != 1 or len(lines) != 1 or "Traceback" in printed or words not in lines[0]:
+        return f"exit {code}: {tail(place)}"
+    return None
+
+
+def tail(place: Path) -> str:
+    return " | ".join(said(place).strip().splitlines()[-3:])[-400:]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerjump as lj
-from faults import formats, fuzz, mutate
+from faults import formats, fuzz, mutate, mutate_pickles
 from faults.formats import FORMATS, Format
 from layerjump.decode import kept
 from layerjump.errors import BadArtifact, BadForeignLens, BadMoments
@@ -46,7 +46,7 @@ def _made(folder: Path) -> None:
         (lambda path: os.kill(os.getpid(), 11), "crash: the process ended with -11"),
         (lambda path: time.sleep(60), "hang"),
         (lambda path: bytearray(3 << 30), "MemoryError"),
-        (lambda path: Path(mutate.CANARY).mkdir(), "code of the file was run"),
+        (lambda path: Path(mutate_pickles.CANARY).mkdir(), "code of the file was run"),
     ],
     ids=["error", "crash", "hang", "memory", "code"],
 )
@@ -70,8 +70,8 @@ def test_the_same_seed_spoils_in_the_same_way():
 
 def test_the_planted_call_runs_where_nobody_is_careful(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pickle.loads(mutate.PLANTED + b"N.")
-    assert Path(mutate.CANARY).is_dir()
+    pickle.loads(mutate_pickles.PLANTED + b"N.")
+    assert Path(mutate_pickles.CANARY).is_dir()
 
 
 # What was found

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from layerjump.errors import BadModel
-from layerjump.inputs.families import Family, family_of
+from layerjump.inputs.families import family_of
+from layerjump.inputs.family import Family
 from layerjump.inputs.sites import BLOCK_PARTS, FINAL, Site
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from layerjump.errors import BadModel, NoPredictions
 from layerjump.inputs.anatomy import Anatomy
 from layerjump.inputs.check import require_passed
-from layerjump.inputs.families import Task
+from layerjump.inputs.family import Task
 from layerjump.inputs.tokens import Tokens
 
 
