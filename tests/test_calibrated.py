@@ -133,6 +133,8 @@ def test_one_kind_of_features_alone(model, text):
     for kind in ("raw", "rms"):
         made = lj.fit(model, text, estimator="calibrated", reads=kind, tokens=8_000)
         assert {made.info[pair].features for pair in made} == {kind}
+        # h / rms(h) taken for the target would not be the identity, and is not scored as such.
+        assert all((made.info[pair].r2_identity is None) == (kind != "raw") for pair in made)
         affine = lj.fit(model, text, estimator="affine", pairs="to-final", reads=kind, tokens=8_000)
         assert {affine.info[pair].features for pair in affine} == {kind}
 

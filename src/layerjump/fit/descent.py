@@ -78,7 +78,7 @@ def train_n_njtc(
     reading = Reading.of(model, text, where, tokens=tokens, sizes=sizes, seed=seed)
     jumps, rows = _trained(model, reading.batches, steps, rank, rate, seed, progress)
     last = Site(model.n_blocks)
-    maps = {(site, last): jump.eval().folded() for site, jump in jumps.items()}
+    maps = {(site, last): jump.cpu().eval().folded() for site, jump in jumps.items()}
     settings = {"steps": steps, "rank": rank, "rate": rate}
     return reading.jumps(maps, NAME, settings, n_fit=rows, rank=rank)
 
@@ -105,7 +105,7 @@ def _trained(
             continue  # a batch normalisation wants two rows
         if not jumps:
             draw, spread = torch.Generator().manual_seed(seed), at[last].float().std(0)
-            jumps = {site: Narrow(model.width, rank, spread, draw) for site in sites}
+            jumps = {site: Narrow(model.width, rank, spread.cpu(), draw).to(spread) for site in sites}
             parameters = [p for jump in jumps.values() for p in jump.parameters()]
             optimiser = torch.optim.Adam(parameters, lr=rate)
         for group in optimiser.param_groups:
@@ -113,7 +113,7 @@ def _trained(
         with torch.enable_grad():
             for site, jump in jumps.items():
                 wanted = at[last].float()
-                error = (jump(at[site].float()) - wanted) / jump.spread.clamp_min(1e-6)
+                error = (jump(at[site].to(wanted)) - wanted) / jump.spread.clamp_min(1e-6)
                 error.square().mean().backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)

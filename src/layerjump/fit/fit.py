@@ -201,7 +201,9 @@ def _info(
     if collected.test.n:
         x, y = sides(collected.test, pair, kind)
         score = (*r2(jump, x, y),)
-        baseline = (*r2_identity(x, [y])[0],) if jump.shape[0] == jump.shape[1] else None
+        # What is read may be h / rms(h): taking that for the target is not the identity.
+        if kind == "raw" and jump.shape[0] == jump.shape[1]:
+            baseline = (*r2_identity(x, [y])[0],)
     rank = jump.factors[0].shape[1] if len(jump.factors) == 2 else None
     return JumpInfo(
         source=source,

@@ -163,7 +163,9 @@ class _Work:
             picks = torch.tensor(_shuffled(batch.n_picks, found.seed, number, index)[:each])
             at = next(iter(states(self.model, [batch], sites))).at
             parts.append({site: at[site][picks.to(at[site].device)] for site in sites})
-        joined = {site: torch.cat([part[site] for part in parts]) for site in sites}
+        # A model may be spread over devices: its head's is where levels are mapped and read.
+        place = parts[0][FINAL].device
+        joined = {site: torch.cat([part[site] for part in parts]).to(place) for site in sites}
         return Rows({site: joined[site] for site in self.levels}, joined[FINAL])
 
     def gradients(self, site: Site, rows: Rows, tuned: Tuned) -> float:

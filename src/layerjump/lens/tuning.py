@@ -42,7 +42,7 @@ class Tuned(nn.Module):
 
     def __init__(self, jump: nn.Module, rows: Tensor) -> None:
         super().__init__()
-        self.jump = copy.deepcopy(jump)
+        self.jump = copy.deepcopy(jump).to(rows.device)
         self.jump.requires_grad_(True)
         seen = rows.float()
         for step in self.jump if isinstance(self.jump, nn.Sequential) else [self.jump]:
@@ -63,8 +63,8 @@ class Tuned(nn.Module):
         made = to_affine(self.jump)
         return Affine(
             made.shape,
-            tuple(factor.detach().clone() for factor in made.factors),
-            None if made.bias is None else made.bias.detach().clone(),
+            tuple(factor.detach().cpu().clone() for factor in made.factors),
+            None if made.bias is None else made.bias.detach().cpu().clone(),
         )
 
 
