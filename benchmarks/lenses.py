@@ -14,7 +14,8 @@ Peers run in environments of their own (`benchmarks/peers/setup.sh FOLDER` makes
 lens gets the best of several ways to train, until it gains no more, and ten times the CPU of our dearest fit (but the
 Jacobian's).
 Without `--peers` their results come from `benchmarks/peers/recorded.json`, and are marked. All numbers go to
-`lenses.json`, the figure to `lenses.html`; the last line is JSON: model → text → lens → {kl, p1, cost, ece, …}.
+`lenses.json`, the tables to `lenses.md`, the figure to `lenses.html`; the last line is JSON: model → text → lens →
+{kl, p1, cost, ece, …}.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from leaderboard.held_out import HeldOut, held_out, own_calibration
 from leaderboard.ours import OURS, Made, Workshop
 from leaderboard.peers import PEERS, Budget, record, recorded, run_peers
 from leaderboard.scores import Scores, difference, score
-from leaderboard.show import Board, beside, figure, table, write_page
+from leaderboard.show import Board, beside, figure, markdown, table, write_page
 from mixture import mixture
 
 import layerjump as lj
@@ -111,6 +112,14 @@ def main() -> None:
         for text, board in by_text.items()
     ]
     write_page(figures, settings.output / "lenses.html")
+    (settings.output / "lenses.md").write_text(
+        "\n\n".join(
+            f"{name}, {text}:\n\n{markdown(board)}"
+            for name, by_text in boards.items()
+            for text, board in by_text.items()
+        )
+        + "\n"
+    )
     (settings.output / "lenses.json").write_text(
         json.dumps(boards, indent=1, allow_nan=False) + "\n"
     )
@@ -221,9 +230,11 @@ def one_board(
 
 
 def _row(scores: Scores, made: Made, forward_seconds: float) -> dict[str, Any]:
+    jumps = made.lens.jumps
     return scores.summary() | {
         "cpu_seconds": made.seconds,
         "cost": made.seconds / forward_seconds,
+        "parameters": 0 if jumps is None else sum(part.numel() for part in jumps.parameters()),
         "levels": scores.levels(),
     }
 

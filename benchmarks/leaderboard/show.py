@@ -27,15 +27,28 @@ def table(board: Board) -> str:
     lines = [
         f"  {'lens':28}{'KL (95 %)':>24}"
         + "".join(f"{said:>13}" for name, said in MEASURES.items() if name != "kl")
-        + f"{'CPU s':>10}{'× forward':>11}"
+        + f"{'parameters':>12}{'CPU s':>10}{'× forward':>11}"
     ]
     for name, found in ranked(board):
         said = name + (" (recorded)" if found.get("recorded") else "")
         mean, low, high = found["kl"]
         others = "".join(f"{found[each][0]:13.3f}" for each in MEASURES if each != "kl")
-        cost = f"{found['cpu_seconds']:10.1f}{found['cost']:11.2f}"
+        cost = f"{found['parameters']:12,}{found['cpu_seconds']:10.1f}{found['cost']:11.2f}"
         lines.append(f"  {said:28}{f'{mean:.3f} ({low:.3f}–{high:.3f})':>24}{others}{cost}")
     return "\n".join(lines)
+
+
+def markdown(board: Board) -> str:
+    """The same table for a page of documentation."""
+    rows = [["lens", *MEASURES.values(), "parameters", "CPU s", "× forward"]]
+    rows.append(["---"] * len(rows[0]))
+    for name, found in ranked(board):
+        mean, low, high = found["kl"]
+        others = [f"{found[each][0]:.3f}" for each in MEASURES if each != "kl"]
+        cost = [f"{found['parameters']:,}", f"{found['cpu_seconds']:.0f}", f"{found['cost']:.2f}"]
+        said = name + (" (recorded)" if found.get("recorded") else "")
+        rows.append([said, f"{mean:.3f} ({low:.3f}–{high:.3f})", *others, *cost])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def beside(one: str, other: str, board: Board) -> str:

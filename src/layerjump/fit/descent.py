@@ -105,7 +105,9 @@ def _trained(
             continue  # a batch normalisation wants two rows
         if not jumps:
             draw, spread = torch.Generator().manual_seed(seed), at[last].float().std(0)
-            jumps = {site: Narrow(model.width, rank, spread.cpu(), draw).to(spread) for site in sites}
+            jumps = {
+                site: Narrow(model.width, rank, spread.cpu(), draw).to(spread) for site in sites
+            }
             parameters = [p for jump in jumps.values() for p in jump.parameters()]
             optimiser = torch.optim.Adam(parameters, lr=rate)
         for group in optimiser.param_groups:
