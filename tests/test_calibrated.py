@@ -41,8 +41,8 @@ def collected(model, text):
 
 
 @pytest.fixture(scope="module")
-def jumps(collected):
-    return solve_jumps(collected, "calibrated")
+def jumps(model, collected):
+    return solve_jumps(collected, "calibrated", model=model)
 
 
 def states_of(model, text, part):
@@ -75,7 +75,8 @@ def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected
         source, _ = sides(collected.fit, (Site(level), FINAL), info.features)
         theirs = Ridge(alpha=info.strength * unit(source)).fit(x.numpy(), rows[FINAL].numpy())
         mine = jumps[level, "final"](rows[Site(level)][:500])
-        wanted = torch.as_tensor(theirs.predict(x[:500].numpy()))
+        factor = jumps.provenance.settings["temperature"][str(level)]
+        wanted = factor * torch.as_tensor(theirs.predict(x[:500].numpy()))
         assert float((mine - wanted).abs().max() / wanted.std()) < 1e-3
 
 
@@ -112,7 +113,7 @@ def test_sums_of_features_are_kept_and_merged(model, text, collected, tmp_path):
     other = lj.collect(model, stories(200, seed=5), pairs="to-final", reads="both")
     both = merge([again, other])
     assert both.fit.n == again.fit.n + other.fit.n
-    made = solve_jumps(both, "calibrated")
+    made = solve_jumps(both, "calibrated", model=model)
     assert len(made) == model.n_blocks
     raw = lj.collect(model, stories(200, seed=6), pairs="to-final")
     with pytest.raises(BadMoments, match="same pairs and features"):
@@ -143,7 +144,9 @@ def test_what_it_cannot_do_is_one_line(model, text, collected):
     with pytest.raises(BadEstimator, match="to-final"):
         lj.fit(model, text, estimator="calibrated", pairs="to-last", reads="raw", tokens=3_000)
     with pytest.raises(BadEstimator, match="no settings"):
-        solve_jumps(collected, "calibrated", rank=3)
+        solve_jumps(collected, "calibrated", rank=3, model=model)
+    with pytest.raises(BadEstimator, match="no model was given"):
+        solve_jumps(collected, "calibrated")
     with pytest.raises(BadMoments, match="others start"):
         Moments([(Site(0), Site(1)), (Site(1), Site(2))], reads="both")
     with pytest.raises(BadMoments, match="others start"):

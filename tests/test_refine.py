@@ -12,6 +12,7 @@ from torch import nn
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
+from layerjump.fit.collect import plan
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.lens.refine import Rows, _Work, levels_of
@@ -77,11 +78,11 @@ def test_any_map_with_numbers_is_tuned(model, estimator, settings):
 
 def test_gradients_are_finite_differences(model, jumps):
     work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
-    fit, _ = work.documents(TEXT, 0)
+    fit, _ = work.documents(TEXT, 0, None)
     rows = work.step(fit, 0, 12)
     site = Site(2)
     tuned = Tuned(jumps[site, FINAL], rows.at[site])
-    work.gradients(site, rows, tuned)
+    work.gradients(rows, {site: tuned})
     draw = torch.Generator().manual_seed(0)
     for parameter in tuned.parameters():
         along = torch.randn(parameter.shape, generator=draw)
@@ -93,7 +94,7 @@ def test_gradients_are_finite_differences(model, jumps):
             for name, other in moved.named_parameters():
                 if same[name] is parameter:
                     other.data.add_(size * along)
-            ends.append(work.kl(site, rows, moved))
+            ends.append(work.kl(rows, {site: moved})[site])
         assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
 
 
@@ -108,17 +109,37 @@ def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
 
 def test_kl_is_the_mean_over_positions(model, jumps):
     work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
-    _, held = work.documents(TEXT, 0)
+    _, held = work.documents(TEXT, 0, None)
     rows, site = work.watched(held), Site(1)
     own = model.anatomy.decode(rows.final).log_softmax(-1)
     guess = lj.Lens(model, jumps).logits(1, rows.at[site]).log_softmax(-1)
     wanted = float((own.exp() * (own - guess)).sum(-1).mean())
     tuned = Tuned(jumps[site, FINAL], rows.at[site])
-    assert work.kl(site, rows, tuned) == pytest.approx(wanted, rel=1e-4)
+    assert work.kl(rows, {site: tuned})[site] == pytest.approx(wanted, rel=1e-4)
     half = Rows({site: rows.at[site][:7]}, rows.final[:7])
-    assert work.kl(site, half, tuned) == pytest.approx(
+    assert work.kl(half, {site: tuned})[site] == pytest.approx(
         float((own.exp() * (own - guess)).sum(-1)[:7].mean()), rel=1e-4
     )
+
+
+def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
+    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    rows = work.step(work.documents(TEXT, 0, None)[0], 0, 12)
+    tuned = {site: Tuned(jumps[pair], rows.at[site]) for site, pair in work.levels.items()}
+    calls = []
+    handle = model.anatomy.head.register_forward_hook(lambda *_: calls.append(1))
+    work.gradients(rows, tuned)
+    handle.remove()
+    assert len(calls) == model.n_blocks + 1
+
+
+def test_tokens_are_those_of_the_fit(model, jumps):
+    """The same bound gives the very documents that a fit reads."""
+    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    found = work.documents(TEXT, 0, 6_000)
+    planned = plan(model, TEXT, tokens=6_000).batches
+    for mine, name in zip(found, ("fit", "select"), strict=True):
+        assert mine.sequences.ids.tolist() == planned[name].sequences.ids.tolist()
 
 
 def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refined, tmp_path):

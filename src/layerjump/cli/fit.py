@@ -138,6 +138,7 @@ def fit(
     _check_refine(refine, steps, from_moments, group.world)
     if from_moments:
         collected = merge([Collected.load(path) for path in from_moments])
+        loaded = None if model is None else _same_model(model, where, collected)
     else:
         from layerjump.fit.checkpoint import Checkpoint
         from layerjump.fit.collect import plan
@@ -154,7 +155,7 @@ def fit(
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     if refine is not None:
         assert loaded is not None
-        jumps = _tuned(loaded, jumps, corpus, steps, seed, output, resume)
+        jumps = _tuned(loaded, jumps, corpus, steps, tokens, seed, output, resume)
     _write(jumps, output, as_json=as_json)
     if save_moments:
         collected.save(output / "moments.safetensors")
@@ -173,6 +174,20 @@ def _opened(
     if model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
     return load(model, **where), read(text, column=column)
+
+
+def _same_model(model: str, where: dict[str, Any], collected: Collected) -> Model:
+    """The model that sums are of; loaded, since some estimators hold their maps against it."""
+    from layerjump.errors import WrongModel
+    from layerjump.fit.fingerprint import fingerprint
+    from layerjump.inputs.loading import load
+
+    loaded = load(model, **where)
+    if fingerprint(loaded.hf) != collected.about["fingerprint"]:
+        raise WrongModel(
+            f"these sums are of {collected.about['model']}, and {model} has other weights; give the model they are of"
+        )
+    return loaded
 
 
 def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
@@ -249,19 +264,37 @@ def _check_refine(
 
 
 def _tuned(
-    model: Model, jumps: Jumps, corpus: Corpus, steps: int, seed: int, output: Path, resume: bool
+    model: Model,
+    jumps: Jumps,
+    corpus: Corpus,
+    steps: int,
+    tokens: int | None,
+    seed: int,
+    output: Path,
+    resume: bool,
 ) -> Jumps:
     from layerjump.lens.refine import refine
 
     if not resume:
         _forget_tuning(output)
-    with progress_bar("tuning") as update:
+    with progress_bar("tuning", unit="steps") as update:
 
         def told(done: int, whole: int, kl: list[float]) -> None:
             update(done, whole)
-            print(f"step {done}: held-out KL {sum(kl) / len(kl):.4f} (mean)", file=sys.stderr)
+            levels = " ".join(f"{one:.3f}" for one in kl)
+            mean = sum(kl) / len(kl)
+            print(f"step {done}: held-out KL {mean:.4f} (mean); by level {levels}", file=sys.stderr)
 
-        return refine(model, jumps, corpus, steps=steps, seed=seed, progress=told, folder=output)
+        return refine(
+            model,
+            jumps,
+            corpus,
+            steps=steps,
+            tokens=tokens,
+            seed=seed,
+            progress=told,
+            folder=output,
+        )
 
 
 def _forget_tuning(output: Path) -> None:

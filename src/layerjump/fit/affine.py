@@ -44,6 +44,12 @@ class Affine:
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, factors=tuple(factor.to(dtype) for factor in self.factors), bias=bias)
 
+    def times(self, factor: float) -> Affine:
+        """The map whose every output is so many times this one's."""
+        first, *rest = self.factors
+        bias = None if self.bias is None else self.bias * factor
+        return replace(self, factors=(first * factor, *rest), bias=bias)
+
     def linear(self, columns: Tensor) -> Tensor:
         """W @ columns, thin factors first: for rank r this costs 2 d² r instead of d³."""
         for factor in reversed(self.factors):

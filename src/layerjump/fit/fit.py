@@ -23,6 +23,7 @@ from layerjump.fit.pairs import Pair
 from layerjump.fit.records import JumpInfo, Provenance
 from layerjump.fit.score import r2, r2_identity
 from layerjump.fit.solve import ESTIMATORS, solve
+from layerjump.fit.temperature import Temperature
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import FINAL, Site
@@ -80,7 +81,7 @@ def solve_jumps(
     how: str | None = None,
     model: Model | None = None,
 ) -> Jumps:
-    """Solve all pairs of collected sums; only the `unembedding` metric needs the model."""
+    """Solve all pairs of collected sums; only `calibrated` and the `unembedding` metric need the model."""
     if selects(estimator, strength) and collected.select.n == 0:
         raise BadEstimator(
             f"{estimator} chooses a setting on the select split, but these sums have none; collect them with a "
@@ -106,9 +107,7 @@ def _solved(
         raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa has")
     sums = collected.fit
     if estimator == TO_PREDICTIONS:
-        _check_calibrated(sums.pairs, settings)
-        for pair in sums.pairs:
-            yield pair, *calibrated(sums, collected.select, pair)
+        yield from _calibrated(collected, settings, model)
     elif estimator == "ojfa":
         jump = _one_for_all(collected, settings.get("rank"), settings.get("how", "pooled"))
         yield from ((pair, jump, sums.reads) for pair in sums.pairs)
@@ -158,6 +157,24 @@ def _metric(name: str, model: Model | None, target: Site) -> Tensor:
             f"metric {name!r} was given; give unembedding, and the model whose unembedding is meant"
         )
     return unembedding_metric(model, target)
+
+
+def _calibrated(
+    collected: Collected, settings: dict[str, Any], model: Model | None
+) -> Iterator[tuple[Pair, Affine, FeatureKind]]:
+    """Every level's map, made as sure as it should be; the factors are added to the settings."""
+    _check_calibrated(collected.fit.pairs, settings)
+    if model is None:
+        raise BadEstimator(
+            "calibrated holds its predictions against the model's own, but no model was given; give the one that "
+            "these sums are of"
+        )
+    find = Temperature(model, collected.select.reservoir.states)
+    factors = settings["temperature"] = {}
+    for pair in collected.fit.pairs:
+        jump, kind = calibrated(collected.fit, collected.select, pair)
+        factor = factors[str(pair[0])] = find.of(pair[0], jump, kind)
+        yield pair, jump.times(factor), kind
 
 
 def _check_calibrated(pairs: list[Pair], settings: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ def _fit(
             tokens=tokens,
             **wanted[0] | {"select": any(each["select"] for each in wanted)},
         ).run(progress=progress)
-        found |= {name: solve_jumps(collected, name) for name in names}
+        found |= {name: solve_jumps(collected, name, model=model) for name in names}
     return found
 
 

@@ -19,7 +19,7 @@ from layerjump.fit.pairs import Pair, sites_of
 from layerjump.fit.products import add_product, add_square, mirrored
 from layerjump.fit.reservoir import Reservoir
 from layerjump.fit.sums import Source, Target
-from layerjump.inputs.sites import Site
+from layerjump.inputs.sites import FINAL, Site
 
 OUTLYING = 8.0
 """Rows whose shifted norm is this many times the batch's median are multiplied in float64."""
@@ -59,7 +59,8 @@ class Moments:
         self.n = 0
         self.sums: dict[str, Tensor] = {}
         self.shift: dict[Site, Tensor] = {}
-        self.reservoir = Reservoir([site for site in self.sites if site.part == "level"], reservoir)
+        kept = [site for site in self.sites if site.part == "level" or site == FINAL]
+        self.reservoir = Reservoir(kept, reservoir)
 
     # -- growing
 

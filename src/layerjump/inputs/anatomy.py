@@ -59,7 +59,10 @@ class Anatomy:
 
     def decode(self, final: Tensor) -> Tensor:
         """From just before the vocabulary product to logits: the product with its bias, and the soft-cap."""
-        logits = self.head(final)
+        return self.from_product(self.head(final))
+
+    def from_product(self, logits: Tensor) -> Tensor:
+        """What is done to the vocabulary product: a bias of the model's own, the soft-cap."""
         if self.family.logits_bias:
             # Looked up each time: a model that moves to another device gets a new buffer.
             logits = logits + self._hf.get_buffer(self.family.logits_bias)[0]

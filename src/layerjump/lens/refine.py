@@ -11,7 +11,7 @@ level's maps to keep: none ends worse there than it began.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,6 +60,7 @@ def refine(
     text: Corpus | str | Path,
     *,
     steps: int = 200,
+    tokens: int | None = None,
     positions: int = 64,
     rate: float = 3e-3,
     seed: int = 0,
@@ -70,27 +71,28 @@ def refine(
     """Tune jumps by KL to the model's output; documents that the jumps were not fitted on are held out.
 
     A step is one batch, at `positions` of its positions, with Adam at a `rate` that falls to nothing; it ends early
-    when `patience` looks have not lowered the mean of the held-out KL. With a `folder` an interrupted run is taken up
+    when `patience` looks have not lowered the mean of the held-out KL. `tokens` bounds the text as it does for `fit`:
+    the same number gives the same documents. With a `folder` an interrupted run is taken up
     where it was saved there, and ends in the same bits.
     """
     _check(steps, positions, patience, rate)
     check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
     corpus = text if isinstance(text, Corpus) else read(text)
     work = _Work(model, Lens(model, jumps), levels_of(jumps, model))
-    fit, held = work.documents(corpus, seed)
+    fit, held = work.documents(corpus, seed, tokens)
     rows = work.watched(held)
     tuned = {site: Tuned(jumps[pair], rows.at[site]) for site, pair in work.levels.items()}
     tuning = Tuning(tuned, rate, steps)
-    settings = f"{_digest(jumps)} {corpus.sha256} {steps} {positions} {rate} {seed}"
+    settings = f"{_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions} {rate} {seed}"
     if folder is not None:
         tuning.restore(folder, f"{_FORMAT} {settings}")
     if tuning.step == 0:
-        tuning.look({site: work.kl(site, rows, one) for site, one in tuned.items()})
+        tuning.look(work.kl(rows, tuned))
     while not tuning.over(patience):
         batch = work.step(fit, tuning.step, positions)
-        tuning.take({site: work.gradients(site, batch, one) for site, one in tuned.items()})
+        tuning.take(work.gradients(batch, tuned))
         if tuning.step % EVERY == 0 or tuning.step == steps:
-            tuning.look({site: work.kl(site, rows, one) for site, one in tuned.items()})
+            tuning.look(work.kl(rows, tuned))
             if progress:
                 progress(tuning.step, steps, tuning.history[-1])
             if folder is not None:
@@ -126,7 +128,7 @@ class _Work:
     lens: Lens
     levels: dict[Site, tuple[Site, Site]]
 
-    def documents(self, corpus: Corpus, seed: int) -> tuple[Batches, Batches]:
+    def documents(self, corpus: Corpus, seed: int, tokens: int | None) -> tuple[Batches, Batches]:
         """Batches to tune on and to watch: the jumps' own fit documents and others.
 
         Another text than theirs is split by the usual shares.
@@ -139,8 +141,16 @@ class _Work:
         where = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
 
         def cut(documents: tuple[int, ...]) -> Batches:
+            # Shared out as in a fit that has a select split.
+            most = None if tokens is None else max(1, tokens * len(documents) // count)
             return batches(
-                corpus, self.model.tokens, where, documents=documents, seed=seed, budget=CELLS
+                corpus,
+                self.model.tokens,
+                where,
+                documents=documents,
+                tokens_wanted=most,
+                seed=seed,
+                budget=CELLS,
             )
 
         return cut(parts.fit), cut(others)
@@ -168,32 +178,36 @@ class _Work:
         joined = {site: torch.cat([part[site] for part in parts]).to(place) for site in sites}
         return Rows({site: joined[site] for site in self.levels}, joined[FINAL])
 
-    def gradients(self, site: Site, rows: Rows, tuned: Tuned) -> float:
-        """Leave the gradients of a level's mean KL in its parameters; the KL."""
+    def gradients(self, rows: Rows, tuned: Mapping[Site, Tuned]) -> dict[Site, float]:
+        """Leave the gradients of every level's mean KL in its parameters; the KL of each."""
         with torch.enable_grad():
-            return self._over(site, rows, tuned, backward=True)
+            return self._over(rows, tuned, backward=True)
 
-    def kl(self, site: Site, rows: Rows, tuned: Tuned) -> float:
-        """A level's mean KL."""
+    def kl(self, rows: Rows, tuned: Mapping[Site, Tuned]) -> dict[Site, float]:
+        """Every level's mean KL."""
         with torch.no_grad():
-            return self._over(site, rows, tuned, backward=False)
+            return self._over(rows, tuned, backward=False)
 
-    def _over(self, site: Site, rows: Rows, tuned: Tuned, *, backward: bool) -> float:
-        total, anatomy = 0.0, self.model.anatomy
-        to_final = self.levels[site][1] == FINAL
+    def _over(
+        self, rows: Rows, tuned: Mapping[Site, Tuned], *, backward: bool
+    ) -> dict[Site, float]:
+        """The model's own distribution at some rows is made once, for all levels."""
+        totals, anatomy = dict.fromkeys(tuned, 0.0), self.model.anatomy
         for start in range(0, len(rows.final), rows_at_once(self.model)):
             part = slice(start, start + rows_at_once(self.model))
             with torch.no_grad():
                 own = anatomy.decode(rows.final[part]).float().log_softmax(-1)
-            landed = tuned(rows.at[site][part].float()).to(rows.final.dtype)
-            guess = anatomy.decode(landed if to_final else anatomy.to_final(landed))
-            loss = torch.nn.functional.kl_div(
-                guess.float().log_softmax(-1), own, reduction="sum", log_target=True
-            ) / len(rows.final)
-            if backward:
-                loss.backward()
-            total += float(loss.detach())
-        return total
+            for site, one in tuned.items():
+                landed = one(rows.at[site][part].float()).to(rows.final.dtype)
+                to_final = self.levels[site][1] == FINAL
+                guess = anatomy.decode(landed if to_final else anatomy.to_final(landed))
+                loss = torch.nn.functional.kl_div(
+                    guess.float().log_softmax(-1), own, reduction="sum", log_target=True
+                ) / len(rows.final)
+                if backward:
+                    loss.backward()
+                totals[site] += float(loss.detach())
+        return totals
 
 
 def _refined(

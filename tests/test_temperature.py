@@ -1,0 +1,119 @@
+"""The one number a level that makes a map's predictions as sure as they should be."""
+
+import pytest
+import torch
+from stories import stories
+from test_cli import run
+from tiny import tiny_model
+
+import layerjump as lj
+from layerjump.fit.affine import Affine
+from layerjump.fit.calibrated import calibrated
+from layerjump.fit.fit import solve_jumps
+from layerjump.fit.modules import features
+from layerjump.fit.temperature import FEWEST, Temperature
+from layerjump.inputs.anatomy import Anatomy
+from layerjump.inputs.models import Model
+from layerjump.inputs.positions import MASKED_SHARE
+from layerjump.inputs.sites import FINAL, Site
+
+TEXT = stories(900)
+
+
+@pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
+def model(request, data_folder):
+    return lj.load(data_folder / request.param)
+
+
+@pytest.fixture(scope="module")
+def collected(model):
+    positions = MASKED_SHARE if model.masked else None
+    return lj.collect(
+        model,
+        TEXT,
+        pairs="to-final",
+        reads="both",
+        positions=positions,
+    )
+
+
+@pytest.fixture(scope="module")
+def jumps(model, collected):
+    return solve_jumps(collected, "calibrated", model=model)
+
+
+@torch.no_grad()
+def kl(model, rows, final):
+    """Of what maps predict to what the model does, a number a row."""
+    own = model.anatomy.decode(rows[FINAL]).log_softmax(-1)
+    guess = model.anatomy.decode(final.float()).log_softmax(-1)
+    return (own.exp() * (own - guess)).sum(-1)
+
+
+def test_it_is_the_least_kl_on_held_out_rows(model, collected, jumps):
+    rows = {site: states[:256] for site, states in collected.select.reservoir.states.items()}
+    for level in range(model.n_blocks):
+        jump, kind = calibrated(collected.fit, collected.select, (Site(level), FINAL))
+        final = jump(features(rows[Site(level)], kind).double())
+        grid = [0.2 + 0.01 * step for step in range(111)]
+        best = min(grid, key=lambda factor: float(kl(model, rows, factor * final).mean()))
+        found = jumps.provenance.settings["temperature"][str(level)]
+        gain = kl(model, rows, final) - kl(model, rows, best * final)
+        if gain.mean() > 2.2 * gain.std() / 16:
+            assert found == pytest.approx(best, abs=0.03)
+        elif gain.mean() < 1.8 * gain.std() / 16:
+            assert found == 1
+        mine = jumps[level, "final"](rows[Site(level)])
+        assert torch.allclose(mine, (found * final).float(), rtol=1e-3, atol=1e-3)
+
+
+def test_kl_on_unseen_text_is_lower_for_it(model, collected, jumps):
+    rows = collected.test.reservoir.states
+    lower = 0.0
+    for level in range(model.n_blocks):
+        final = jumps[level, "final"](rows[Site(level)])
+        factor = jumps.provenance.settings["temperature"][str(level)]
+        lower += float((kl(model, rows, final / factor) - kl(model, rows, final)).mean())
+    # The small decoder is as sure as it should be; the masked model too sure.
+    assert lower > (0.01 if model.masked else -1e-4)
+
+
+def test_a_soft_cap_counts():
+    """Gemma 2 bends its logits: the factor is the best of what is left after that."""
+    hf = tiny_model("gemma2", "")
+    model = Model(hf, Anatomy(hf), "gemma2")
+    draw = torch.Generator().manual_seed(0)
+    final = 3 * torch.randn(200, model.width, generator=draw)
+    # The model's own states are 0.6 of what the map says: that is what must be found.
+    rows = {Site(1): final, FINAL: 0.6 * final}
+    same = Affine.of(torch.eye(model.width, dtype=torch.float64))
+    assert Temperature(model, rows).of(Site(1), same, "raw") == pytest.approx(0.6, abs=0.02)
+    few = {site: states[: FEWEST - 1] for site, states in rows.items()}
+    assert Temperature(model, few).of(Site(1), same, "raw") == 1
+    assert Temperature(model, {}).of(Site(1), same, "raw") == 1
+
+
+def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
+    name, text = str(data_folder / "tiny-gpt2"), tmp_path / "t.txt"
+    text.write_text("\n\n".join(stories(150, seed=4).documents))
+    whole, again = str(tmp_path / "whole"), str(tmp_path / "again")
+    fitted = ("fit", name, "--text", str(text), "--estimator", "calibrated", "--save-moments")
+    assert run(*fitted, "-o", whole).returncode == 0
+    given = (
+        "--from-moments",
+        f"{whole}/moments.safetensors",
+        "--estimator",
+        "calibrated",
+        "-o",
+        again,
+    )
+    alone = run("fit", *given)
+    assert alone.returncode == 1
+    assert "no model was given" in alone.stderr
+    assert run("fit", name, *given).returncode == 0
+    ours, theirs = lj.Jumps.from_pretrained(whole), lj.Jumps.from_pretrained(again)
+    assert ours.provenance.settings["temperature"] == theirs.provenance.settings["temperature"]
+    other = run("fit", str(data_folder / "tiny-bert"), *given)
+    assert other.returncode == 1
+    assert "other weights" in other.stderr
+    assert "Traceback" not in alone.stderr + other.stderr
