@@ -18,9 +18,9 @@ test: $(READY)
 # that is asked for everything by everybody.
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/programme.py --rounds 20 --seed 1
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py --inputs 10000
 	OMP_NUM_THREADS=1 EXAMPLES=1000 $(BIN)/python -m pytest --timeout 7200 tests/test_serve_described.py
-	$(BIN)/python benchmarks/page.py --load --seconds 600
+	$(BIN)/python benchmarks/page.py --load --seconds 600 --model tests/data/tiny-gpt2
 
 check: $(READY)
 	$(BIN)/ruff format --check .

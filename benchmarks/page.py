@@ -37,6 +37,8 @@ from layerjump.measure.timing import alternate, machine, ratio
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories15M"
 TOKENS, CLIENTS = 32, 32
+MOST_GROWTH = 1.05
+"""Of the server's memory in the second half of a load."""
 
 
 def main() -> None:
@@ -51,10 +53,13 @@ def main() -> None:
     print(machine())
     if options.load:
         figures = load(options.model[0], 20.0 if options.quick else options.seconds)
+        grown = figures["memory_last_over_middle"] > MOST_GROWTH
+        failed = bool(figures["errors"] or figures["wrong_answers"] or grown)
     else:
         repeats = 3 if options.quick else options.repeats
-        figures = costs(options.model, options.lens, repeats)
+        figures, failed = costs(options.model, options.lens, repeats), False
     print(json.dumps(figures))
+    sys.exit(failed)
 
 
 def costs(names: list[str], lens: str, repeats: int) -> dict[str, float]:
@@ -139,6 +144,31 @@ class Client:
         self.connection.close()
         return found
 
+    def nonsense(self, draw: random.Random) -> int:
+        """Something that must be refused; the status of the answer."""
+        unknown = json.dumps(_question("no such model", "x", 3))
+        wrong = [
+            ("POST", "/api/lens", unknown, {}),
+            ("POST", "/api/lens", "{" + unknown, {}),
+            ("POST", "/api/lens", json.dumps({"model": 3}), {}),
+            ("POST", "/api/lens", "x" * 3_000_000, {}),
+            ("POST", "/api/lens", unknown, {"Host": "elsewhere.example"}),
+            ("POST", "/api/lens", unknown, {"Origin": "https://elsewhere.example"}),
+            ("GET", "/static/..%2f..%2fpyproject.toml", None, {}),
+            ("DELETE", "/api/lens", None, {}),
+        ]
+        method, path, body, headers = draw.choice(wrong)
+        headers = {"Content-Type": "application/json"} | headers
+        try:
+            self.connection.request(method, path, body, headers)
+            response = self.connection.getresponse()
+            response.read()
+            return response.status
+        except (BrokenPipeError, ConnectionResetError):
+            return 413  # the rest of a body that is too long is not waited for
+        finally:
+            self.connection.close()
+
     def patiently(
         self, question: dict[str, Any], busy: Counter[str] | None = None
     ) -> tuple[int, Any]:
@@ -221,9 +251,8 @@ def _client(
         if time.monotonic() > end:
             return
         try:
-            if turn % 10 == 9:  # nonsense in between
-                status, _ = client.patiently(_question("no such model", "x", 3))
-                count["refused" if status == 404 else "error"] += 1
+            if turn % 10 == 9:
+                count["refused" if 400 <= client.nonsense(draw) < 500 else "error"] += 1
                 continue
             text, k = draw.choice(list(right)), draw.randint(2, 12)
             status, answer = client.patiently(_question(model, text, k), count)

@@ -55,11 +55,12 @@ def test_data_flows_one_way(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_and_functions_fit(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= 300
+    # A command's help is its docstring, and its options are its signature.
+    most = 55 if room_of(path) == "cli" else 42
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            # A command's options are its signature; what it does with them must fit on a screen.
-            assert node.end_lineno - node.body[0].lineno < 55, node.name
+            assert node.end_lineno - node.body[0].lineno < most, node.name
 
 
 def test_every_room_is_known():

@@ -75,7 +75,7 @@ def test_kl_on_unseen_text_is_lower_for_it(model, collected, jumps):
         factor = jumps.provenance.settings["temperature"][str(level)]
         lower += float((kl(model, rows, final / factor) - kl(model, rows, final)).mean())
     # The small decoder is as sure as it should be; the masked model too sure.
-    assert lower > (0.01 if model.masked else -1e-4)
+    assert lower > (1e-3 if model.masked else -1e-4)
 
 
 def test_a_soft_cap_counts():

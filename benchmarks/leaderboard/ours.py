@@ -110,8 +110,14 @@ class Workshop:
         if name not in self._made_once:
             chosen = self._plan(pairs="to-final", reads=TO_FINAL[name])
             collected, pass_seconds = timed(chosen.run)
-            print(f"  {name}: a pass of {pass_seconds / self._pass[1]:.2f} times mat's", flush=True)
             made = self._made(lambda: solve_jumps(collected, "calibrated", model=self.model))
+            assert made.lens.jumps is not None
+            factors = made.lens.jumps.provenance.settings["temperature"].values()
+            print(
+                f"  {name}: a pass of {pass_seconds / self._pass[1]:.2f} times mat's; temperature factors "
+                f"{min(factors):.2f} to {max(factors):.2f}",
+                flush=True,
+            )
             self._made_once[name] = made._replace(seconds=made.seconds + pass_seconds)
         return self._made_once[name]
 

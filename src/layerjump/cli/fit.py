@@ -21,6 +21,7 @@ from layerjump.cli.options import (
     Trust,
     progress_bar,
 )
+from layerjump.cli.refine import check_refine, forget_tuning, tuned
 from layerjump.cli.show import print_jumps
 from layerjump.cli.writer import writes_folder
 from layerjump.errors import BadEstimator, LayerjumpError
@@ -135,7 +136,7 @@ def fit(
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
     wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
-    _check_refine(refine, steps, from_moments, group.world)
+    check_refine(refine, steps, from_moments, group.world)
     if from_moments:
         collected = merge([Collected.load(path) for path in from_moments])
         loaded = None if model is None else _same_model(model, where, collected)
@@ -155,14 +156,14 @@ def fit(
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     if refine is not None:
         assert loaded is not None
-        jumps = _tuned(loaded, jumps, corpus, steps, tokens, seed, output, resume)
+        jumps = tuned(loaded, jumps, corpus, steps, tokens, seed, output, resume)
     _write(jumps, output, as_json=as_json)
     if save_moments:
         collected.save(output / "moments.safetensors")
     if not from_moments:
         checkpoint.clear()
     if refine is not None:
-        _forget_tuning(output)
+        forget_tuning(output)
 
 
 def _opened(
@@ -246,58 +247,3 @@ def _features(given: str | None) -> str | None:
     if given is not None and given not in FEATURES:
         raise LayerjumpError(f"features given are {given!r}; give {', '.join(FEATURES)}")
     return given
-
-
-def _check_refine(
-    refine: str | None, steps: int, from_moments: list[Path] | None, world: int
-) -> None:
-    if refine is None:
-        return
-    if refine != "kl":
-        raise LayerjumpError(f"--refine was given {refine!r}; the one way there is is kl")
-    if from_moments or world > 1:
-        raise LayerjumpError(
-            "--refine runs the model in one process; give a model, without torchrun"
-        )
-    if steps < 1:
-        raise LayerjumpError(f"--steps given is {steps}; give 1 or more")
-
-
-def _tuned(
-    model: Model,
-    jumps: Jumps,
-    corpus: Corpus,
-    steps: int,
-    tokens: int | None,
-    seed: int,
-    output: Path,
-    resume: bool,
-) -> Jumps:
-    from layerjump.lens.refine import refine
-
-    if not resume:
-        _forget_tuning(output)
-    with progress_bar("tuning", unit="steps") as update:
-
-        def told(done: int, whole: int, kl: list[float]) -> None:
-            update(done, whole)
-            levels = " ".join(f"{one:.3f}" for one in kl)
-            mean = sum(kl) / len(kl)
-            print(f"step {done}: held-out KL {mean:.4f} (mean); by level {levels}", file=sys.stderr)
-
-        return refine(
-            model,
-            jumps,
-            corpus,
-            steps=steps,
-            tokens=tokens,
-            seed=seed,
-            progress=told,
-            folder=output,
-        )
-
-
-def _forget_tuning(output: Path) -> None:
-    from layerjump.lens.tuning import NAME
-
-    (output / NAME).unlink(missing_ok=True)

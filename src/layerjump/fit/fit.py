@@ -41,13 +41,14 @@ def fit(
     strength: float | None = None,
     rank: int | None = None,
     metric: str | None = None,
+    how: str | None = None,
     **settings: Any,
 ) -> Jumps:
-    """Fit jumps in one pass over a text; further settings (pairs, positions, tokens, …) are `plan`'s."""
+    """Fit jumps in one pass over a text; further settings (pairs, positions, tokens, reads …) are `plan`'s."""
     settings = plan_settings(estimator, strength) | settings
     collected = plan(model, text, **settings).run()
     return solve_jumps(
-        collected, estimator, strength=strength, rank=rank, metric=metric, model=model
+        collected, estimator, strength=strength, rank=rank, metric=metric, how=how, model=model
     )
 
 
