@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from layerjump.errors import BadArtifact, BadEstimator, BadJumps
 from layerjump.fit.collect import plan
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import FINAL, Site
+from layerjump.lens.lens import MEMORY
 from layerjump.lens.refine import Rows, _Work, levels_of
 from layerjump.lens.tuning import NAME, Tuned, Tuning
 
@@ -222,3 +227,43 @@ def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, t
 def test_no_patience_at_all_is_one_line(model, jumps):
     with pytest.raises(BadEstimator, match="patience given is 0"):
         lj.refine(model, jumps, TEXT, steps=2, patience=0)
+
+
+PEAK = """
+from pathlib import Path
+import torch
+import layerjump as lj
+from tiny import tiny_model
+from layerjump.lens.refine import Rows, Tuned, _Work
+
+def peak():
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024
+
+model = lj.Model.wrap(tiny_model("llama", vocab_size=262_144, dtype=torch.float32))
+width, draw = model.width, torch.Generator().manual_seed(0)
+site = lj.Site(1)
+jump = torch.nn.Linear(width, width)
+at = torch.randn(600, width, generator=draw)
+work = _Work(model, lj.Lens(model), {site: (site, lj.Site(model.n_blocks))})
+tuned = {site: Tuned(jump, at)}
+few = Rows({site: at[:2]}, at[:2])
+work.gradients(few, tuned)  # what is loaded on first use
+before = peak()
+work.gradients(Rows({site: at}, at), tuned)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's high-water mark")
+def test_peak_memory_is_bounded_for_a_vocabulary_of_262_144():
+    """600 rows of logits are 630 MB a buffer, of which a gradient wants several."""
+    paths = os.pathsep.join([*map(str, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )
+    assert int(done.stdout) < 1.2 * MEMORY
