@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test soak check format clean
+.PHONY: demo test coverage soak check format clean
 
 demo: $(READY)
 	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo
@@ -13,6 +13,10 @@ demo: $(READY)
 # Two workers with a thread each: many tests start processes of their own, and threads would fight over the cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
+
+# Which lines and branches the tests reach (what they leave out on purpose: docs/reliability.md).
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term
 
 # What takes too long for every day: real runs that are killed and starved, damaged files of every kind, and a server
 # that is asked for everything by everybody.
