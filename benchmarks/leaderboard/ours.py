@@ -101,7 +101,9 @@ class Workshop:
         settings: dict[str, Any] = {"estimator": name}
         if name in RANKS:
             rank = max(1, self.model.width // RANKS[name])
-            settings = {"estimator": "low-rank", "rank": rank, "metric": "unembedding"}
+            settings = {"estimator": "low-rank", "rank": rank}
+            if not self.model.masked:  # whose heads are more than a norm and a product
+                settings["metric"] = "unembedding"
         made = self._made(lambda: solve_jumps(collected, model=self.model, **settings))
         return made._replace(seconds=made.seconds + pass_seconds)
 
