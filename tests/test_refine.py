@@ -85,7 +85,7 @@ def test_gradients_are_finite_differences(model, jumps):
     work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
     fit, _ = work.documents(TEXT, 0, None)
     rows = work.step(fit, 0, 12)
-    site = Site(2)
+    site = Site(1)
     tuned = Tuned(jumps[site, FINAL], rows.at[site])
     work.gradients(rows, {site: tuned})
     draw = torch.Generator().manual_seed(0)

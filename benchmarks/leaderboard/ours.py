@@ -110,7 +110,7 @@ class Workshop:
     def _to_final(self, name: str) -> Made:
         """Charged as those on the shared sums are: the pass and the solution."""
         if name not in self._made_once:
-            chosen = self._plan(pairs="to-final", reads=TO_FINAL[name])
+            chosen = self._plan(pairs="predictions", reads=TO_FINAL[name])
             collected, pass_seconds = timed(chosen.run)
             made = self._made(lambda: solve_jumps(collected, "calibrated", model=self.model))
             assert made.lens.jumps is not None

@@ -56,8 +56,8 @@ def fit(
     pairs: Annotated[
         str | None,
         typer.Option(
-            help="to-last, to-final, adjacent, all, submodules, or a list: 0:6,3:6 (default: to-last; calibrated: "
-            "to-final)."
+            help="to-last, to-final, predictions, adjacent, all, submodules, or a list: 0:6,3:6 (default: to-last; "
+            "calibrated: predictions, which is to-final, and from the last levels to the last as well)."
         ),
     ] = None,
     estimator: Annotated[

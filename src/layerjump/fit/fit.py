@@ -15,15 +15,15 @@ from layerjump.fit.affine import Affine
 from layerjump.fit.calibrated import calibrated, sides
 from layerjump.fit.collect import plan
 from layerjump.fit.collected import ABOUT, Collected
+from layerjump.fit.judge import Judge
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.metric import unembedding_metric
 from layerjump.fit.modules import FeatureKind
 from layerjump.fit.narrow import narrow_rank, ojfa
-from layerjump.fit.pairs import Pair
+from layerjump.fit.pairs import PREDICTIONS, Pair
 from layerjump.fit.records import JumpInfo, Provenance
 from layerjump.fit.score import r2, r2_identity
 from layerjump.fit.solve import ESTIMATORS, solve
-from layerjump.fit.temperature import Temperature
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
 from layerjump.inputs.sites import FINAL, Site
@@ -56,7 +56,7 @@ def plan_settings(estimator: str, strength: float | None = None) -> dict[str, An
     """What an estimator wants of the pass over the text, unless told otherwise."""
     wanted: dict[str, Any] = {"select": selects(estimator, strength)}
     return (
-        wanted | {"pairs": "to-final", "reads": "both"} if estimator == TO_PREDICTIONS else wanted
+        wanted | {"pairs": PREDICTIONS, "reads": "both"} if estimator == TO_PREDICTIONS else wanted
     )
 
 
@@ -163,30 +163,39 @@ def _metric(name: str, model: Model | None, target: Site) -> Tensor:
 def _calibrated(
     collected: Collected, settings: dict[str, Any], model: Model | None
 ) -> Iterator[tuple[Pair, Affine, FeatureKind]]:
-    """Every level's map, made as sure as it should be; the factors are added to the settings."""
-    _check_calibrated(collected.fit.pairs, settings)
+    """Every level's map, made as sure as it should be, or onto level L; the factors are added to the settings."""
+    _check_calibrated(collected, settings)
     if model is None:
         raise BadEstimator(
             "calibrated holds its predictions against the model's own, but no model was given; give the one that "
             "these sums are of"
         )
-    find = Temperature(model, collected.select.reservoir.states)
+    judge = Judge(model, collected.select.reservoir.states)
     factors = settings["temperature"] = {}
-    for pair in collected.fit.pairs:
-        jump, kind = calibrated(collected.fit, collected.select, pair)
-        factor = factors[str(pair[0])] = find.of(pair[0], jump, kind)
-        yield pair, jump.times(factor), kind
+    last, pairs = Site(model.n_blocks), collected.fit.pairs
+    for source in collected.fit.sources:
+        jump, kind = calibrated(collected.fit, collected.select, (source, FINAL))
+        factor = judge.factor(source, jump, kind)
+        chosen = (source, FINAL), jump.times(factor), kind
+        if (source, last) in pairs and judge.enough:
+            other = (source, last), *calibrated(collected.fit, collected.select, (source, last))
+            chosen = min(chosen, other, key=lambda each: judge.loss(*each[0], *each[1:]))
+        if chosen[0][1] == FINAL:
+            factors[str(source)] = factor
+        yield chosen
 
 
-def _check_calibrated(pairs: list[Pair], settings: dict[str, Any]) -> None:
+def _check_calibrated(collected: Collected, settings: dict[str, Any]) -> None:
     if settings:
         raise BadEstimator(
             f"calibrated has no settings, but {', '.join(settings)} was given; leave it out"
         )
-    if any(target != FINAL for _, target in pairs):
+    pairs, last = collected.fit.pairs, Site(collected.about["n_blocks"])
+    lacking = [source for source, _ in pairs if (source, FINAL) not in pairs]
+    if lacking or any(target not in (FINAL, last) for _, target in pairs):
         raise BadEstimator(
             "calibrated maps land after the final norm, but these sums pair other sites; collect them with "
-            "--pairs to-final"
+            f"--pairs {PREDICTIONS} or to-final"
         )
 
 

@@ -10,16 +10,22 @@ from layerjump.inputs.sites import FINAL, Site
 
 Pair = tuple[Site, Site]
 
+PREDICTIONS = "predictions"
+"""To `final`, and from the last levels to level L as well: what `calibrated` chooses from."""
 SUBMODULES = ("ln1", "attn", "lnx", "xattn", "ln2", "ffn")
 
 
 def parse_pairs(text: str, anatomy: Anatomy) -> list[Pair]:
-    """Read to-last, to-final, adjacent, all, submodules, or a list such as `0:6,3:final,2.attn.in:2.attn.out`."""
+    """Read to-last, to-final, predictions, adjacent, all, submodules, or a list: `0:6,3:final,2.attn.in:2.attn.out`."""
     levels = [Site(index) for index in range(anatomy.n_blocks + 1)]
     if text == "to-last":
         return [(source, levels[-1]) for source in levels[:-1]]
     if text == "to-final":
         return [(source, FINAL) for source in levels[:-1]]
+    if text == PREDICTIONS:
+        late = levels[-1 - max(2, anatomy.n_blocks // 6) : -1]
+        both = [(source, target) for source in late for target in (levels[-1], FINAL)]
+        return [(source, FINAL) for source in levels[:-1] if source not in late] + both
     if text == "adjacent":
         return list(zip(levels, levels[1:], strict=False))
     if text == "all":
@@ -46,8 +52,8 @@ def _listed(text: str, anatomy: Anatomy) -> list[Pair]:
         source, colon, target = item.partition(":")
         if not colon:
             raise BadModel(
-                f"pairs given are {text!r}; give to-last, to-final, adjacent, all, submodules, or a list such as "
-                f"0:6,3:6"
+                f"pairs given are {text!r}; give to-last, to-final, predictions, adjacent, all, submodules, or a list "
+                f"such as 0:6,3:6"
             )
         pair = Site.parse(source), Site.parse(target)
         for site in pair:

@@ -15,6 +15,7 @@ from layerjump.fit.collect import Plan, plan
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
 from layerjump.fit.jumps import Jumps
+from layerjump.fit.pairs import PREDICTIONS
 from layerjump.inputs.batches import Batch, Batches, batches
 from layerjump.inputs.corpus import Corpus, Splits, split
 from layerjump.inputs.models import Model
@@ -173,7 +174,7 @@ class Setup:
 
     def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> Plan:
         """A pass over a text with this run's settings, decided on but not started."""
-        reads = "both" if pairs == "to-final" else "raw"
+        reads = "both" if pairs == PREDICTIONS else "raw"
         return plan(
             self.model,
             corpus,
@@ -195,7 +196,7 @@ class Setup:
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
         """Every jump of the pairs, solved once; calibrated ones lead to predictions alone."""
-        pairs = "to-final" if estimator == TO_PREDICTIONS else pairs or self.level_pairs
+        pairs = PREDICTIONS if estimator == TO_PREDICTIONS else pairs or self.level_pairs
         return self.keep(
             f"jumps {estimator} {pairs}",
             lambda: solve_jumps(self.collected(pairs), estimator, model=self.model),

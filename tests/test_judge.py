@@ -1,4 +1,7 @@
-"""The one number a level that makes a map's predictions as sure as they should be."""
+"""What is chosen by KL on held-out states: a level's temperature, and where its map lands."""
+
+import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +13,8 @@ import layerjump as lj
 from layerjump.fit.affine import Affine
 from layerjump.fit.calibrated import calibrated
 from layerjump.fit.fit import solve_jumps
+from layerjump.fit.judge import FEWEST, Judge
 from layerjump.fit.modules import features
-from layerjump.fit.temperature import FEWEST, Temperature
 from layerjump.inputs.anatomy import Anatomy
 from layerjump.inputs.models import Model
 from layerjump.inputs.positions import MASKED_SHARE
@@ -87,10 +90,47 @@ def test_a_soft_cap_counts():
     # The model's own states are 0.6 of what the map says: that is what must be found.
     rows = {Site(1): final, FINAL: 0.6 * final}
     same = Affine.of(torch.eye(model.width, dtype=torch.float64))
-    assert Temperature(model, rows).of(Site(1), same, "raw") == pytest.approx(0.6, abs=0.02)
+    assert Judge(model, rows).factor(Site(1), same, "raw") == pytest.approx(0.6, abs=0.02)
     few = {site: states[: FEWEST - 1] for site, states in rows.items()}
-    assert Temperature(model, few).of(Site(1), same, "raw") == 1
-    assert Temperature(model, {}).of(Site(1), same, "raw") == 1
+    assert Judge(model, few).factor(Site(1), same, "raw") == 1
+    assert Judge(model, {}).factor(Site(1), same, "raw") == 1
+
+
+def test_the_last_levels_land_where_kl_is_least(model):
+    """Of a map onto `final` and one onto level L, by the lens that each makes, on rows of the select split."""
+    positions = MASKED_SHARE if model.masked else None
+    found = lj.collect(model, TEXT, pairs="predictions", reads="both", positions=positions)
+    last = Site(model.n_blocks)
+    late = {source for source, target in found.fit.pairs if target == last}
+    assert late == {Site(model.n_blocks - 2), Site(model.n_blocks - 1)}
+    made = solve_jumps(found, "calibrated", model=model)
+    assert {source for source, _ in made} == {Site(level) for level in range(model.n_blocks)}
+    assert len(made) == model.n_blocks
+    rows = {site: states[:256] for site, states in found.select.reservoir.states.items()}
+    only = solve_jumps(found_to_final(found), "calibrated", model=model)
+    for site in late:
+        onto_last, kind = calibrated(found.fit, found.select, (site, last))
+        landed = onto_last(features(rows[site], kind).double()).float()
+        kls = {
+            last: float(kl(model, rows, model.anatomy.to_final(landed)).mean()),
+            FINAL: float(kl(model, rows, only[site, FINAL](rows[site])).mean()),
+        }
+        chosen = min(kls, key=lambda target: kls[target])
+        assert (site, chosen) in made
+        guess = lj.Lens(model, made).logits(site, rows[site]).log_softmax(-1)
+        own = model.anatomy.decode(rows[FINAL]).log_softmax(-1)
+        mine = float((own.exp() * (own - guess)).sum(-1).mean())
+        assert mine == pytest.approx(kls[chosen], rel=1e-3)
+        assert (str(site) in made.provenance.settings["temperature"]) == (chosen == FINAL)
+
+
+def found_to_final(found):
+    """The same sums without the pairs that lead to level L."""
+    splits = {}
+    for name, sums in found.splits.items():
+        splits[name] = less = copy.copy(sums)
+        less.pairs = [pair for pair in sums.pairs if pair[1] == FINAL]
+    return replace(found, splits=splits)
 
 
 def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
