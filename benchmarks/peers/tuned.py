@@ -13,6 +13,8 @@ run alone; `all_cpu` has every run.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +36,15 @@ HELD_OUT_TOKENS = 1_500
 
 
 class Run(NamedTuple):
-    """A trained lens and how it went."""
+    """How a training went, and its lens."""
 
-    lens: TunedLens
     curve: list[tuple[int, float]]
     """Steps, and the mean KL over levels on the select sequences after them."""
-    clock: Clock
+    cpu: float
+    wall: float
     tokens: int
+    lens: TunedLens | None = None
+    """None: of a run that an earlier one of this script has made."""
 
     @property
     def kl(self) -> float:
@@ -64,18 +68,20 @@ def main() -> None:
     job = Job.read(options.job)
     model = AutoModelForCausalLM.from_pretrained(job.model, torch_dtype=torch.float32).eval()
     job.require_same(lambda ids: model(ids).logits)
-    trainer = Trainer(model, job, options.tokens_per_step)
+    trainer = Trainer(model, job, options.tokens_per_step, options.out / "short.json")
     short = trainer.short_runs(options.steps)
     way = min(short, key=lambda each: short[each].kl)
     runs = [*short.values(), *trainer.longer(way, short[way], options.least_cpu, options.most_cpu)]
     best = runs[-1] if len(runs) > len(short) else short[way]
-    best.lens.save(options.out)
+    lens = best.lens or trainer.run(*way, best.curve[-1][0]).lens
+    assert lens is not None
+    lens.save(options.out)
     cost = {
-        "cpu_seconds": best.clock.cpu,
-        "wall_seconds": best.clock.wall,
+        "cpu_seconds": best.cpu,
+        "wall_seconds": best.wall,
         "tokens": best.tokens,
-        "backward_passes": best.curve[-1][0] * len(best.lens),
-        "all_cpu": sum(run.clock.cpu for run in runs),
+        "backward_passes": best.curve[-1][0] * len(lens),
+        "all_cpu": sum(run.cpu for run in runs),
         "optimiser": way[0],
         "learning_rate_scale": way[1],
         "short_runs": {f"{name} × {scale:g}": run.kl for (name, scale), run in short.items()},
@@ -90,26 +96,40 @@ def main() -> None:
 class Trainer:
     """Trains lenses of one model on one text."""
 
-    def __init__(self, model: Any, job: Job, tokens_per_step: int) -> None:
+    def __init__(self, model: Any, job: Job, tokens_per_step: int, kept: Path) -> None:
         self.model, self.job, self.tokens_per_step = model, job, tokens_per_step
+        self._kept = kept
         self._held_out = _batch(_first(job.select, HELD_OUT_TOKENS))
 
     def short_runs(self, steps: int) -> dict[Way, Run]:
         """A run for each way to train that is worth trying."""
-        found = {scale: self.run("sgd", scale, steps) for scale in SCALES}
+        found = {scale: self._short("sgd", scale, steps) for scale in SCALES}
         while True:
             best = min(found, key=lambda scale: found[scale].kl)
             further = {max(found): 3 * best, min(found): best / 3}.get(best)
             if further is None or not 1 / WIDEST < further < WIDEST:
                 break
-            found[further] = self.run("sgd", further, steps)
+            found[further] = self._short("sgd", further, steps)
         sgd = {("sgd", scale): run for scale, run in found.items()}
-        return {**sgd, OTHER: self.run(*OTHER, steps)}
+        return {**sgd, OTHER: self._short(*OTHER, steps)}
+
+    def _short(self, optimiser: str, scale: float, steps: int) -> Run:
+        """A run, or what is known of it: they are many, and whoever stops this script need not make them again."""
+        text = hashlib.sha256(json.dumps(self.job.fit).encode()).hexdigest()
+        name = f"{optimiser} {scale:g} {steps} {self.tokens_per_step} {text}"
+        known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
+        if name in known:
+            return Run(**known[name])
+        run = self.run(optimiser, scale, steps)
+        known[name] = run._replace(lens=None)._asdict()
+        self._kept.parent.mkdir(parents=True, exist_ok=True)
+        self._kept.write_text(json.dumps(known, indent=1))
+        return run
 
     def longer(self, way: Way, run: Run, least: float, most: float) -> Iterator[Run]:
         """Ever longer runs, until one is long enough and has converged, or the next would take too long."""
-        while run.last_gain >= ENOUGH or run.clock.cpu < least:
-            steps, a_step = run.curve[-1][0], run.clock.cpu / run.curve[-1][0]
+        while run.last_gain >= ENOUGH or run.cpu < least:
+            steps, a_step = run.curve[-1][0], run.cpu / run.curve[-1][0]
             # A run of at least the seconds wanted, if it is not much more than twice the last one anyway.
             steps = max(2 * steps, int(least / a_step) + 1)
             if steps * a_step > most:
@@ -140,7 +160,7 @@ class Trainer:
             if step in marks:
                 curve.append((step, self.select_kl(lens)))
         print(f"{optimiser} × {scale:g}, {steps} steps: {[round(kl, 4) for _, kl in curve]}")
-        return Run(lens, curve, clock, tokens)
+        return Run(curve, clock.cpu, clock.wall, tokens, lens)
 
     def _draws(self) -> Iterator[list[list[int]]]:
         """Sequences of a step, in a new order every time round."""
