@@ -1,7 +1,9 @@
-"""Real child processes, forked: they share what is imported, and may be limited or killed."""
+"""Real child processes: forked ones share what is imported, and may be limited or killed; others start anew."""
 
 import os
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -28,3 +30,16 @@ def end_of(child: int) -> int:
 
 def in_child(action: Callable[[], object]) -> int:
     return end_of(start(action))
+
+
+def printed_by(code: str) -> str:
+    """What code prints in a Python of its own, one thread, that finds all that this one does."""
+    paths = os.pathsep.join(map(str, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )
+    return done.stdout

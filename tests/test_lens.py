@@ -1,12 +1,10 @@
 """Reading levels: the model's own words at the last one, and the same numbers however the work is cut."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from children import printed_by
 from transformers import BertModel
 
 import layerjump as lj
@@ -175,12 +173,4 @@ def test_peak_memory_keeps_to_the_budget_whatever_the_vocabulary():
     """
     budget = 170_000_000
     code = PEAK.replace("BUDGET", str(budget))
-    paths = os.pathsep.join([*map(str, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-    )
-    assert int(done.stdout) < 1.2 * budget
+    assert int(printed_by(code)) < 1.2 * budget
