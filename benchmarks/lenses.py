@@ -59,8 +59,8 @@ BOARDS = ("smollm2", "stories15m", "rxn-bert")
 QUICK = ("stories15m",)
 BUDGETS = {
     # A step costs a vocabulary product and its gradient at every level: SmolLM2's take fifteen times stories15M's.
-    "smollm2": Budget(steps=30, tokens_per_step=128, jacobian_tokens=800, skip_first=4),
-    "stories15m": Budget(steps=40, tokens_per_step=512, jacobian_tokens=6_000),
+    "smollm2": Budget(steps=30, tokens_per_step=64, jacobian_tokens=800, skip_first=4),
+    "stories15m": Budget(steps=40, tokens_per_step=256, jacobian_tokens=6_000),
     "stories260k": Budget(steps=20, tokens_per_step=256, most_minutes=1, jacobian_tokens=400),
 }
 REFINE_STEPS = {"smollm2": 40}

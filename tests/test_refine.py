@@ -170,7 +170,7 @@ def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refin
 
 
 def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
-    wild = lj.refine(model, jumps, TEXT, steps=50, rate=0.9)
+    wild = lj.refine(model, jumps, TEXT, steps=50, rate=100)
     about = wild.provenance.settings["refine"]
     assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
     assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
@@ -191,6 +191,32 @@ def test_a_level_that_is_never_a_number_keeps_its_start():
     assert not torch.equal(kept[0], starts[0])
     assert torch.equal(kept[1], starts[1])
     assert not tuning.over(patience=2)  # the other level still falls
+
+
+def test_a_level_that_got_worse_goes_back_and_takes_smaller_steps():
+    rows = torch.randn(50, 4)
+    tuned = {Site(level): Tuned(nn.Linear(4, 4), rows) for level in range(2)}
+    tuning = Tuning(tuned, rate=0.1, steps=100)
+
+    def step():
+        """How far each level's weights have gone."""
+        before = [one.affine().factors[0] for one in tuned.values()]
+        for one in tuned.values():
+            one(rows).square().sum().backward()
+        tuning.take({Site(0): 1.0, Site(1): 1.0})
+        after = [one.affine().factors[0] for one in tuned.values()]
+        return [float((b - a).norm()) for a, b in zip(before, after, strict=True)]
+
+    tuning.look({Site(0): 1.0, Site(1): 1.0})
+    starts = [one.affine().factors[0] for one in tuned.values()]
+    first = step()
+    tuning.look({Site(0): 0.9, Site(1): 1.1})
+    now = [one.affine().factors[0] for one in tuned.values()]
+    assert not torch.equal(now[0], starts[0])
+    assert torch.equal(now[1], starts[1])
+    second = step()
+    assert second[0] == pytest.approx(first[0], rel=0.1)
+    assert second[1] < 0.5 * first[1]
 
 
 def test_masked_models_are_tuned(data_folder):

@@ -32,7 +32,7 @@ SCALES = (1.0, 3.0, 10.0)
 OTHER: Way = ("adam", 10.0)
 WIDEST = 1_000.0  # times or parts of the default: none but a broken run would want more
 ENOUGH = 0.01
-HELD_OUT_TOKENS = 1_500
+HELD_OUT_TOKENS = 600
 
 
 class Run(NamedTuple):
@@ -149,7 +149,7 @@ class Trainer:
         optimizer = recipe.create_optim([p for p in lens.parameters() if p.requires_grad])
         scheduler = recipe.create_scheduler(optimizer, steps)
         marks = {max(1, steps * fifth // 5) for fifth in range(1, 6)}
-        curve = [(0, self.select_kl(lens))]
+        curve: list[tuple[int, float]] = []
         for step, sequences in zip(range(1, steps + 1), self._draws(), strict=False):
             with clock:
                 tokens += self._step(lens, sequences)

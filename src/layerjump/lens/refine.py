@@ -38,9 +38,9 @@ OF_ONE = 16
 """How many of them come from one batch."""
 EVERY = 25
 """Steps between looks at them."""
-CELLS = 512
+CELLS = 256
 """Tokens of a batch, padding included."""
-_FORMAT = "layerjump refine 1"
+_FORMAT = "layerjump refine 2"
 
 Progress = Callable[[int, int, list[float]], None]
 """Called after each look with the steps done, the steps to do, and the held-out KL of every level."""
@@ -62,7 +62,7 @@ def refine(
     steps: int = 200,
     tokens: int | None = None,
     positions: int = 64,
-    rate: float = 3e-3,
+    rate: float = 0.2,
     seed: int = 0,
     patience: int = 4,
     progress: Progress | None = None,
@@ -70,10 +70,10 @@ def refine(
 ) -> Jumps:
     """Tune jumps by KL to the model's output; documents that the jumps were not fitted on are held out.
 
-    A step is one batch, at `positions` of its positions, with Adam at a `rate` that falls to nothing; it ends early
-    when `patience` looks have not lowered the mean of the held-out KL. `tokens` bounds the text as it does for `fit`:
-    the same number gives the same documents. With a `folder` an interrupted run is taken up
-    where it was saved there, and ends in the same bits.
+    A step is one batch, at `positions` of its positions, with Adam at a `rate` that falls to nothing, and sooner for
+    a level that gets worse on held-out text. It ends early when `patience` looks have not lowered the mean of the
+    held-out KL. `tokens` bounds the text as it does for `fit`: the same number gives the same documents. With a
+    `folder` an interrupted run is taken up where it was saved there, and ends in the same bits.
     """
     _check(steps, positions, patience, rate)
     check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
@@ -250,7 +250,7 @@ def _check(steps: int, positions: int, patience: int, rate: float) -> None:
     for name, value in (("steps", steps), ("positions", positions), ("patience", patience)):
         if value < 1:
             raise BadEstimator(f"{name} given is {value}; give 1 or more")
-    if not 0 < rate < 1:
+    if not 0 < rate <= 100:
         raise BadEstimator(
-            f"the rate given is {rate}; give a number between 0 and 1, such as 0.003"
+            f"the rate given is {rate}; give a number above 0, such as 0.2, and at most 100"
         )

@@ -21,6 +21,8 @@ from layerjump.inputs.sites import Site
 NAME = "unfinished-refine.pt"
 _LOWER = 1e-3
 """Of the mean KL: what counts as lowering it."""
+_SLOWER = 0.4
+"""What a level's rate is multiplied by when it has got worse."""
 
 
 class _Scaled(nn.Module):
@@ -49,7 +51,8 @@ class Tuned(nn.Module):
             with torch.no_grad():
                 left = step(seen)
             if isinstance(step, nn.Linear):
-                size = _spread(left).square().mean().sqrt()
+                # A step that moves every number by one unit in the worst direction moves the output by about its size.
+                size = _spread(left).square().mean().sqrt() / step.in_features
                 parametrize.register_parametrization(step, "weight", _Scaled(size / _spread(seen)))
                 if step.bias is not None:
                     parametrize.register_parametrization(step, "bias", _Scaled(size))
@@ -84,6 +87,11 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.inf
 
 
+def _lowest(values: Sequence[float]) -> float:
+    """Of those that are numbers."""
+    return min((value for value in values if math.isfinite(value)), default=math.inf)
+
+
 class Tuning:
     """All levels' parameters and what is known about them."""
 
@@ -95,37 +103,46 @@ class Tuning:
         self.best: list[float] = [math.inf] * len(self.tuned)
         # The start, not what it becomes: a level whose KL is no number at any look keeps it.
         self._best = {site: _numbers(one) for site, one in self.tuned.items()}
-        self._optimiser = torch.optim.Adam(
-            [p for one in self.tuned.values() for p in one.parameters()], lr=rate, betas=(0.9, 0.99)
-        )
+        self._pace = [1.0] * len(self.tuned)
+        """By what each level's rate is multiplied: less, once it has got worse."""
+        groups = [{"params": list(one.parameters())} for one in self.tuned.values()]
+        self._optimiser = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
 
     def take(self, losses: Mapping[Site, float]) -> None:
         """One step along the gradients that are there; a level whose loss is no number is left alone."""
         for site, one in self.tuned.items():
             if not math.isfinite(losses[site]):
                 one.zero_grad(set_to_none=True)
-        for group in self._optimiser.param_groups:
-            group["lr"] = self.rate * min(1.0, 2 * (1 - self.step / self.steps))
+        now = self.rate * min(1.0, 2 * (1 - self.step / self.steps))
+        for group, pace in zip(self._optimiser.param_groups, self._pace, strict=True):
+            group["lr"] = now * pace
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         self.step += 1
 
     def look(self, found: Mapping[Site, float]) -> None:
-        """Note the held-out KL of every level; keep the maps of those that have never been better."""
+        """Note the held-out KL of every level, and keep its map if that was never lower.
+
+        A level that got worse goes back to its best map, and on from there more slowly: what rate suits a level
+        depends on the model and the text.
+        """
         values = [found[site] for site in self.tuned]
         self.history.append(values)
         for place, (site, one) in enumerate(self.tuned.items()):
             if values[place] < self.best[place]:
                 self.best[place] = values[place]
                 self._best[site] = _numbers(one)
+            else:
+                one.load_state_dict(self._best[site])
+                self._pace[place] *= _SLOWER
 
     def over(self, patience: int) -> bool:
-        """Whether all steps are done, or the last looks have not lowered the mean."""
-        means = [_mean(values) for values in self.history]
-        if self.step >= self.steps or len(means) <= patience:
+        """Whether all steps are done, or the last looks have not lowered the mean of the levels' best."""
+        if self.step >= self.steps or len(self.history) <= patience:
             return self.step >= self.steps
-        before = min(means[:-patience])
-        return min(means[-patience:]) > (1 - _LOWER) * before
+        # Levels are judged apart, as they are kept apart: one that got worse has gone back to its best.
+        earlier = [_lowest(values) for values in zip(*self.history[:-patience], strict=True)]
+        return _mean(self.best) > (1 - _LOWER) * _mean(earlier)
 
     def best_maps(self) -> dict[Site, Affine]:
         """Every level's map that was best on held-out text."""
@@ -146,6 +163,7 @@ class Tuning:
             "step": self.step,
             "history": self.history,
             "best": self.best,
+            "pace": self._pace,
             "now": {str(site): one.state_dict() for site, one in self.tuned.items()},
             "kept": {str(site): kept for site, kept in self._best.items()},
             "optimiser": self._optimiser.state_dict(),
@@ -165,6 +183,7 @@ class Tuning:
                 )
             _check_course(state, len(self.tuned), self.steps)
             self.step, self.history, self.best = state["step"], state["history"], state["best"]
+            self._pace = state["pace"]
             for site, one in self.tuned.items():
                 one.load_state_dict(state["now"][str(site)])
                 self._best[site] = state["kept"][str(site)]
@@ -185,10 +204,12 @@ def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
         raise ValueError(f"it says step {str(step)[:50]} of {steps}")
     if not isinstance(looks, list) or not looks:
         raise ValueError("it has no look at held-out text")
-    for row in [*looks, best]:
+    for row in [*looks, best, state["pace"]]:
         known = row if isinstance(row, list) else []
         if len(known) != n_levels or not all(isinstance(value, float) for value in known):
             raise ValueError(f"a KL for each of {n_levels} levels was wanted at every look")
+    if not all(0 < value <= 1 for value in state["pace"]):
+        raise ValueError("a level's pace is no number from 0 to 1")
 
 
 def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:
