@@ -16,13 +16,12 @@ from torch import Tensor
 from layerjump.errors import BadMoments
 from layerjump.fit.modules import FeatureKind, features
 from layerjump.fit.pairs import Pair, sites_of
-from layerjump.fit.products import add_product, add_square, mirrored
+from layerjump.fit.products import add_product, add_square, add_square_of_both, mirrored
 from layerjump.fit.reservoir import Reservoir
+from layerjump.fit.rows import OUTLYING, at_least_float32, require_finite, typical
 from layerjump.fit.sums import Source, Target
 from layerjump.inputs.sites import FINAL, Site
 
-OUTLYING = 8.0
-"""Rows whose shifted norm is this many times the batch's median are multiplied in float64."""
 ROWS_AT_ONCE = 1024
 """Rows in one float32 product: rounding grows with their number, the cost of adding to float64 falls."""
 
@@ -183,7 +182,7 @@ class Moments:
         self.sums["angle"] += torch.stack(angles)
 
     def _add_products(self, states: Mapping[Site, Tensor]) -> None:
-        _require_finite(states)
+        require_finite(states)
         if self.products == torch.float64:
             self._multiply(lambda site: self._shifted(site, states[site]))
         else:
@@ -197,6 +196,8 @@ class Moments:
 
         Targets are needed together; mere sources take turns in one place.
         """
+        if self.reads != "raw":
+            states = states.double()  # h / rms(h) is not rounded before it is squared
         states = self._seen(site, states)
         place = site if site in self._met else (states.shape[-1], states.device)
         room = self._rooms.get(place)
@@ -223,11 +224,18 @@ class Moments:
             rows = held[site] if site in held else shifted(site)
             self.sums[f"sum/{site}"] += rows.sum(0, dtype=torch.float64)
             if site in self.squared:
-                add_square(self.sums[f"square/{site}"], rows)
+                self._add_square(site, rows)
             else:
                 self.sums[f"diagonal/{site}"] += rows.square().sum(0, dtype=torch.float64)
             for target in self._targets.get(site, ()):
                 add_product(self.sums[f"cross/{site}>{target}"], rows, held[target])
+
+    def _add_square(self, site: Site, rows: Tensor) -> None:
+        total, both = self.sums[f"square/{site}"], self.reads == "both" and site in self._targets
+        if both and self.products == torch.float64:
+            add_square_of_both(total, rows, self.shift[site])
+        else:
+            add_square(total, rows)
 
     def _outlying(self, shifted: Mapping[Site, Tensor]) -> Tensor:
         """Rows of outlying norm at any site."""
@@ -267,27 +275,6 @@ class Moments:
                     f"the sums hold states of width {wanted} at site {site}, but {found} was given; they belong "
                     f"to different models"
                 )
-
-
-def _require_finite(states: Mapping[Site, Tensor]) -> None:
-    """Before anything is added: a NaN or infinity makes the sum of its rows one."""
-    for site, state in states.items():
-        if not torch.isfinite(state.sum(dtype=torch.float64)):
-            raise BadMoments(f"the states at site {site} hold NaN or infinite values")
-
-
-def typical(states: Tensor) -> Tensor:
-    """The mean of the rows that are not outlying: a few attention sinks would drag it far from all others.
-
-    It is rounded to float32, so that taking it from float32 states is as exact as they are.
-    """
-    norm = torch.linalg.vector_norm(states, dim=-1)
-    return states[norm <= OUTLYING * norm.median()].double().mean(0).float().double()
-
-
-def at_least_float32(states: Tensor) -> Tensor:
-    """Half-precision products would lose what the sums are for."""
-    return states if states.dtype in (torch.float32, torch.float64) else states.float()
 
 
 def describe(pairs: Iterable[Pair]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from layerjump.errors import BadTraining
-from layerjump.fit.moments import at_least_float32
+from layerjump.fit.rows import at_least_float32
 
 
 class Penalty(Protocol):
