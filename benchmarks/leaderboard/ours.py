@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +27,9 @@ ON_SUMS = ("mat", "affine", *RANKS, "n-njtc", "ojfa")
 """Those that are solved from the sums of one pass."""
 TO_FINAL: dict[str, FeatureKind] = {"calibrated": "both", "calibrated raw": "raw"}
 """Maps that land after the final norm, and what they read; with "both", whatever of it errs least."""
-OURS = ("identity", *ON_SUMS, "n-njtc trained", *TO_FINAL, "refined", "jacobian")
+TUNED = ("refined", "refined long")
+"""At a tenth of the tuned lens' cost, and at about its cost."""
+OURS = ("identity", *ON_SUMS, "n-njtc trained", *TO_FINAL, *TUNED, "jacobian")
 
 
 class Made(NamedTuple):
@@ -43,9 +47,12 @@ class Workshop:
     corpus: lj.Corpus
     tokens: int
     seed: int = 0
-    refine_steps: int = 200
+    refine_steps: dict[str, int] = field(default_factory=lambda: {"refined": 200})
+    """Of each tuned lens; one that is not named is not made."""
     jacobian: dict[str, Any] = field(default_factory=dict)
     """Settings of the Jacobian lens, whose cost grows with tokens times width."""
+    folder: Path | None = None
+    """Where lenses are kept: the dearest take hours, and whoever stops the run need not make them again."""
     _made_once: dict[str, Made] = field(default_factory=dict, repr=False)
 
     def make(self, names: list[str]) -> Iterator[tuple[str, Made]]:
@@ -53,6 +60,8 @@ class Workshop:
         for name in names:
             if name == "jacobian" and not self.model.causal:
                 continue  # it is of states that no later token reaches
+            if name in TUNED and name not in self.refine_steps:
+                continue
             yield name, self._one(name)
 
     @property
@@ -71,21 +80,60 @@ class Workshop:
     @cached_property
     def forward_seconds(self) -> float:
         """CPU seconds of the bare model over the fit documents: the unit of cost."""
-        return timed(lambda: bare_forward(self.model, self.plan.batches["fit"]))[1]
+        note = None if self.folder is None else self.folder / "forward.json"
+        if note is not None and note.exists():
+            about, seconds = json.loads(note.read_text())
+            if about == self._about("forward"):
+                return seconds
+        seconds = timed(lambda: bare_forward(self.model, self.plan.batches["fit"]))[1]
+        if note is not None:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps([self._about("forward"), seconds]))
+        return seconds
 
     @cached_property
     def _pass(self) -> tuple[Any, float]:
         return timed(self.plan.run)
 
     def _one(self, name: str) -> Made:
+        """A lens of this run, of an earlier one with the same settings, or a new one."""
         if name == "identity":
             return Made(lj.Lens(self.model), 0.0)
+        if name not in self._made_once:
+            self._made_once[name] = self._earlier(name) or self._kept(name, self._new(name))
+        return self._made_once[name]
+
+    def _earlier(self, name: str) -> Made | None:
+        if self.folder is None or not (note := self._note(name)).exists():
+            return None
+        known = json.loads(note.read_text())
+        if known.pop("about") != self._about(name):
+            return None
+        jumps = lj.Jumps.from_pretrained(note.with_suffix(""))
+        return Made(lj.Lens(self.model, jumps), known["seconds"])
+
+    def _kept(self, name: str, made: Made) -> Made:
+        if self.folder is not None and made.lens.jumps is not None:
+            note = self._note(name)
+            made.lens.jumps.save_pretrained(note.with_suffix(""))
+            note.write_text(json.dumps({"about": self._about(name), "seconds": made.seconds}))
+        return made
+
+    def _note(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{name.replace(' ', '-').replace('/', '-')}.json"
+
+    def _about(self, name: str) -> list[Any]:
+        own = {"jacobian": self.jacobian}.get(name, self.refine_steps.get(name))
+        return [self.corpus.sha256, self.settings, own]
+
+    def _new(self, name: str) -> Made:
         if name in ON_SUMS:
             return self._from_sums(name)
         if name in TO_FINAL:
             return self._to_final(name)
-        if name == "refined":
-            return self._refined()
+        if name in TUNED:
+            return self._refined(name)
         if name == "n-njtc trained":
             fit = self.plan.batches["fit"].n_tokens
             return self._made(
@@ -109,25 +157,23 @@ class Workshop:
 
     def _to_final(self, name: str) -> Made:
         """Charged as those on the shared sums are: the pass and the solution."""
-        if name not in self._made_once:
-            chosen = self._plan(pairs="predictions", reads=TO_FINAL[name])
-            collected, pass_seconds = timed(chosen.run)
-            made = self._made(lambda: solve_jumps(collected, "calibrated", model=self.model))
-            assert made.lens.jumps is not None
-            factors = made.lens.jumps.provenance.settings["temperature"].values()
-            print(
-                f"  {name}: a pass of {pass_seconds / self._pass[1]:.2f} times mat's; temperature factors "
-                f"{min(factors):.2f} to {max(factors):.2f}",
-                flush=True,
-            )
-            self._made_once[name] = made._replace(seconds=made.seconds + pass_seconds)
-        return self._made_once[name]
+        chosen = self._plan(pairs="predictions", reads=TO_FINAL[name])
+        collected, pass_seconds = timed(chosen.run)
+        made = self._made(lambda: solve_jumps(collected, "calibrated", model=self.model))
+        assert made.lens.jumps is not None
+        factors = made.lens.jumps.provenance.settings["temperature"].values()
+        print(
+            f"  {name}: a pass of {pass_seconds / self._pass[1]:.2f} times mat's; temperature factors "
+            f"{min(factors):.2f} to {max(factors):.2f}",
+            flush=True,
+        )
+        return made._replace(seconds=made.seconds + pass_seconds)
 
-    def _refined(self) -> Made:
-        start = self._to_final("calibrated")
+    def _refined(self, name: str) -> Made:
+        start = self._one("calibrated")
         assert start.lens.jumps is not None
         given = self.model, start.lens.jumps, self.corpus
-        steps, tokens, seed = self.refine_steps, self.tokens, self.seed
+        steps, tokens, seed = self.refine_steps[name], self.tokens, self.seed
         made = self._made(lambda: lj.refine(*given, steps=steps, tokens=tokens, seed=seed))
         return made._replace(seconds=made.seconds + start.seconds)
 
