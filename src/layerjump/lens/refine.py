@@ -210,7 +210,7 @@ class _Work:
 
 
 def _cross_entropy(logits: Tensor, own: Tensor) -> tuple[float, Tensor]:
-    """−Σ own · log softmax(logits) over all rows, and its gradient: fewer passes over the vocabulary than autograd's."""
+    """−Σ own · log softmax(logits) over all rows, and its gradient, in fewer passes over the logits than autograd."""
     guessed = logits.log_softmax(-1)
     return -float(torch.linalg.vecdot(own, guessed).sum()), guessed.exp_().sub_(own)
 
