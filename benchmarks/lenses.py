@@ -60,7 +60,7 @@ QUICK = ("stories15m",)
 BUDGETS = {
     # A step costs a vocabulary product and its gradient at every level: SmolLM2's take fifteen times stories15M's.
     "smollm2": Budget(steps=30, tokens_per_step=64, jacobian_tokens=800, skip_first=4),
-    "stories15m": Budget(steps=40, tokens_per_step=256, jacobian_tokens=6_000),
+    "stories15m": Budget(steps=40, tokens_per_step=256, jacobian_tokens=4_000),
     "stories260k": Budget(steps=20, tokens_per_step=256, most_minutes=1, jacobian_tokens=400),
 }
 TOKENS = {"smollm2": 40_000}

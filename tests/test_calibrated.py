@@ -18,7 +18,6 @@ from layerjump.fit.collected import Collected, merge
 from layerjump.fit.fit import solve_jumps
 from layerjump.fit.modules import features, to_affine
 from layerjump.fit.moments import Moments
-from layerjump.fit.products import add_square_of_both, mirrored
 from layerjump.fit.ridge import ridge, unit
 from layerjump.fit.score import residual
 from layerjump.inputs.sites import FINAL, Site
@@ -66,20 +65,6 @@ def test_sums_of_features_are_those_of_the_features(model, text, collected):
     x, y = x - x.mean(0), y - y.mean(0)
     assert torch.allclose(source.scatter, x.mT @ x, rtol=1e-4, atol=1e-2)
     assert torch.allclose(target.cross, x.mT @ y, rtol=1e-4, atol=1e-2)
-
-
-def test_the_square_of_both_features_is_their_square():
-    """Three quarters of the arithmetic, the same numbers: a state of zeros and an attention sink included."""
-    draw = torch.Generator().manual_seed(0)
-    states = 3 + torch.randn(200, 50, generator=draw, dtype=torch.float64)
-    states[7], states[8] = 0, 1000 * states[8]
-    shift = torch.cat([torch.full((50,), 3.0), torch.full((50,), 0.9)]).double()
-    rows = features(states, "both") - shift
-    total = torch.zeros(100, 100, dtype=torch.float64)
-    for part in rows.split(70):
-        add_square_of_both(total, part, shift)
-    wanted = rows.mT @ rows
-    assert torch.allclose(mirrored(total), wanted, rtol=1e-12, atol=1e-12 * float(wanted.max()))
 
 
 def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected, jumps):

@@ -44,7 +44,7 @@ class Run(NamedTuple):
     wall: float
     tokens: int
     lens: TunedLens | None = None
-    """None: of a run that an earlier one of this script has made."""
+    """None: of a short run that an earlier one of this script has made."""
 
     @property
     def kl(self) -> float:
@@ -71,26 +71,31 @@ def main() -> None:
     trainer = Trainer(model, job, options.tokens_per_step, options.out / "short.json")
     short = trainer.short_runs(options.steps)
     way = min(short, key=lambda each: short[each].kl)
-    runs = [*short.values(), *trainer.longer(way, short[way], options.least_cpu, options.most_cpu)]
-    best = runs[-1] if len(runs) > len(short) else short[way]
-    lens = best.lens or trainer.run(*way, best.curve[-1][0]).lens
-    assert lens is not None
-    lens.save(options.out)
-    cost = {
-        "cpu_seconds": best.cpu,
-        "wall_seconds": best.wall,
-        "tokens": best.tokens,
-        "backward_passes": best.curve[-1][0] * len(lens),
-        "all_cpu": sum(run.cpu for run in runs),
+    spent = sum(run.cpu for run in short.values())
+    for run in trainer.longer(way, short[way], options.least_cpu, options.most_cpu):
+        spent += run.cpu
+        # Kept at once: the next run is twice as long, and may be stopped.
+        assert run.lens is not None
+        run.lens.save(options.out)
+        report(options.out / "cost.json", _cost(run, way, short, spent))
+
+
+def _cost(run: Run, way: Way, short: dict[Way, Run], spent: float) -> dict[str, Any]:
+    assert run.lens is not None
+    return {
+        "cpu_seconds": run.cpu,
+        "wall_seconds": run.wall,
+        "tokens": run.tokens,
+        "backward_passes": run.curve[-1][0] * len(run.lens),
+        "all_cpu": spent,
         "optimiser": way[0],
         "learning_rate_scale": way[1],
-        "short_runs": {f"{name} × {scale:g}": run.kl for (name, scale), run in short.items()},
-        "select_kl": best.kl,
-        "last_gain": best.last_gain,
-        "converged": best.last_gain < ENOUGH,
-        "curve": best.curve,
+        "short_runs": {f"{name} × {scale:g}": each.kl for (name, scale), each in short.items()},
+        "select_kl": run.kl,
+        "last_gain": run.last_gain,
+        "converged": run.last_gain < ENOUGH,
+        "curve": run.curve,
     }
-    report(options.out / "cost.json", cost)
 
 
 class Trainer:
@@ -128,13 +133,14 @@ class Trainer:
 
     def longer(self, way: Way, run: Run, least: float, most: float) -> Iterator[Run]:
         """Ever longer runs, until one is long enough and has converged, or the next would take too long."""
-        while run.last_gain >= ENOUGH or run.cpu < least:
+        known: Run | None = None
+        while known is None or known.last_gain >= ENOUGH or known.cpu < least:
             steps, a_step = run.curve[-1][0], run.cpu / run.curve[-1][0]
             # A run of at least the seconds wanted, if it is not much more than twice the last one anyway.
             steps = max(2 * steps, int(least / a_step) + 1)
-            if steps * a_step > most:
+            if known is not None and steps * a_step > most:
                 return
-            run = self.run(*way, steps)
+            run = known = self.run(*way, steps)
             yield run
 
     def run(self, optimiser: str, scale: float, steps: int) -> Run:

@@ -114,7 +114,7 @@ def plan(
         _warn_few(made["fit"].n_picks, model.width)
     return Plan(
         model,
-        {name: Moments(chosen, products=products_on(model), reads=reads) for name in SPLITS},
+        {name: Moments(chosen, products=products_on(model, reads), reads=reads) for name in SPLITS},
         made,
         _about(model, corpus, positions, made, sizes, seed, max_length, chosen),
     )
@@ -152,9 +152,13 @@ def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collect
     return plan(model, text, **settings).run()
 
 
-def products_on(model: Model) -> torch.dtype:
-    """float64 products, but float32 where a device does those many times faster."""
-    return torch.float64 if model.device.type == "cpu" else torch.float32
+def products_on(model: Model, reads: FeatureKind = "raw") -> torch.dtype:
+    """float64 products, but float32 where a device does those many times faster, or where there are many.
+
+    Maps that read both features have three times the products, and always a penalty, beside which rounding is nothing.
+    """
+    exact = model.device.type == "cpu" and reads != "both"
+    return torch.float64 if exact else torch.float32
 
 
 def sampled(available: int, width: int, *, everywhere: bool = False) -> Positions:

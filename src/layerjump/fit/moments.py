@@ -16,7 +16,7 @@ from torch import Tensor
 from layerjump.errors import BadMoments
 from layerjump.fit.modules import FeatureKind, features
 from layerjump.fit.pairs import Pair, sites_of
-from layerjump.fit.products import add_product, add_square, add_square_of_both, mirrored
+from layerjump.fit.products import add_product, add_square, mirrored
 from layerjump.fit.reservoir import Reservoir
 from layerjump.fit.rows import OUTLYING, at_least_float32, require_finite, typical
 from layerjump.fit.sums import Source, Target
@@ -196,8 +196,6 @@ class Moments:
 
         Targets are needed together; mere sources take turns in one place.
         """
-        if self.reads != "raw":
-            states = states.double()  # h / rms(h) is not rounded before it is squared
         states = self._seen(site, states)
         place = site if site in self._met else (states.shape[-1], states.device)
         room = self._rooms.get(place)
@@ -224,18 +222,11 @@ class Moments:
             rows = held[site] if site in held else shifted(site)
             self.sums[f"sum/{site}"] += rows.sum(0, dtype=torch.float64)
             if site in self.squared:
-                self._add_square(site, rows)
+                add_square(self.sums[f"square/{site}"], rows)
             else:
                 self.sums[f"diagonal/{site}"] += rows.square().sum(0, dtype=torch.float64)
             for target in self._targets.get(site, ()):
                 add_product(self.sums[f"cross/{site}>{target}"], rows, held[target])
-
-    def _add_square(self, site: Site, rows: Tensor) -> None:
-        total, both = self.sums[f"square/{site}"], self.reads == "both" and site in self._targets
-        if both and self.products == torch.float64:
-            add_square_of_both(total, rows, self.shift[site])
-        else:
-            add_square(total, rows)
 
     def _outlying(self, shifted: Mapping[Site, Tensor]) -> Tensor:
         """Rows of outlying norm at any site."""
