@@ -122,6 +122,18 @@ def test_a_difference_is_paired(causal, study_text, jumps):
     assert len(apart["levels"]) == causal.n_blocks
 
 
+def test_lenses_are_kept_for_a_later_run_of_the_same_settings(causal, study_text, tmp_path):
+    def made(tokens):
+        workshop = Workshop(causal, study_text, tokens, folder=tmp_path)
+        return dict(workshop.make(["mat"]))["mat"], workshop.forward_seconds
+
+    (first, unit), (again, same_unit), (other, _) = made(6_000), made(6_000), made(4_000)
+    assert (again.seconds, same_unit) == (first.seconds, unit)
+    pairs = zip(first.lens.jumps.parameters(), again.lens.jumps.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert other.lens.jumps.provenance.tokens < first.lens.jumps.provenance.tokens
+
+
 def test_a_job_holds_the_fit_documents_and_a_check(causal, study_text, tmp_path):
     workshop = Workshop(causal, study_text, 6_000)
     write_job(workshop, tmp_path / "text")
