@@ -66,8 +66,8 @@ BUDGETS = {
 TOKENS = {"smollm2": 40_000}
 """Of all splits together, where it is not the usual number: the tuned lens gets ten times our time."""
 REFINE_STEPS = {
-    "smollm2": {"refined": 30},
-    "stories15m": {"refined": 200, "refined long": 2_500},
+    "smollm2": {"refined": 75},
+    "stories15m": {"refined": 350, "refined long": 3_000},
 }
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
 RIVALS = (

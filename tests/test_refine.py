@@ -85,7 +85,7 @@ def test_gradients_are_finite_differences(model, jumps):
     rows = work.step(fit, 0, 12)
     site = Site(1)
     tuned = Tuned(jumps[site, FINAL], rows.at[site])
-    work.gradients(rows, {site: tuned})
+    work.gradients(rows, {site: tuned}, (0,))
     draw = torch.Generator().manual_seed(0)
     for parameter in tuned.parameters():
         along = torch.randn(parameter.shape, generator=draw)
@@ -131,7 +131,7 @@ def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
     tuned = {site: Tuned(jumps[pair], rows.at[site]) for site, pair in work.levels.items()}
     calls = []
     handle = model.anatomy.head.register_forward_hook(lambda *_: calls.append(1))
-    work.gradients(rows, tuned)
+    work.gradients(rows, tuned, (0,))
     handle.remove()
     assert len(calls) == model.n_blocks + 1
 
@@ -272,9 +272,9 @@ at = torch.randn(600, width, generator=draw)
 work = _Work(model, lj.Lens(model), {site: (site, lj.Site(model.n_blocks))})
 tuned = {site: Tuned(jump, at)}
 few = Rows({site: at[:2]}, at[:2])
-work.gradients(few, tuned)  # what is loaded on first use
+work.gradients(few, tuned, (0,))  # what is loaded on first use
 before = peak()
-work.gradients(Rows({site: at}, at), tuned)
+work.gradients(Rows({site: at}, at), tuned, (0,))
 print(peak() - before)
 """
 

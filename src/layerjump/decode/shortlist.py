@@ -8,7 +8,6 @@ whole vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +19,7 @@ from layerjump.decode.rules import Drafting, Look, Rule
 from layerjump.errors import BadExit
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
+from layerjump.inputs.short_head import can_shorten, rows_of, with_head
 
 LENGTH = 2048
 """Tokens of a shortlist at most."""
@@ -50,7 +50,7 @@ class Among:
 
     def check(self, model: Model) -> None:
         """Refuse a model that does not have these tokens, or whose head cannot be shortened."""
-        if not can_shorten(model) or int(self.tokens.max()) >= model.anatomy.vocabulary:
+        if not can_shorten(model.anatomy) or int(self.tokens.max()) >= model.anatomy.vocabulary:
             raise BadExit(
                 f"the exit rule looks at a shortlist of {len(self.tokens):,} tokens that {model.name} does not have; "
                 f"calibrate a rule for this model"
@@ -60,9 +60,8 @@ class Among:
         """The same model, whose head knows these tokens alone."""
         head = model.anatomy.head
         assert isinstance(head, nn.Linear)
-        anatomy = copy(model.anatomy)
-        anatomy.head = self._heads.get(head, lambda: _rows_of(head, self.tokens))
-        return with_lean_head(replace(model, anatomy=anatomy))
+        short = self._heads.get(head, lambda: rows_of(head, self.tokens))
+        return with_lean_head(replace(model, anatomy=with_head(model.anatomy, short)))
 
     def whole(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Logits of these tokens as logits of all."""
@@ -75,7 +74,7 @@ class Among:
 def shortlist(model: Model, text: Corpus, documents: Sequence[int]) -> Tensor | None:
     """The most frequent tokens of these documents; None where a shorter head cannot be made, or would save little."""
     size = model.anatomy.vocabulary
-    if not can_shorten(model) or size < WORTH * LENGTH:
+    if not can_shorten(model.anatomy) or size < WORTH * LENGTH:
         return None
     found = torch.zeros(size, dtype=torch.int64)
     for ids in model.tokens.encode([text.documents[each] for each in documents[:COUNTED]]):
@@ -84,22 +83,8 @@ def shortlist(model: Model, text: Corpus, documents: Sequence[int]) -> Tensor | 
     return order[: max(2, min(LENGTH, int((found > 0).sum())))].sort().values
 
 
-def can_shorten(model: Model) -> bool:
-    """Whether some rows of the head are the head of some tokens."""
-    return type(model.anatomy.head) is nn.Linear and model.anatomy.family.logits_bias is None
-
-
 def shortlist_of(rule: Rule) -> Among | None:
     """The shortlist that a rule looks at, if it has one."""
     if isinstance(rule, Among):
         return rule
     return shortlist_of(rule.rule) if isinstance(rule, Drafting) else None
-
-
-def _rows_of(head: nn.Linear, tokens: Tensor) -> nn.Linear:
-    rows = tokens.to(head.weight.device)
-    short = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
-    short.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-    if head.bias is not None:
-        short.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
-    return short

@@ -4,8 +4,9 @@ refined = lj.refine(model, jumps, text, steps=200)
 
 One forward pass over a batch serves every level: their states at some of its positions, and the model's own
 distribution there, which is made once. Levels are tuned one after another on it, so memory does not grow with their
-number, and a vocabulary of any size is gone through in rows that fit. Text held out says when to stop, and which of a
-level's maps to keep: none ends worse there than it began.
+number, and a vocabulary of any size is gone through in rows that fit. A step looks at the tokens that are likely there
+and at some of the others, which stand for all of them. Text held out says, with the whole vocabulary, when to stop and
+which of a level's maps to keep: none ends worse there than it began.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import states
 from layerjump.lens.lens import Lens, rows_at_once
+from layerjump.lens.seen import Seen
 from layerjump.lens.tuning import Tuned, Tuning
 
 HELD = 256
@@ -61,7 +63,7 @@ def refine(
     *,
     steps: int = 200,
     tokens: int | None = None,
-    positions: int = 64,
+    positions: int = 256,
     rate: float = 0.2,
     seed: int = 0,
     patience: int = 4,
@@ -90,7 +92,7 @@ def refine(
         tuning.look(work.kl(rows, tuned))
     while not tuning.over(patience):
         batch = work.step(fit, tuning.step, positions)
-        tuning.take(work.gradients(batch, tuned))
+        tuning.take(work.gradients(batch, tuned, (seed, tuning.step)))
         if tuning.step % EVERY == 0 or tuning.step == steps:
             tuning.look(work.kl(rows, tuned))
             if progress:
@@ -178,41 +180,36 @@ class _Work:
         joined = {site: torch.cat([part[site] for part in parts]).to(place) for site in sites}
         return Rows({site: joined[site] for site in self.levels}, joined[FINAL])
 
-    def gradients(self, rows: Rows, tuned: Mapping[Site, Tuned]) -> dict[Site, float]:
-        """Leave the gradients of every level's mean KL in its parameters; the KL of each."""
+    def gradients(
+        self, rows: Rows, tuned: Mapping[Site, Tuned], seed: tuple[int, ...]
+    ) -> dict[Site, float]:
+        """Leave the gradients of every level's mean KL in its parameters; the KL of each, as far as it is seen."""
         with torch.enable_grad():
-            return self._over(rows, tuned, backward=True)
+            return self._over(rows, tuned, seed)
 
     def kl(self, rows: Rows, tuned: Mapping[Site, Tuned]) -> dict[Site, float]:
         """Every level's mean KL."""
         with torch.no_grad():
-            return self._over(rows, tuned, backward=False)
+            return self._over(rows, tuned, None)
 
     def _over(
-        self, rows: Rows, tuned: Mapping[Site, Tuned], *, backward: bool
+        self, rows: Rows, tuned: Mapping[Site, Tuned], seed: tuple[int, ...] | None
     ) -> dict[Site, float]:
-        """The model's own distribution at some rows is made once, for all levels."""
-        totals, anatomy = dict.fromkeys(tuned, 0.0), self.model.anatomy
+        """The model's own distribution at some rows is made once, for all levels; with a seed, gradients are left."""
+        totals = dict.fromkeys(tuned, 0.0)
         for start in range(0, len(rows.final), rows_at_once(self.model)):
             part = slice(start, start + rows_at_once(self.model))
-            with torch.no_grad():
-                own = anatomy.decode(rows.final[part]).float().softmax(-1)
-                entropy = float(torch.special.entr(own).sum())
+            seen = Seen.all(self.model.anatomy, rows.final[part])
+            if seed is not None:
+                seen = seen.few(np.random.default_rng((*seed, start)))
             for site, one in tuned.items():
                 landed = one(rows.at[site][part].float()).to(rows.final.dtype)
-                to_final = self.levels[site][1] == FINAL
-                guess = anatomy.decode(landed if to_final else anatomy.to_final(landed))
-                crossed, gradient = _cross_entropy(guess.detach().float(), own)
-                if backward:
+                guess = seen.logits(landed, to_final=self.levels[site][1] == FINAL)
+                kl, gradient = seen.kl(guess.detach())
+                if seed is not None:
                     guess.backward(gradient.div_(len(rows.final)).to(guess.dtype))
-                totals[site] += (crossed - entropy) / len(rows.final)
+                totals[site] += kl / len(rows.final)
         return totals
-
-
-def _cross_entropy(logits: Tensor, own: Tensor) -> tuple[float, Tensor]:
-    """−Σ own · log softmax(logits) over all rows, and its gradient, in fewer passes over the logits than autograd."""
-    guessed = logits.log_softmax(-1)
-    return -float(torch.linalg.vecdot(own, guessed).sum()), guessed.exp_().sub_(own)
 
 
 def _refined(
