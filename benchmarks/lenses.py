@@ -31,9 +31,17 @@ from typing import Any
 import torch
 from leaderboard.held_out import HeldOut, held_out, own_calibration
 from leaderboard.ours import OURS, Made, Workshop
-from leaderboard.peers import PEERS, Budget, record, recorded, run_peers
+from leaderboard.peers import (
+    PEERS,
+    Budget,
+    record,
+    record_scores,
+    recorded,
+    recorded_scores,
+    run_peers,
+)
 from leaderboard.scores import Scores, difference, score
-from leaderboard.show import Board, beside, figure, markdown, table, write_page
+from leaderboard.show import Board, beside, condensed, figure, markdown, table, write_page
 from mixture import mixture
 
 import layerjump as lj
@@ -117,18 +125,33 @@ def main() -> None:
         for text, board in by_text.items()
     ]
     write_page(figures, settings.output / "lenses.html")
-    (settings.output / "lenses.md").write_text(
-        "\n\n".join(
-            f"{name}, {text}:\n\n{markdown(board)}"
-            for name, by_text in boards.items()
-            for text, board in by_text.items()
-        )
-        + "\n"
-    )
+    pages = [_page(name, by_text) for name, by_text in boards.items()]
+    (settings.output / "lenses.md").write_text("\n\n".join(pages) + "\n")
     (settings.output / "lenses.json").write_text(
         json.dumps(boards, indent=1, allow_nan=False) + "\n"
     )
     print(json.dumps({name: _short(by_text) for name, by_text in boards.items()}))
+
+
+def _page(name: str, by_text: dict[str, Board]) -> str:
+    """A model's tables: all texts at a glance, then each of them in full, with what is said of rivals."""
+    said = {
+        text: [beside(*rivals, board).strip() for rivals in RIVALS if _met(*rivals, board)]
+        for text, board in by_text.items()
+    }
+    parts = [f"## {name}", condensed(by_text)]
+    for text, board in by_text.items():
+        parts += [
+            f"### {name}, {text}",
+            markdown(board),
+            "\n".join(f"- {line}" for line in said[text]),
+        ]
+    return "\n\n".join(parts)
+
+
+def _met(one: str, other: str, board: Board) -> bool:
+    """Whether both were fitted in this run, so that their scores are paired."""
+    return other in board.get(one, {}).get("beside", {})
 
 
 def _options() -> argparse.Namespace:
@@ -217,22 +240,28 @@ def one_board(
     model, unit = workshop.model, workshop.forward_seconds
     scores = {lens: score(model, one.lens, held) for lens, one in made.items()}
     board: Board = {lens: _row(scores[lens], made[lens], unit) for lens in made}
-    for one, other in permutations(scores, 2):
-        board[one].setdefault("beside", {})[other] = {
-            measure: difference(scores[one], scores[other], measure) for measure in ("kl", "p1")
-        }
     for lens, cost in costs.items():
         board[lens]["fit"] = cost
     if settings.record and costs:
         about = {"tokens": workshop.tokens, "positions": len(held), "machine": machine()}
         record(name, text, {lens: board[lens] | about for lens in costs})
+        for lens in costs:
+            record_scores(name, text, lens, scores[lens])
     known = recorded(name, text)
-    absent = [lens for lens in settings.lenses if lens in PEERS and lens not in made]
-    board |= {lens: known[lens] | {"recorded": True} for lens in absent if lens in known}
+    for lens in [lens for lens in settings.lenses if lens in PEERS and lens in known]:
+        if lens not in made:
+            board[lens] = known[lens] | {"recorded": True}
+            theirs = recorded_scores(name, text, lens, held)
+            scores |= {} if theirs is None else {lens: theirs}
+    for one, other in permutations(scores, 2):
+        if one in made:
+            board[one].setdefault("beside", {})[other] = {
+                measure: difference(scores[one], scores[other], measure) for measure in ("kl", "p1")
+            }
     documents = len(held.document.unique())
     print(f"\n{name}, {text}: {len(held):,} held-out positions of {documents:,} documents")
     print(table(board))
-    print("\n".join(beside(one, other, board) for one, other in RIVALS if {one, other} <= {*made}))
+    print("\n".join(beside(*rivals, board) for rivals in RIVALS if _met(*rivals, board)))
     print(f"  calibration error of the model itself {own_calibration(model, held):.3f}", flush=True)
     return board
 

@@ -14,9 +14,10 @@ from layerjump.measure.calibration import calibration_error, marginal_kl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from leaderboard import peers
 from leaderboard.held_out import A_DOCUMENT, held_out, own_calibration
 from leaderboard.ours import Workshop
-from leaderboard.peers import sequences_of, write_job
+from leaderboard.peers import record_scores, recorded_scores, sequences_of, write_job
 from leaderboard.scores import difference, score
 
 POSITIONS = 120
@@ -120,6 +121,22 @@ def test_a_difference_is_paired(causal, study_text, jumps):
     assert apart["mean"][0] == pytest.approx(mean) == pytest.approx(-back["mean"][0])
     assert difference(fitted, fitted)["mean"] == [0, 0, 0]
     assert len(apart["levels"]) == causal.n_blocks
+
+
+def test_recorded_scores_are_held_against_new_ones_at_the_same_positions(
+    causal, study_text, jumps, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(peers, "RECORD", tmp_path / "recorded.json")
+    held = held_out(causal, study_text, POSITIONS)
+    fitted = score(causal, lj.Lens(causal, jumps), held)
+    plain = score(causal, lj.Lens(causal), held)
+    record_scores("tiny", "stories", "identity", plain)
+    again = recorded_scores("tiny", "stories", "identity", held)
+    for measure in ("kl", "p1"):
+        wanted = difference(fitted, plain, measure)["mean"]
+        assert difference(fitted, again, measure)["mean"] == pytest.approx(wanted, abs=2e-3)
+    others = held_out(causal, study_text, POSITIONS // 2)
+    assert recorded_scores("tiny", "stories", "identity", others) is None
 
 
 def test_lenses_are_kept_for_a_later_run_of_the_same_settings(causal, study_text, tmp_path):

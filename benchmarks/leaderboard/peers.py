@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import layerjump as lj
 from layerjump.compress.export import save_checkpoint
 from layerjump.errors import BadModel
+from leaderboard.held_out import HeldOut
 from leaderboard.ours import Made, Workshop
+from leaderboard.scores import Scores
 
 HERE = Path(__file__).parents[1] / "peers"
 RECORD = HERE / "recorded.json"
@@ -154,6 +157,40 @@ def _check(model: lj.Model, ids: list[int], many: int = 50) -> dict[str, Any]:
         "tokens": found.indices.tolist(),
         "log_probabilities": found.values.tolist(),
     }
+
+
+def recorded_scores(model: str, text: str, lens: str, held: HeldOut) -> Scores | None:
+    """A recorded peer's scores, position by position, if they are of these very positions."""
+    path = RECORD.with_name(f"{model}-{text}-{lens}.npz")
+    if not path.exists():
+        return None
+    with np.load(path) as known:
+        kl, place, document = known["kl"].astype(np.float64), known["place"], known["document"]
+    if document.tolist() != held.document.tolist():
+        return None
+    nothing = np.full_like(kl, np.nan)
+    level = nothing[:, 0]
+    return Scores(
+        kl,
+        np.where(place < 0, np.nan, place),
+        surprisal=nothing,
+        probability=nothing,
+        hit=nothing,
+        marginal=level,
+        marginal_draws=nothing,
+        known=np.ones(len(held)),
+        document=held.document.double().numpy(),
+    )
+
+
+def record_scores(model: str, text: str, lens: str, scores: Scores) -> None:
+    """Keep what differences at the same positions are made of."""
+    np.savez_compressed(
+        RECORD.with_name(f"{model}-{text}-{lens}.npz"),
+        kl=scores.kl.astype(np.float16),
+        place=np.nan_to_num(scores.place, nan=-1).clip(max=20).astype(np.int8),
+        document=scores.document.astype(np.int32),
+    )
 
 
 def recorded(model: str, text: str) -> dict[str, dict[str, Any]]:

@@ -51,6 +51,21 @@ def markdown(board: Board) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def condensed(boards: dict[str, Board]) -> str:
+    """One table for all texts of a model: KL and P@1 on each, and the cost; the best on average first."""
+    texts = list(boards)
+    known = set.intersection(*(set(board) for board in boards.values()))
+    kl = {name: sum(boards[text][name]["kl"][0] for text in texts) for name in known}
+    rows = [["lens", *(f"{text}: KL, P@1" for text in texts), "parameters", "× forward"]]
+    rows.append(["---"] * len(rows[0]))
+    for name in sorted(kl, key=kl.__getitem__):
+        found = [boards[text][name] for text in texts]
+        cells = [f"{one['kl'][0]:.3f}, {one['p1'][0]:.3f}" for one in found]
+        said = name + (" (recorded)" if found[0].get("recorded") else "")
+        rows.append([said, *cells, f"{found[0]['parameters']:,}", f"{found[0]['cost']:.2f}"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def beside(one: str, other: str, board: Board) -> str:
     """In a sentence: at how many levels one lens is better than another, and where it is worse beyond noise."""
     apart = board[one]["beside"][other]

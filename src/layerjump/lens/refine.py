@@ -66,7 +66,7 @@ def refine(
     positions: int = 256,
     rate: float = 0.2,
     seed: int = 0,
-    patience: int = 4,
+    patience: int = 8,
     progress: Progress | None = None,
     folder: Path | None = None,
 ) -> Jumps:
