@@ -18,6 +18,9 @@ CHEAPEST = 0.05
 """Where a lens that costs nothing is drawn: a logarithm has no zero."""
 
 
+SIDES = ("bottom right", "top left", "top right", "bottom left")
+
+
 def ranked(board: Board) -> list[tuple[str, dict[str, Any]]]:
     return sorted(board.items(), key=lambda item: item[1]["kl"][0])
 
@@ -90,7 +93,7 @@ def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Fi
         f"{safe(model)} on {safe(text)}: mean over levels, 95 % over documents",
         x="cost of fitting, in bare forward passes over the fit text (CPU seconds)",
         y="KL to the model's own output, nats",
-        height=460,
+        height=560,
     )
     kinds = {"ours": BLUE, "peers": ORANGE, "recorded": GREY}
     for kind, colour in kinds.items():
@@ -98,6 +101,7 @@ def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Fi
         if mine:
             _add_points(made, kind, colour, mine)
     made.update_xaxes(type="log")
+    made.update_yaxes(type="log")  # the good ones are close to each other
     return made
 
 
@@ -123,7 +127,8 @@ def _add_points(
         },
         mode="markers+text",
         text=[safe(name) for name, _ in rows],
-        textposition="top center",
+        # Neighbours in rank are neighbours in the figure: their names go to different sides.
+        textposition=[SIDES[place % len(SIDES)] for place in range(len(rows))],
         name=kind,
         marker={"color": colour, "size": 9},
         customdata=[[found["cost"], found["cpu_seconds"]] for _, found in rows],
