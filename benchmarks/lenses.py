@@ -77,6 +77,8 @@ REFINE_STEPS = {
     "smollm2": {"refined": 75},
     "stories15m": {"refined": 350, "refined long": 3_000},
 }
+SLOW = ("n-njtc trained",)
+"""Left out of a quick run."""
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
 RIVALS = (
     ("calibrated", "mat"),
@@ -105,9 +107,9 @@ class Settings:
 def main() -> None:
     options = _options()
     settings = Settings(
-        lenses=options.lenses.split(","),
+        lenses=[lens for lens in options.lenses.split(",") if not (options.quick and lens in SLOW)],
         tokens=4_000 if options.quick else options.tokens or 0,
-        positions=120 if options.quick else options.positions,
+        positions=80 if options.quick else options.positions,
         quick=options.quick,
         peers=options.peers,
         record=options.record,
