@@ -91,7 +91,8 @@ def _run(peer: Peer, environments: Path, work: Path, out: Path, arguments: list[
         raise BadModel(
             f"there is no environment {python.parents[1]}; make it with benchmarks/peers/setup.sh {environments}"
         )
-    digest = hashlib.sha256((work / "tokens.json").read_bytes()).hexdigest()
+    job = json.loads((work / "tokens.json").read_text())
+    digest = hashlib.sha256(json.dumps([job["fit"], job["select"]]).encode()).hexdigest()
     done, cost = out / "settings.txt", out / "cost.json"
     # It may have had more time than is wanted now: our own seconds differ from run to run.
     wanted = dict(zip(arguments[::2], arguments[1::2], strict=True))

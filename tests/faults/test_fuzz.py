@@ -14,7 +14,7 @@ import layerjump as lj
 from faults import formats, fuzz, mutate, mutate_pickles
 from faults.formats import FORMATS, Format
 from layerjump.decode import kept
-from layerjump.errors import BadArtifact, BadForeignLens, BadMoments
+from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError
 from layerjump.fit import files
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import solve_jumps
@@ -143,6 +143,50 @@ def test_an_unfinished_tuning_that_could_not_go_on(tmp_path, change):
     path.write_bytes(b"no zip at all")
     with pytest.raises(BadArtifact, match="remove it to start anew"):
         formats.a_tuning().restore(tmp_path, "same")
+
+
+def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
+    """How to go on is not the file's to say; what was learnt must be numbers."""
+    tuning = formats.a_tuning()
+    tuning.save(tmp_path, "same")
+    path = tmp_path / formats.UNFINISHED
+    state = torch.load(path, weights_only=True)
+    del state["optimiser"]["param_groups"][0]["betas"]
+    torch.save(state, path)
+    FORMATS["unfinished-refine"].read(path)
+    state["optimiser"]["state"][0]["step"] = torch.tensor(2j)
+    torch.save(state, path)
+    with pytest.raises(BadArtifact, match="step is no number"):
+        formats.a_tuning().restore(tmp_path, "same")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pairs": []}, "pairs no sites"),
+        ({"n": {"fit": 10**400, "select": 0, "test": 0}}, "positions"),
+        ({"pairs": [["a" * 2000, "1"]]}, "names no site"),
+    ],
+)
+def test_sums_whose_account_makes_no_sense(tmp_path, change, said):
+    FORMATS["moments"].make(tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors, metadata = files.read_tensors(path)
+    head = json.dumps(json.loads(metadata["head"]) | change)
+    files.write_tensors(path, tensors, metadata | {"head": head})
+    with pytest.raises(LayerjumpError, match=said) as refused:
+        Collected.load(path)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_shift_that_claims_to_be_wide_takes_no_room(tmp_path):
+    FORMATS["moments"].make(tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors, head = files.read_tensors(path)
+    wide = {name: torch.zeros(10**6) for name in tensors if "|shift/" in name}
+    files.write_tensors(path, tensors | wide, head)
+    with pytest.raises(BadArtifact, match="not those of its pairs"):
+        Collected.load(path)
 
 
 def test_results_that_lack_what_a_page_is_made_of(tmp_path):

@@ -161,7 +161,9 @@ def _unpack(
         pairs, reservoir=head["reservoir"], full_targets=head["full_targets"], reads=reads
     )
     moments.n = head["n"][split]
-    if type(moments.n) is not int or moments.n < 0:
+    if not pairs:
+        raise ValueError("it pairs no sites")
+    if type(moments.n) is not int or not 0 <= moments.n < 2**53:
         raise ValueError(f"the {split} split has {str(moments.n)[:50]} positions")
     mine = {
         name.partition("|")[2]: t for name, t in tensors.items() if name.startswith(f"{split}|")
@@ -178,10 +180,10 @@ def _unpack(
     if reservoir:
         moments.reservoir.add(reservoir, mine.pop("reservoir-keys"))
     shift = {site: mine.pop(f"shift/{site}") for site in moments.sites}
-    moments.set_shift(shift)
-    shapes = {name: tuple(total.shape) for name, total in moments.sums.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
+    # Before any room is taken: a shift may claim to be very wide.
+    if moments.shapes(shift) != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
         raise ValueError(f"the {split} split's sums are not those of its pairs")
+    moments.set_shift(shift)
     # Copied into tensors of our own: matrix products round differently on memory aligned as in a file.
     for name, total in moments.sums.items():
         total.copy_(mine[name])

@@ -111,20 +111,21 @@ class Moments:
     def set_shift(self, shift: Mapping[Site, Tensor]) -> None:
         """Start from zero about a given shift (processes that will add their sums must share it)."""
         self.shift = {site: shift[site].double() for site in self.sites}
-        width = {site: len(self.shift[site]) for site in self.sites}
-        shapes: dict[str, tuple[int, ...]] = {
-            "norm": (len(self.sites),),
-            "cosine": (len(self.pairs),),
-            "angle": (len(self.pairs),),
+        device = next(iter(self.shift.values())).device
+        self.sums = {
+            name: torch.zeros(shape, dtype=torch.float64, device=device)
+            for name, shape in self.shapes(self.shift).items()
         }
+
+    def shapes(self, shift: Mapping[Site, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shape of every sum about such a shift."""
+        width = {site: len(shift[site]) for site in self.sites}
+        few, many = (len(self.pairs),), (len(self.sites),)
+        shapes: dict[str, tuple[int, ...]] = {"norm": many, "cosine": few, "angle": few}
         shapes |= {f"sum/{site}": (width[site],) for site in self.sites}
         shapes |= {f"square/{site}": (width[site], width[site]) for site in self.squared}
         shapes |= {f"diagonal/{s}": (width[s],) for s in self.sites if s not in self.squared}
-        shapes |= {f"cross/{a}>{b}": (width[a], width[b]) for a, b in self.pairs}
-        device = next(iter(self.shift.values())).device
-        self.sums = {
-            k: torch.zeros(v, dtype=torch.float64, device=device) for k, v in shapes.items()
-        }
+        return shapes | {f"cross/{a}>{b}": (width[a], width[b]) for a, b in self.pairs}
 
     # -- reading
 

@@ -166,8 +166,8 @@ def _check_tensors(tensors: dict[str, Tensor], entries: dict[Pair, Entry], path:
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != listed[name] or tensor.dtype != torch.float32:
             raise BadArtifact(
-                f"{path}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, but torch.float32 of "
-                f"shape {listed[name]} was wanted; make it again"
+                f"{path}: {name} is {tensor.dtype} of shape {str(tuple(tensor.shape))[:50]}, but torch.float32 of "
+                f"shape {str(listed[name])[:50]} was wanted; make it again"
             )
 
 

@@ -64,7 +64,7 @@ class Site:
         if index.isdecimal() and (not part or part in BLOCK_PARTS):
             return cls(int(index), part or "level")
         raise BadModel(
-            f"{name!r} names no site; give a level (5), a part of a block "
+            f"{name[:50]!r} names no site; give a level (5), a part of a block "
             f"(5.attn.in; parts: {', '.join(BLOCK_PARTS)}) or final"
         )
 

@@ -187,7 +187,14 @@ class Tuning:
             for site, one in self.tuned.items():
                 one.load_state_dict(state["now"][str(site)])
                 self._best[site] = state["kept"][str(site)]
+            settings_now = [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self._optimiser.param_groups
+            ]
             self._optimiser.load_state_dict(state["optimiser"])
+            # What was learnt is the file's; how to go on is not.
+            for group, own in zip(self._optimiser.param_groups, settings_now, strict=True):
+                group.update(own)
             _check_optimiser(self._optimiser)
         except BadArtifact:
             raise
@@ -222,5 +229,6 @@ def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:
             for name in ("exp_avg", "exp_avg_sq"):
                 if not isinstance(known[name], Tensor) or known[name].shape != parameter.shape:
                     raise ValueError(f"the optimiser's {name} is not of its parameter's shape")
-            if not isinstance(known["step"], Tensor) or known["step"].numel() != 1:
+            step = known["step"]
+            if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
                 raise ValueError("the optimiser's step is no number")
