@@ -154,16 +154,18 @@ def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
     del state["optimiser"]["param_groups"][0]["betas"]
     torch.save(state, path)
     FORMATS["unfinished-refine"].read(path)
-    state["optimiser"]["state"][0]["step"] = torch.tensor(2j)
-    torch.save(state, path)
-    with pytest.raises(BadArtifact, match="step is no number"):
-        formats.a_tuning().restore(tmp_path, "same")
+    for step in (2j, -3.0, torch.nan):
+        state["optimiser"]["state"][0]["step"] = torch.tensor(step)
+        torch.save(state, path)
+        with pytest.raises(BadArtifact, match="step is no"):
+            formats.a_tuning().restore(tmp_path, "same")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"pairs": []}, "pairs no sites"),
+        ({"reservoir": 10**9}, "keeps 1000000000 states"),
         ({"n": {"fit": 10**400, "select": 0, "test": 0}}, "positions"),
         ({"pairs": [["a" * 2000, "1"]]}, "names no site"),
     ],

@@ -27,6 +27,9 @@ _OF_A_FIT = ("n_fit", "n_select", "n_test", "estimator", "settings", "layerjump"
 ABOUT = [each.name for each in dataclasses.fields(Provenance) if each.name not in _OF_A_FIT]
 """What is known of a run before anything is fitted."""
 
+MOST_KEPT = 100_000
+"""Raw states that a file may say it keeps: room for all of them is taken at once."""
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -157,9 +160,10 @@ def _unpack(
     reads = head.get("reads", "raw")  # files older than features have no such key
     if reads not in FEATURES:
         raise ValueError(f"there are no features {reads!r}")
-    moments = Moments(
-        pairs, reservoir=head["reservoir"], full_targets=head["full_targets"], reads=reads
-    )
+    size = head["reservoir"]
+    if type(size) is not int or not 0 <= size <= MOST_KEPT:
+        raise ValueError(f"it keeps {str(size)[:50]} states")
+    moments = Moments(pairs, reservoir=size, full_targets=head["full_targets"], reads=reads)
     moments.n = head["n"][split]
     if not pairs:
         raise ValueError("it pairs no sites")

@@ -232,3 +232,5 @@ def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:
             step = known["step"]
             if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
                 raise ValueError("the optimiser's step is no number")
+            if not 0 < float(step) < math.inf:
+                raise ValueError("the optimiser's step is no count")
