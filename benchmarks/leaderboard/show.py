@@ -16,9 +16,8 @@ MEASURES = {"kl": "KL", "p1": "P@1", "p5": "P@5", "p10": "P@10", "surprisal": "s
 MEASURES |= {"ece": "ECE", "marginal_kl": "marginal KL"}
 CHEAPEST = 0.05
 """Where a lens that costs nothing is drawn: a logarithm has no zero."""
-
-
 SIDES = ("bottom right", "top left", "top right", "bottom left")
+"""Of a point, where its name may stand."""
 
 
 def ranked(board: Board) -> list[tuple[str, dict[str, Any]]]:

@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of the short runs")
     parser.add_argument("--tokens-per-step", type=int, default=1024)
     parser.add_argument("--least-cpu", type=float, default=0, help="seconds that the long run gets")
-    parser.add_argument("--most-cpu", type=float, default=3600, help="no longer run is begun")
+    parser.add_argument(
+        "--most-cpu", type=float, default=3600, help="after a long run, no longer one is begun"
+    )
     options = parser.parse_args()
     job = Job.read(options.job)
     model = AutoModelForCausalLM.from_pretrained(job.model, torch_dtype=torch.float32).eval()

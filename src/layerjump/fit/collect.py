@@ -155,7 +155,8 @@ def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collect
 def products_on(model: Model, reads: FeatureKind = "raw") -> torch.dtype:
     """float64 products, but float32 where a device does those many times faster, or where there are many.
 
-    Maps that read both features have three times the products, and always a penalty, beside which rounding is nothing.
+    Sums of both features are three times the products; they are collected for `calibrated`, whose penalty is far above
+    rounding. An estimator without one should read one feature: h and h / rms(h) are nearly the same directions.
     """
     exact = model.device.type == "cpu" and reads != "both"
     return torch.float64 if exact else torch.float32
