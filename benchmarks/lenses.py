@@ -24,7 +24,6 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +254,8 @@ def one_board(
             board[lens] = known[lens] | {"recorded": True}
             theirs = recorded_scores(name, text, lens, held)
             scores |= {} if theirs is None else {lens: theirs}
-    for one, other in permutations(scores, 2):
-        if one in made:
+    for one, other in RIVALS:
+        if one in made and other in scores:
             board[one].setdefault("beside", {})[other] = {
                 measure: difference(scores[one], scores[other], measure) for measure in ("kl", "p1")
             }

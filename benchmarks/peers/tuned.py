@@ -6,8 +6,9 @@ The package's lens, optimiser, schedule, gradient clipping and loss; its command
 no bfloat16 autocast (several times slower on CPUs), and position 0 is left out, as it is for the lenses it is held
 against. Short runs with its default and with other learning rates, ever further out while an outer one is best, and
 with its other optimiser; the way of least KL on the select sequences is trained again, longer, until the last fifth of
-its steps lowers that KL by less than 1 % and it has had `--least-cpu` seconds. The cost reported is that of this last
-run alone; `all_cpu` has every run.
+its steps is worth less than 1 % of that KL and it has had `--least-cpu` seconds. The schedule falls to zero over a run
+and the KL falls with it, however long the run: so what the last fifth is worth is told by a run of four fifths of the
+steps, with a schedule of its own. The cost reported is that of the last run alone; `all_cpu` has every run.
 """
 
 from __future__ import annotations
@@ -44,16 +45,15 @@ class Run(NamedTuple):
     wall: float
     tokens: int
     lens: TunedLens | None = None
-    """None: of a short run that an earlier one of this script has made."""
+    """None: of a run that was made before this script was stopped."""
 
     @property
     def kl(self) -> float:
         return self.curve[-1][1]
 
     @property
-    def last_gain(self) -> float:
-        """By what share the last fifth of the steps lowered the KL."""
-        return 1 - self.kl / self.curve[-2][1]
+    def steps(self) -> int:
+        return self.curve[-1][0]
 
 
 def main() -> None:
@@ -74,30 +74,37 @@ def main() -> None:
     short = trainer.short_runs(options.steps)
     way = min(short, key=lambda each: short[each].kl)
     spent = sum(run.cpu for run in short.values())
-    for run in trainer.longer(way, short[way], options.least_cpu, options.most_cpu):
-        spent += run.cpu
+    for run, shorter in trainer.longer(way, short[way], options.least_cpu, options.most_cpu):
+        spent += run.cpu + shorter.cpu
         # Kept at once: the next run is twice as long, and may be stopped.
         assert run.lens is not None
         run.lens.save(options.out)
-        report(options.out / "cost.json", _cost(run, way, short, spent))
+        report(options.out / "cost.json", _cost(run, shorter, way, short, spent))
 
 
-def _cost(run: Run, way: Way, short: dict[Way, Run], spent: float) -> dict[str, Any]:
+def _cost(run: Run, shorter: Run, way: Way, short: dict[Way, Run], spent: float) -> dict[str, Any]:
     assert run.lens is not None
+    gain = _last_gain(run, shorter)
     return {
         "cpu_seconds": run.cpu,
         "wall_seconds": run.wall,
         "tokens": run.tokens,
-        "backward_passes": run.curve[-1][0] * len(run.lens),
+        "backward_passes": run.steps * len(run.lens),
         "all_cpu": spent,
         "optimiser": way[0],
         "learning_rate_scale": way[1],
         "short_runs": {f"{name} × {scale:g}": each.kl for (name, scale), each in short.items()},
         "select_kl": run.kl,
-        "last_gain": run.last_gain,
-        "converged": run.last_gain < ENOUGH,
+        "four_fifths": [shorter.steps, shorter.kl],
+        "last_gain": gain,
+        "converged": gain < ENOUGH,
         "curve": run.curve,
     }
+
+
+def _last_gain(run: Run, shorter: Run) -> float:
+    """By what share the last fifth of the steps lowered the KL."""
+    return 1 - run.kl / shorter.kl
 
 
 class Trainer:
@@ -110,18 +117,18 @@ class Trainer:
 
     def short_runs(self, steps: int) -> dict[Way, Run]:
         """A run for each way to train that is worth trying."""
-        found = {scale: self._short("sgd", scale, steps) for scale in SCALES}
+        found = {scale: self._known("sgd", scale, steps) for scale in SCALES}
         while True:
             best = min(found, key=lambda scale: found[scale].kl)
             further = {max(found): 3 * best, min(found): best / 3}.get(best)
             if further is None or not 1 / WIDEST < further < WIDEST:
                 break
-            found[further] = self._short("sgd", further, steps)
+            found[further] = self._known("sgd", further, steps)
         sgd = {("sgd", scale): run for scale, run in found.items()}
-        return {**sgd, OTHER: self._short(*OTHER, steps)}
+        return {**sgd, OTHER: self._known(*OTHER, steps)}
 
-    def _short(self, optimiser: str, scale: float, steps: int) -> Run:
-        """A run, or what is known of it: they are many, and whoever stops this script need not make them again."""
+    def _known(self, optimiser: str, scale: float, steps: int) -> Run:
+        """A run, or what is known of it: whoever stops this script need not make it again."""
         text = hashlib.sha256(json.dumps(self.job.fit).encode()).hexdigest()
         name = f"{optimiser} {scale:g} {steps} {self.tokens_per_step} {text}"
         known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
@@ -133,17 +140,17 @@ class Trainer:
         self._kept.write_text(json.dumps(known, indent=1))
         return run
 
-    def longer(self, way: Way, run: Run, least: float, most: float) -> Iterator[Run]:
-        """Ever longer runs, until one is long enough and has converged, or the next would take too long."""
-        known: Run | None = None
-        while known is None or known.last_gain >= ENOUGH or known.cpu < least:
-            steps, a_step = run.curve[-1][0], run.cpu / run.curve[-1][0]
-            # A run of at least the seconds wanted, if it is not much more than twice the last one anyway.
-            steps = max(2 * steps, int(least / a_step) + 1)
-            if known is not None and steps * a_step > most:
+    def longer(self, way: Way, short: Run, least: float, most: float) -> Iterator[tuple[Run, Run]]:
+        """Ever longer runs, each with one of four fifths of its steps, until the last fifth is worth little."""
+        a_step = short.cpu / short.steps
+        steps = max(2 * short.steps, int(least / a_step) + 1)
+        while True:
+            shorter = self._known(*way, steps * 4 // 5)
+            run = self.run(*way, steps)
+            yield run, shorter
+            steps *= 2
+            if _last_gain(run, shorter) < ENOUGH or steps * a_step > most:
                 return
-            run = known = self.run(*way, steps)
-            yield run
 
     def run(self, optimiser: str, scale: float, steps: int) -> Run:
         """Train from the start: the schedule falls to zero over the steps, so no run can be gone on with."""

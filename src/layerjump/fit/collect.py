@@ -20,7 +20,7 @@ from layerjump.fit.fingerprint import about_model
 from layerjump.fit.group import Group
 from layerjump.fit.modules import FeatureKind
 from layerjump.fit.moments import Moments
-from layerjump.fit.pairs import Pair, parse_pairs
+from layerjump.fit.pairs import PREDICTIONS, Pair, parse_pairs
 from layerjump.fit.reservoir import keys_of
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read, split
@@ -112,9 +112,10 @@ def plan(
     made = cut(positions)
     if made["fit"].n_picks < 5 * model.width:
         _warn_few(made["fit"].n_picks, model.width)
+    products = products_on(model, penalised=pairs == PREDICTIONS and reads == "both")
     return Plan(
         model,
-        {name: Moments(chosen, products=products_on(model, reads), reads=reads) for name in SPLITS},
+        {name: Moments(chosen, products=products, reads=reads) for name in SPLITS},
         made,
         _about(model, corpus, positions, made, sizes, seed, max_length, chosen),
     )
@@ -152,13 +153,13 @@ def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collect
     return plan(model, text, **settings).run()
 
 
-def products_on(model: Model, reads: FeatureKind = "raw") -> torch.dtype:
+def products_on(model: Model, *, penalised: bool = False) -> torch.dtype:
     """float64 products, but float32 where a device does those many times faster, or where there are many.
 
-    Sums of both features are three times the products; they are collected for `calibrated`, whose penalty is far above
-    rounding. An estimator without one should read one feature: h and h / rms(h) are nearly the same directions.
+    What `calibrated` collects is three times `mat`'s products, and its penalty is far above their rounding. Without
+    a penalty it would not be: h and h / rms(h) are nearly the same directions.
     """
-    exact = model.device.type == "cpu" and reads != "both"
+    exact = model.device.type == "cpu" and not penalised
     return torch.float64 if exact else torch.float32
 
 
