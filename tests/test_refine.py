@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from children import printed_by
 from stories import stories
-from torch import nn
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
@@ -18,8 +16,8 @@ from layerjump.fit.collect import plan
 from layerjump.fit.modules import to_affine
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.lens.lens import MEMORY
-from layerjump.lens.refine import Rows, _Work, levels_of
-from layerjump.lens.tuning import NAME, Tuned, Tuning
+from layerjump.lens.refine import Rows, _Work, tunable
+from layerjump.lens.tuning import NAME, Tuned
 
 TEXT = stories(400)
 
@@ -80,12 +78,12 @@ def test_any_map_with_numbers_is_tuned(model, estimator, settings):
 
 
 def test_gradients_are_finite_differences(model, jumps):
-    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    work = _Work(model, jumps, tunable(jumps, model))
     fit, _ = work.documents(TEXT, 0, None)
     rows = work.step(fit, 0, 12)
-    site = Site(1)
-    tuned = Tuned(jumps[site, FINAL], rows.at[site])
-    work.gradients(rows, {site: tuned}, (0,))
+    pair = Site(1), FINAL
+    tuned = Tuned(jumps[pair], rows.at[pair[0]])
+    work.gradients(rows, {pair: tuned}, (0,))
     draw = torch.Generator().manual_seed(0)
     for parameter in tuned.parameters():
         along = torch.randn(parameter.shape, generator=draw)
@@ -97,7 +95,7 @@ def test_gradients_are_finite_differences(model, jumps):
             for name, other in moved.named_parameters():
                 if same[name] is parameter:
                     other.data.add_(size * along)
-            ends.append(work.kl(rows, {site: moved})[site])
+            ends.append(work.kl(rows, {pair: moved})[pair])
         assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
 
 
@@ -111,24 +109,24 @@ def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
 
 
 def test_kl_is_the_mean_over_positions(model, jumps):
-    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    work = _Work(model, jumps, tunable(jumps, model))
     _, held = work.documents(TEXT, 0, None)
-    rows, site = work.watched(held), Site(1)
+    rows, site, pair = work.watched(held), Site(1), (Site(1), FINAL)
     own = model.anatomy.decode(rows.final).log_softmax(-1)
     guess = lj.Lens(model, jumps).logits(1, rows.at[site]).log_softmax(-1)
     wanted = float((own.exp() * (own - guess)).sum(-1).mean())
-    tuned = Tuned(jumps[site, FINAL], rows.at[site])
-    assert work.kl(rows, {site: tuned})[site] == pytest.approx(wanted, rel=1e-4)
+    tuned = Tuned(jumps[pair], rows.at[site])
+    assert work.kl(rows, {pair: tuned})[pair] == pytest.approx(wanted, rel=1e-4)
     half = Rows({site: rows.at[site][:7]}, rows.final[:7])
-    assert work.kl(half, {site: tuned})[site] == pytest.approx(
+    assert work.kl(half, {pair: tuned})[pair] == pytest.approx(
         float((own.exp() * (own - guess)).sum(-1)[:7].mean()), rel=1e-4
     )
 
 
 def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
-    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    work = _Work(model, jumps, tunable(jumps, model))
     rows = work.step(work.documents(TEXT, 0, None)[0], 0, 12)
-    tuned = {site: Tuned(jumps[pair], rows.at[site]) for site, pair in work.levels.items()}
+    tuned = {pair: Tuned(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
     calls = []
     handle = model.anatomy.head.register_forward_hook(lambda *_: calls.append(1))
     work.gradients(rows, tuned, (0,))
@@ -138,7 +136,7 @@ def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
 
 def test_tokens_are_those_of_the_fit(model, jumps):
     """The same bound gives the very documents that a fit reads."""
-    work = _Work(model, lj.Lens(model, jumps), levels_of(jumps, model))
+    work = _Work(model, jumps, tunable(jumps, model))
     found = work.documents(TEXT, 0, 6_000)
     planned = plan(model, TEXT, tokens=6_000).batches
     for mine, name in zip(found, ("fit", "select"), strict=True):
@@ -176,47 +174,37 @@ def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
     assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
 
 
-def test_a_level_that_is_never_a_number_keeps_its_start():
-    rows = torch.randn(50, 4)
-    tuned = {Site(level): Tuned(nn.Linear(4, 4), rows) for level in range(2)}
-    starts = [one.affine().factors[0] for one in tuned.values()]
-    tuning = Tuning(tuned, rate=0.1, steps=100)
-    tuning.look({Site(0): 1.0, Site(1): math.nan})
-    for step in range(3):
-        for one in tuned.values():
-            one(rows).square().sum().backward()
-        tuning.take({Site(0): 1.0, Site(1): 1.0})
-        tuning.look({Site(0): 0.9 - 0.1 * step, Site(1): math.nan})
-    kept = [jump.factors[0] for jump in tuning.best_maps().values()]
-    assert not torch.equal(kept[0], starts[0])
-    assert torch.equal(kept[1], starts[1])
-    assert not tuning.over(patience=2)  # the other level still falls
+def test_of_two_landings_the_one_that_ends_lower_is_kept(model):
+    start = lj.fit(model, TEXT, estimator="calibrated", how="to-tune", tokens=12_000)
+    late = [Site(model.n_blocks - 2), Site(model.n_blocks - 1)]
+    last = Site(model.n_blocks)
+    assert {pair for pair in start if pair[0] in late} == {
+        (site, target) for site in late for target in (last, FINAL)
+    }
+    looks = []
+    tuned = lj.refine(model, start, TEXT, steps=50, progress=lambda *now: looks.append(now[2]))
+    assert sorted(source for source, _ in tuned) == [Site(at) for at in range(model.n_blocks)]
+    apart = {
+        target: lj.refine(model, only(start, target, late), TEXT, steps=50)
+        for target in (last, FINAL)
+    }
+    after = tuned.provenance.settings["refine"]["kl_after"]
+    for place, site in enumerate(late):
+        ends = {
+            target: one.provenance.settings["refine"]["kl_after"][place - len(late)]
+            for target, one in apart.items()
+        }
+        chosen = min(ends, key=lambda target: ends[target])
+        assert (site, chosen) in tuned
+        assert after[site.index] == pytest.approx(ends[chosen], rel=1e-5)
+        assert after[site.index] <= looks[-1][site.index]
 
 
-def test_a_level_that_got_worse_goes_back_and_takes_smaller_steps():
-    rows = torch.randn(50, 4)
-    tuned = {Site(level): Tuned(nn.Linear(4, 4), rows) for level in range(2)}
-    tuning = Tuning(tuned, rate=0.1, steps=100)
-
-    def step():
-        """How far each level's weights have gone."""
-        before = [one.affine().factors[0] for one in tuned.values()]
-        for one in tuned.values():
-            one(rows).square().sum().backward()
-        tuning.take({Site(0): 1.0, Site(1): 1.0})
-        after = [one.affine().factors[0] for one in tuned.values()]
-        return [float((b - a).norm()) for a, b in zip(before, after, strict=True)]
-
-    tuning.look({Site(0): 1.0, Site(1): 1.0})
-    starts = [one.affine().factors[0] for one in tuned.values()]
-    first = step()
-    tuning.look({Site(0): 0.9, Site(1): 1.1})
-    now = [one.affine().factors[0] for one in tuned.values()]
-    assert not torch.equal(now[0], starts[0])
-    assert torch.equal(now[1], starts[1])
-    second = step()
-    assert second[0] == pytest.approx(first[0], rel=0.1)
-    assert second[1] < 0.5 * first[1]
+def only(jumps, target, late):
+    """Without the maps of the late levels that land elsewhere."""
+    kept = [pair for pair in jumps if pair[0] not in late or pair[1] == target]
+    maps = {pair: to_affine(jumps[pair]) for pair in kept}
+    return lj.Jumps.of(maps, {pair: jumps.info[pair] for pair in kept}, jumps.provenance)
 
 
 def test_masked_models_are_tuned(data_folder):
@@ -269,8 +257,9 @@ width, draw = model.width, torch.Generator().manual_seed(0)
 site = lj.Site(1)
 jump = torch.nn.Linear(width, width)
 at = torch.randn(600, width, generator=draw)
-work = _Work(model, lj.Lens(model), {site: (site, lj.Site(model.n_blocks))})
-tuned = {site: Tuned(jump, at)}
+pair = site, lj.Site(model.n_blocks)
+work = _Work(model, None, [pair])
+tuned = {pair: Tuned(jump, at)}
 few = Rows({site: at[:2]}, at[:2])
 work.gradients(few, tuned, (0,))  # what is loaded on first use
 before = peak()

@@ -54,6 +54,7 @@ class Workshop:
     folder: Path | None = None
     """Where lenses are kept: the dearest take hours, and whoever stops the run need not make them again."""
     _made_once: dict[str, Made] = field(default_factory=dict, repr=False)
+    _summed: dict[str, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
     def make(self, names: list[str]) -> Iterator[tuple[str, Made]]:
         """Every lens asked for, one after another."""
@@ -90,6 +91,20 @@ class Workshop:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(json.dumps([self._about("forward"), seconds]))
         return seconds
+
+    @cached_property
+    def _to_tune(self) -> Made:
+        """Where a tuning starts: `calibrated`, its last levels' landings left open."""
+        collected, pass_seconds = self._sums_to_final("both")
+        made = self._made(
+            lambda: solve_jumps(collected, "calibrated", how="to-tune", model=self.model)
+        )
+        return made._replace(seconds=made.seconds + pass_seconds)
+
+    def _sums_to_final(self, reads: FeatureKind) -> tuple[Any, float]:
+        if reads not in self._summed:
+            self._summed[reads] = timed(self._plan(pairs="predictions", reads=reads).run)
+        return self._summed[reads]
 
     @cached_property
     def _pass(self) -> tuple[Any, float]:
@@ -157,8 +172,7 @@ class Workshop:
 
     def _to_final(self, name: str) -> Made:
         """Charged as those on the shared sums are: the pass and the solution."""
-        chosen = self._plan(pairs="predictions", reads=TO_FINAL[name])
-        collected, pass_seconds = timed(chosen.run)
+        collected, pass_seconds = self._sums_to_final(TO_FINAL[name])
         made = self._made(lambda: solve_jumps(collected, "calibrated", model=self.model))
         assert made.lens.jumps is not None
         factors = made.lens.jumps.provenance.settings["temperature"].values()
@@ -170,7 +184,7 @@ class Workshop:
         return made._replace(seconds=made.seconds + pass_seconds)
 
     def _refined(self, name: str) -> Made:
-        start = self._one("calibrated")
+        start = self._to_tune
         assert start.lens.jumps is not None
         given = self.model, start.lens.jumps, self.corpus
         steps, tokens, seed = self.refine_steps[name], self.tokens, self.seed

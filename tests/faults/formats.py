@@ -32,7 +32,7 @@ from layerjump.fit.collected import Collected, merge
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.fit import solve_jumps
 from layerjump.fit.moments import Moments
-from layerjump.inputs.sites import Site
+from layerjump.inputs.sites import FINAL, Site
 from layerjump.lens.tuning import NAME as UNFINISHED
 from layerjump.lens.tuning import Tuned, Tuning
 from layerjump.show.report import write_report
@@ -199,7 +199,7 @@ def _read_results(path: Path) -> None:
 def a_tuning() -> Tuning:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(20, 4, generator=draw)
-    tuned = {Site(level): Tuned(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
+    tuned = {(Site(level), FINAL): Tuned(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
     tuning = Tuning(tuned, 0.1, 50)
     for _ in range(2):
         for one in tuned.values():

@@ -74,7 +74,10 @@ def fit(
     metric: Annotated[
         str | None, typer.Option(help="low-rank: `unembedding` weighs errors as logits see them.")
     ] = None,
-    how: Annotated[str | None, typer.Option(help="ojfa: pooled or best-level.")] = None,
+    how: Annotated[
+        str | None,
+        typer.Option(help="ojfa: pooled or best-level; calibrated: to-tune (what --refine takes)."),
+    ] = None,
     features: Annotated[
         str | None,
         typer.Option(
@@ -122,7 +125,7 @@ def fit(
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
     from layerjump.fit.collected import Collected, merge
-    from layerjump.fit.fit import plan_settings, solve_jumps
+    from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
     from layerjump.fit.group import Group
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
@@ -153,6 +156,8 @@ def fit(
     group.leave()
     if group.rank != 0:
         return
+    if refine is not None and estimator == TO_PREDICTIONS:
+        settings["how"] = how or TO_TUNE
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     if refine is not None:
         assert loaded is not None

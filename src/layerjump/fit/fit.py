@@ -31,6 +31,8 @@ from layerjump.inputs.sites import FINAL, Site
 TO_PREDICTIONS = "calibrated"
 """The estimator whose maps lead to what the head reads, and to no level."""
 NAMES = (*ESTIMATORS, "ojfa", TO_PREDICTIONS)
+TO_TUNE = "to-tune"
+"""How `calibrated` leaves open where a map lands: a tuning keeps what ends lower, not what starts lower."""
 
 
 def fit(
@@ -104,8 +106,8 @@ def _solved(
     collected: Collected, estimator: str, settings: dict[str, Any], model: Model | None
 ) -> Iterator[tuple[Pair, Affine, FeatureKind]]:
     """Every pair's map, and what it reads."""
-    if "how" in settings and estimator != "ojfa":
-        raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa has")
+    if "how" in settings and estimator not in ("ojfa", TO_PREDICTIONS):
+        raise BadEstimator(f"{estimator} has no setting 'how'; only ojfa and calibrated have")
     sums = collected.fit
     if estimator == TO_PREDICTIONS:
         yield from _calibrated(collected, settings, model)
@@ -171,24 +173,29 @@ def _calibrated(
             "these sums are of"
         )
     judge = Judge(model, collected.select.reservoir.states)
+    left_open = settings.get("how") == TO_TUNE
     factors = settings["temperature"] = {}
     last, pairs = Site(model.n_blocks), collected.fit.pairs
     for source in collected.fit.sources:
         jump, kind = calibrated(collected.fit, collected.select, (source, FINAL))
         factor = judge.factor(source, jump, kind)
-        chosen = (source, FINAL), jump.times(factor), kind
+        landings = [((source, FINAL), jump.times(factor), kind)]
         if (source, last) in pairs and judge.enough:
-            other = (source, last), *calibrated(collected.fit, collected.select, (source, last))
-            chosen = min(chosen, other, key=lambda each: judge.loss(*each[0], *each[1:]))
-        if chosen[0][1] == FINAL:
+            landings += [
+                ((source, last), *calibrated(collected.fit, collected.select, (source, last)))
+            ]
+        if not left_open:
+            landings = [min(landings, key=lambda each: judge.kl(*each[0], *each[1:]))]
+        if landings[0][0][1] == FINAL:
             factors[str(source)] = factor
-        yield chosen
+        yield from landings
 
 
 def _check_calibrated(collected: Collected, settings: dict[str, Any]) -> None:
-    if settings:
+    if settings not in ({}, {"how": TO_TUNE}):
+        given = ", ".join(f"{name} {value}" for name, value in settings.items())
         raise BadEstimator(
-            f"calibrated has no settings, but {', '.join(settings)} was given; leave it out"
+            f"calibrated was given {given}; the one setting it has is how {TO_TUNE}, for maps that are to be tuned"
         )
     pairs, last = collected.fit.pairs, Site(collected.about["n_blocks"])
     lacking = [source for source, _ in pairs if (source, FINAL) not in pairs]

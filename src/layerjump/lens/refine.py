@@ -3,10 +3,11 @@
 refined = lj.refine(model, jumps, text, steps=200)
 
 One forward pass over a batch serves every level: their states at some of its positions, and the model's own
-distribution there, which is made once. Levels are tuned one after another on it, so memory does not grow with their
+distribution there, which is made once. Maps are tuned one after another on it, so memory does not grow with their
 number, and a vocabulary of any size is gone through in rows that fit. A step looks at the tokens that are likely there
 and at some of the others, which stand for all of them. Text held out says, with the whole vocabulary, when to stop and
-which of a level's maps to keep: none ends worse there than it began.
+which of a level's maps to keep: none ends worse there than it began. A level may have two, onto level L and onto
+`final`; the one that ends lower is kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from layerjump.errors import BadEstimator, BadJumps
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.modules import to_affine
+from layerjump.fit.pairs import Pair
 from layerjump.fit.store import check_model
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read, split
@@ -30,9 +32,9 @@ from layerjump.inputs.models import Model
 from layerjump.inputs.positions import MASKED_SHARE, Positions
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import states
-from layerjump.lens.lens import Lens, rows_at_once
+from layerjump.lens.lens import rows_at_once
 from layerjump.lens.seen import Seen
-from layerjump.lens.tuning import Tuned, Tuning
+from layerjump.lens.tuning import Tuned, Tuning, lowest
 
 HELD = 256
 """Positions of the select split on which KL is watched."""
@@ -42,7 +44,7 @@ EVERY = 25
 """Steps between looks at them."""
 CELLS = 256
 """Tokens of a batch, padding included."""
-_FORMAT = "layerjump refine 2"
+_FORMAT = "layerjump refine 3"
 
 Progress = Callable[[int, int, list[float]], None]
 """Called after each look with the steps done, the steps to do, and the held-out KL of every level."""
@@ -80,10 +82,10 @@ def refine(
     _check(steps, positions, patience, rate)
     check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
     corpus = text if isinstance(text, Corpus) else read(text)
-    work = _Work(model, Lens(model, jumps), levels_of(jumps, model))
+    work = _Work(model, jumps, tunable(jumps, model))
     fit, held = work.documents(corpus, seed, tokens)
     rows = work.watched(held)
-    tuned = {site: Tuned(jumps[pair], rows.at[site]) for site, pair in work.levels.items()}
+    tuned = {pair: Tuned(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
     tuning = Tuning(tuned, rate, steps)
     settings = f"{_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions} {rate} {seed}"
     if folder is not None:
@@ -96,16 +98,15 @@ def refine(
         if tuning.step % EVERY == 0 or tuning.step == steps:
             tuning.look(work.kl(rows, tuned))
             if progress:
-                progress(tuning.step, steps, tuning.history[-1])
+                progress(tuning.step, steps, _by_level(tuning.history[-1], work.pairs))
             if folder is not None:
                 tuning.save(folder, f"{_FORMAT} {settings}")
-    return _refined(jumps, work.levels, tuning, corpus)
+    return _refined(jumps, work.pairs, tuning, corpus)
 
 
-def levels_of(jumps: Jumps, model: Model) -> dict[Site, tuple[Site, Site]]:
-    """Site → the jump by which a lens reads it."""
-    last = Site(model.n_blocks)
-    found = {pair[0]: pair for target in (FINAL, last) for pair in jumps if pair[1] == target}
+def tunable(jumps: Jumps, model: Model) -> list[Pair]:
+    """The jumps by which a lens may read levels."""
+    found = [pair for pair in jumps if pair[1] in (FINAL, Site(model.n_blocks))]
     if not found:
         raise BadJumps(
             f"{jumps} has no jump to the last level or to `final`, so there is no prediction to tune; fit with "
@@ -115,7 +116,7 @@ def levels_of(jumps: Jumps, model: Model) -> dict[Site, tuple[Site, Site]]:
         raise BadEstimator(
             "ojfa is one map for all levels, and tuning would make it many; refine another estimator"
         )
-    if not any(to_affine(jumps[pair]).n_parameters for pair in found.values()):
+    if not any(to_affine(jumps[pair]).n_parameters for pair in found):
         raise BadEstimator(
             f"{jumps.provenance.estimator} has no numbers to tune; refine affine or calibrated jumps"
         )
@@ -127,16 +128,15 @@ class _Work:
     """What a step computes."""
 
     model: Model
-    lens: Lens
-    levels: dict[Site, tuple[Site, Site]]
+    jumps: Jumps
+    pairs: list[Pair]
 
     def documents(self, corpus: Corpus, seed: int, tokens: int | None) -> tuple[Batches, Batches]:
         """Batches to tune on and to watch: the jumps' own fit documents and others.
 
         Another text than theirs is split by the usual shares.
         """
-        assert self.lens.jumps is not None
-        known = self.lens.jumps.provenance
+        known = self.jumps.provenance
         count, own = len(corpus.documents), known.text_sha256 == corpus.sha256
         parts = split(count, known.split, seed=known.seed) if own else split(count, seed=known.seed)
         others = parts.select or parts.test
@@ -168,7 +168,8 @@ class _Work:
         return self._rows(found, chosen, OF_ONE, 0)
 
     def _rows(self, found: Batches, chosen: list[int], each: int, number: int) -> Rows:
-        sites = [*self.levels, FINAL]
+        levels = list(dict.fromkeys(source for source, _ in self.pairs))
+        sites = [*levels, FINAL]
         parts: list[dict[Site, Tensor]] = []
         for index in chosen:
             batch = found[index]
@@ -178,23 +179,23 @@ class _Work:
         # A model may be spread over devices: its head's is where levels are mapped and read.
         place = parts[0][FINAL].device
         joined = {site: torch.cat([part[site] for part in parts]).to(place) for site in sites}
-        return Rows({site: joined[site] for site in self.levels}, joined[FINAL])
+        return Rows({site: joined[site] for site in levels}, joined[FINAL])
 
     def gradients(
-        self, rows: Rows, tuned: Mapping[Site, Tuned], seed: tuple[int, ...]
-    ) -> dict[Site, float]:
-        """Leave the gradients of every level's mean KL in its parameters; the KL of each, as far as it is seen."""
+        self, rows: Rows, tuned: Mapping[Pair, Tuned], seed: tuple[int, ...]
+    ) -> dict[Pair, float]:
+        """Leave the gradients of every map's mean KL in its parameters; the KL of each, as far as it is seen."""
         with torch.enable_grad():
             return self._over(rows, tuned, seed)
 
-    def kl(self, rows: Rows, tuned: Mapping[Site, Tuned]) -> dict[Site, float]:
-        """Every level's mean KL."""
+    def kl(self, rows: Rows, tuned: Mapping[Pair, Tuned]) -> dict[Pair, float]:
+        """Every map's mean KL."""
         with torch.no_grad():
             return self._over(rows, tuned, None)
 
     def _over(
-        self, rows: Rows, tuned: Mapping[Site, Tuned], seed: tuple[int, ...] | None
-    ) -> dict[Site, float]:
+        self, rows: Rows, tuned: Mapping[Pair, Tuned], seed: tuple[int, ...] | None
+    ) -> dict[Pair, float]:
         """The model's own distribution at some rows is made once, for all levels; with a seed, gradients are left."""
         totals = dict.fromkeys(tuned, 0.0)
         for start in range(0, len(rows.final), rows_at_once(self.model)):
@@ -202,24 +203,26 @@ class _Work:
             seen = Seen.all(self.model.anatomy, rows.final[part])
             if seed is not None:
                 seen = seen.few(np.random.default_rng((*seed, start)))
-            for site, one in tuned.items():
-                landed = one(rows.at[site][part].float()).to(rows.final.dtype)
-                guess = seen.logits(landed, to_final=self.levels[site][1] == FINAL)
+            for (source, target), one in tuned.items():
+                landed = one(rows.at[source][part].float()).to(rows.final.dtype)
+                guess = seen.logits(landed, to_final=target == FINAL)
                 kl, gradient = seen.kl(guess.detach())
                 if seed is not None:
                     guess.backward(gradient.div_(len(rows.final)).to(guess.dtype))
-                totals[site] += kl / len(rows.final)
+                totals[source, target] += kl / len(rows.final)
         return totals
 
 
-def _refined(
-    jumps: Jumps, levels: dict[Site, tuple[Site, Site]], tuning: Tuning, corpus: Corpus
-) -> Jumps:
+def _refined(jumps: Jumps, pairs: list[Pair], tuning: Tuning, corpus: Corpus) -> Jumps:
     maps = {pair: to_affine(jumps[pair]) for pair in jumps}
     infos = dict(jumps.info)
-    best = tuning.best_maps()
-    for site, pair in levels.items():
-        maps[pair] = best[site]
+    ended, best = dict(zip(pairs, tuning.best, strict=True)), tuning.best_maps()
+    for pair in pairs:
+        others = [other for other in pairs if other[0] == pair[0] and other in maps]
+        if min(others, key=lambda each: ended[each]) != pair:
+            del maps[pair], infos[pair]
+            continue
+        maps[pair] = best[pair]
         # R² was the closed form's; KL is what was tuned.
         infos[pair] = replace(infos[pair], r2=None, strength=None)
     known = jumps.provenance
@@ -228,12 +231,20 @@ def _refined(
         "rate": tuning.rate,
         "text": corpus.name,
         "text_sha256": corpus.sha256,
-        "kl_before": tuning.history[0],
-        "kl_after": tuning.best,
+        "kl_before": _by_level(tuning.history[0], pairs),
+        "kl_after": _by_level(tuning.best, pairs),
     }
     settings = known.settings | {"refine": about}
     provenance = replace(known, estimator=f"{known.estimator}+kl", settings=settings)
     return Jumps.of(maps, infos, provenance)
+
+
+def _by_level(values: list[float], pairs: list[Pair]) -> list[float]:
+    """The lowest KL of each level's maps."""
+    found: dict[Site, list[float]] = {}
+    for (source, _), value in zip(pairs, values, strict=True):
+        found.setdefault(source, []).append(value)
+    return [lowest(of_level) for of_level in found.values()]
 
 
 def _digest(jumps: Jumps) -> str:

@@ -16,13 +16,13 @@ from layerjump.errors import BadArtifact, one_line
 from layerjump.fit.affine import Affine
 from layerjump.fit.files import replace_file, writing
 from layerjump.fit.modules import to_affine
-from layerjump.inputs.sites import Site
+from layerjump.fit.pairs import Pair
 
 NAME = "unfinished-refine.pt"
 _LOWER = 1e-3
 """Of the mean KL: what counts as lowering it."""
 _SLOWER = 0.4
-"""What a level's rate is multiplied by when it has got worse."""
+"""What a map's rate is multiplied by when it has got worse."""
 
 
 class _Scaled(nn.Module):
@@ -87,31 +87,31 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.inf
 
 
-def _lowest(values: Sequence[float]) -> float:
+def lowest(values: Sequence[float]) -> float:
     """Of those that are numbers."""
     return min((value for value in values if math.isfinite(value)), default=math.inf)
 
 
 class Tuning:
-    """All levels' parameters and what is known about them."""
+    """All maps' parameters and what is known about them."""
 
-    def __init__(self, tuned: Mapping[Site, Tuned], rate: float, steps: int) -> None:
+    def __init__(self, tuned: Mapping[Pair, Tuned], rate: float, steps: int) -> None:
         self.tuned, self.rate, self.steps = dict(tuned), rate, steps
         self.step = 0
         self.history: list[list[float]] = []
-        """Held-out KL of every level at each look."""
+        """Held-out KL of every map at each look."""
         self.best: list[float] = [math.inf] * len(self.tuned)
-        # The start, not what it becomes: a level whose KL is no number at any look keeps it.
-        self._best = {site: _numbers(one) for site, one in self.tuned.items()}
+        # The start, not what it becomes: a map whose KL is no number at any look keeps it.
+        self._best = {pair: _numbers(one) for pair, one in self.tuned.items()}
         self._pace = [1.0] * len(self.tuned)
-        """By what each level's rate is multiplied: less, once it has got worse."""
+        """By what each map's rate is multiplied: less, once it has got worse."""
         groups = [{"params": list(one.parameters())} for one in self.tuned.values()]
         self._optimiser = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
 
-    def take(self, losses: Mapping[Site, float]) -> None:
-        """One step along the gradients that are there; a level whose loss is no number is left alone."""
-        for site, one in self.tuned.items():
-            if not math.isfinite(losses[site]):
+    def take(self, losses: Mapping[Pair, float]) -> None:
+        """One step along the gradients that are there; a map whose loss is no number is left alone."""
+        for pair, one in self.tuned.items():
+            if not math.isfinite(losses[pair]):
                 one.zero_grad(set_to_none=True)
         now = self.rate * min(1.0, 2 * (1 - self.step / self.steps))
         for group, pace in zip(self._optimiser.param_groups, self._pace, strict=True):
@@ -120,36 +120,36 @@ class Tuning:
         self._optimiser.zero_grad(set_to_none=True)
         self.step += 1
 
-    def look(self, found: Mapping[Site, float]) -> None:
-        """Note the held-out KL of every level, and keep its map if that was never lower.
+    def look(self, found: Mapping[Pair, float]) -> None:
+        """Note the held-out KL of every map, and keep its numbers if that was never lower.
 
-        A level that got worse goes back to its best map, and on from there more slowly: what rate suits a level
+        A map that got worse goes back to its best numbers, and on from there more slowly: what rate suits a map
         depends on the model and the text.
         """
-        values = [found[site] for site in self.tuned]
+        values = [found[pair] for pair in self.tuned]
         self.history.append(values)
-        for place, (site, one) in enumerate(self.tuned.items()):
+        for place, (pair, one) in enumerate(self.tuned.items()):
             if values[place] < self.best[place]:
                 self.best[place] = values[place]
-                self._best[site] = _numbers(one)
+                self._best[pair] = _numbers(one)
             else:
-                one.load_state_dict(self._best[site])
+                one.load_state_dict(self._best[pair])
                 self._pace[place] *= _SLOWER
 
     def over(self, patience: int) -> bool:
-        """Whether all steps are done, or the last looks have not lowered the mean of the levels' best."""
+        """Whether all steps are done, or the last looks have not lowered the mean of the maps' best."""
         if self.step >= self.steps or len(self.history) <= patience:
             return self.step >= self.steps
-        # Levels are judged apart, as they are kept apart: one that got worse has gone back to its best.
-        earlier = [_lowest(values) for values in zip(*self.history[:-patience], strict=True)]
+        # Maps are judged apart, as they are kept apart: one that got worse has gone back to its best.
+        earlier = [lowest(values) for values in zip(*self.history[:-patience], strict=True)]
         return _mean(self.best) > (1 - _LOWER) * _mean(earlier)
 
-    def best_maps(self) -> dict[Site, Affine]:
-        """Every level's map that was best on held-out text."""
+    def best_maps(self) -> dict[Pair, Affine]:
+        """Every map as it was best on held-out text."""
         maps = {}
-        for site, one in self.tuned.items():
-            one.load_state_dict(self._best[site])
-            maps[site] = one.affine()
+        for pair, one in self.tuned.items():
+            one.load_state_dict(self._best[pair])
+            maps[pair] = one.affine()
         return maps
 
     # -- saved and taken up again
@@ -164,8 +164,8 @@ class Tuning:
             "history": self.history,
             "best": self.best,
             "pace": self._pace,
-            "now": {str(site): one.state_dict() for site, one in self.tuned.items()},
-            "kept": {str(site): kept for site, kept in self._best.items()},
+            "now": {_name(pair): one.state_dict() for pair, one in self.tuned.items()},
+            "kept": {_name(pair): kept for pair, kept in self._best.items()},
             "optimiser": self._optimiser.state_dict(),
         }
         replace_file(folder / NAME, lambda path: torch.save(state, path))
@@ -184,9 +184,9 @@ class Tuning:
             _check_course(state, len(self.tuned), self.steps)
             self.step, self.history, self.best = state["step"], state["history"], state["best"]
             self._pace = state["pace"]
-            for site, one in self.tuned.items():
-                one.load_state_dict(state["now"][str(site)])
-                self._best[site] = state["kept"][str(site)]
+            for pair, one in self.tuned.items():
+                one.load_state_dict(state["now"][_name(pair)])
+                self._best[pair] = state["kept"][_name(pair)]
             settings_now = [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in self._optimiser.param_groups
@@ -204,7 +204,11 @@ class Tuning:
             ) from error
 
 
-def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
+def _name(pair: Pair) -> str:
+    return f"{pair[0]}>{pair[1]}"
+
+
+def _check_course(state: Mapping[str, Any], n_maps: int, steps: int) -> None:
     """What is known of a tuning's course is what `over` and `look` will read."""
     step, looks, best = state["step"], state["history"], state["best"]
     if type(step) is not int or not 0 <= step <= steps:
@@ -213,10 +217,10 @@ def _check_course(state: Mapping[str, Any], n_levels: int, steps: int) -> None:
         raise ValueError("it has no look at held-out text")
     for row in [*looks, best, state["pace"]]:
         known = row if isinstance(row, list) else []
-        if len(known) != n_levels or not all(isinstance(value, float) for value in known):
-            raise ValueError(f"a KL for each of {n_levels} levels was wanted at every look")
+        if len(known) != n_maps or not all(isinstance(value, float) for value in known):
+            raise ValueError(f"a KL for each of {n_maps} maps was wanted at every look")
     if not all(0 < value <= 1 for value in state["pace"]):
-        raise ValueError("a level's pace is no number from 0 to 1")
+        raise ValueError("a map's pace is no number from 0 to 1")
 
 
 def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:
