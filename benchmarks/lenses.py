@@ -12,8 +12,8 @@ CPU seconds of the fit, and as a multiple of the bare forward pass over the fit 
 
 Peers run in environments of their own (`benchmarks/peers/setup.sh FOLDER` makes them), on the very same tokens. A tuned
 lens gets the best of several ways to train, until it gains no more, and ten times the CPU of `refined`; `refined long`
-has about as much as it. Lenses are kept in the output folder, and not made again by a later run of the same settings.
-Without `--peers` their results come from `benchmarks/peers/recorded.json`, and are marked. All numbers go to
+may take as long as it does. Lenses are kept in the output folder, and not made again by a later run of the same
+settings. Without `--peers` their results come from `benchmarks/peers/recorded.json`, and are marked. All numbers go to
 `lenses.json`, the tables to `lenses.md`, the figure to `lenses.html`; the last line is JSON: model → text → lens →
 {kl, p1, cost, ece, …}.
 """
@@ -73,8 +73,8 @@ BUDGETS = {
 TOKENS = {"smollm2": 40_000}
 """Of all splits together, where it is not the usual number: the tuned lens gets ten times our time."""
 REFINE_STEPS = {
-    "smollm2": {"refined": 75},
-    "stories15m": {"refined": 350, "refined long": 3_000},
+    "smollm2": {"refined": 60},
+    "stories15m": {"refined": 700, "refined long": 5_000},
 }
 SLOW = ("n-njtc trained",)
 """Left out of a quick run."""

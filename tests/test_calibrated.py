@@ -37,7 +37,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def collected(model, text):
-    return lj.collect(model, text, pairs="to-final", reads="both", tokens=TOKENS)
+    return lj.collect(model, text, pairs="to-final", reads="both", rough=True, tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +161,15 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
     done = run(*given, "--refine", "kl", "--steps", "25", "--json")
     assert done.returncode == 0, done.stderr
     assert "held-out KL" in done.stderr
-    assert lj.Jumps.from_pretrained(folder).provenance.estimator == "calibrated+kl"
+    about = lj.Jumps.from_pretrained(folder).provenance
+    assert about.estimator == "calibrated+kl"
+    assert about.settings["how"] == "to-tune"  # both landings were there to be tuned
     assert sorted(path.name for path in (tmp_path / "jumps").iterdir()) == [
         "jumps.json",
         "jumps.safetensors",
     ]
-    for extra in (("--refine", "magic"), ("--features", "magic"), ("--pairs", "to-last")):
+    wrong_ones = ("--refine magic", "--features magic", "--pairs to-last", "--how to-tune")
+    for extra in map(str.split, wrong_ones):
         wrong = run(*given, *extra)
         assert wrong.returncode == 1
         assert "Traceback" not in wrong.stderr

@@ -36,6 +36,7 @@ def collected(model):
         TEXT,
         pairs="to-final",
         reads="both",
+        rough=True,
         positions=positions,
     )
 
@@ -99,7 +100,9 @@ def test_a_soft_cap_counts():
 def test_the_last_levels_land_where_kl_is_least(model):
     """Of a map onto `final` and one onto level L, by the lens that each makes, on rows of the select split."""
     positions = MASKED_SHARE if model.masked else None
-    found = lj.collect(model, TEXT, pairs="predictions", reads="both", positions=positions)
+    found = lj.collect(
+        model, TEXT, pairs="predictions", reads="both", rough=True, positions=positions
+    )
     last = Site(model.n_blocks)
     late = {source for source, target in found.fit.pairs if target == last}
     assert late == {Site(model.n_blocks - 2), Site(model.n_blocks - 1)}

@@ -20,7 +20,7 @@ def test_products_are_rough_for_calibrated_alone(data_folder, study_text):
     model = lj.load(data_folder / "tiny-gpt2")
     settings = {**plan_settings("calibrated"), "tokens": 2_000}
     rough = plan(model, study_text, **settings)
-    exact = plan(model, study_text, pairs="to-last", reads="both", tokens=2_000)
+    exact = plan(model, study_text, **plan_settings("affine"), reads="both", tokens=2_000)
     single = plan(model, study_text, **settings | {"reads": "rms"})
     found = [one.moments["fit"].products for one in (rough, exact, single)]
     assert found == [torch.float32, torch.float64, torch.float64]

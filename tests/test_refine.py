@@ -174,39 +174,6 @@ def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
     assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
 
 
-def test_of_two_landings_the_one_that_ends_lower_is_kept(model):
-    start = lj.fit(model, TEXT, estimator="calibrated", how="to-tune", tokens=12_000)
-    late = [Site(model.n_blocks - 2), Site(model.n_blocks - 1)]
-    last = Site(model.n_blocks)
-    assert {pair for pair in start if pair[0] in late} == {
-        (site, target) for site in late for target in (last, FINAL)
-    }
-    looks = []
-    tuned = lj.refine(model, start, TEXT, steps=50, progress=lambda *now: looks.append(now[2]))
-    assert sorted(source for source, _ in tuned) == [Site(at) for at in range(model.n_blocks)]
-    apart = {
-        target: lj.refine(model, only(start, target, late), TEXT, steps=50)
-        for target in (last, FINAL)
-    }
-    after = tuned.provenance.settings["refine"]["kl_after"]
-    for place, site in enumerate(late):
-        ends = {
-            target: one.provenance.settings["refine"]["kl_after"][place - len(late)]
-            for target, one in apart.items()
-        }
-        chosen = min(ends, key=lambda target: ends[target])
-        assert (site, chosen) in tuned
-        assert after[site.index] == pytest.approx(ends[chosen], rel=1e-5)
-        assert after[site.index] <= looks[-1][site.index]
-
-
-def only(jumps, target, late):
-    """Without the maps of the late levels that land elsewhere."""
-    kept = [pair for pair in jumps if pair[0] not in late or pair[1] == target]
-    maps = {pair: to_affine(jumps[pair]) for pair in kept}
-    return lj.Jumps.of(maps, {pair: jumps.info[pair] for pair in kept}, jumps.provenance)
-
-
 def test_masked_models_are_tuned(data_folder):
     bert = lj.load(data_folder / "tiny-bert")
     closed = lj.fit(bert, TEXT, estimator="calibrated", positions="15%", tokens=12_000)

@@ -15,7 +15,7 @@ import torch
 import layerjump as lj
 from layerjump.fit.collect import Plan, plan
 from layerjump.fit.descent import train_n_njtc
-from layerjump.fit.fit import solve_jumps
+from layerjump.fit.fit import plan_settings, solve_jumps
 from layerjump.fit.modules import FeatureKind
 from layerjump.inputs.positions import MASKED_SHARE
 
@@ -28,7 +28,9 @@ ON_SUMS = ("mat", "affine", *RANKS, "n-njtc", "ojfa")
 TO_FINAL: dict[str, FeatureKind] = {"calibrated": "both", "calibrated raw": "raw"}
 """Maps that land after the final norm, and what they read; with "both", whatever of it errs least."""
 TUNED = ("refined", "refined long")
-"""At a tenth of the tuned lens' cost, and at about its cost."""
+"""Within a tenth of the tuned lens' cost, and until it gains no more, within its cost."""
+_RECIPE = "to-tune"
+"""How they are made; a lens that is kept and was made in another way is made again."""
 OURS = ("identity", *ON_SUMS, "n-njtc trained", *TO_FINAL, *TUNED, "jacobian")
 
 
@@ -97,13 +99,14 @@ class Workshop:
         """Where a tuning starts: `calibrated`, its last levels' landings left open."""
         collected, pass_seconds = self._sums_to_final("both")
         made = self._made(
-            lambda: solve_jumps(collected, "calibrated", how="to-tune", model=self.model)
+            lambda: solve_jumps(collected, "calibrated", how=_RECIPE, model=self.model)
         )
         return made._replace(seconds=made.seconds + pass_seconds)
 
     def _sums_to_final(self, reads: FeatureKind) -> tuple[Any, float]:
         if reads not in self._summed:
-            self._summed[reads] = timed(self._plan(pairs="predictions", reads=reads).run)
+            wanted = plan_settings("calibrated") | {"reads": reads}
+            self._summed[reads] = timed(self._plan(**wanted).run)
         return self._summed[reads]
 
     @cached_property
@@ -139,7 +142,9 @@ class Workshop:
         return self.folder / f"{name.replace(' ', '-').replace('/', '-')}.json"
 
     def _about(self, name: str) -> list[Any]:
-        own = {"jacobian": self.jacobian}.get(name, self.refine_steps.get(name))
+        own: Any = self.jacobian if name == "jacobian" else None
+        if name in TUNED:
+            own = [_RECIPE, self.refine_steps.get(name)]
         return [self.corpus.sha256, self.settings, own]
 
     def _new(self, name: str) -> Made:

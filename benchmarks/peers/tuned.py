@@ -149,7 +149,8 @@ class Trainer:
             run = self.run(*way, steps)
             yield run, shorter
             steps *= 2
-            if _last_gain(run, shorter) < ENOUGH or steps * a_step > most:
+            enough = _last_gain(run, shorter) < ENOUGH and run.cpu >= least
+            if enough or steps * a_step > most:
                 return
 
     def run(self, optimiser: str, scale: float, steps: int) -> Run:

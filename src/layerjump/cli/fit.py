@@ -76,7 +76,7 @@ def fit(
     ] = None,
     how: Annotated[
         str | None,
-        typer.Option(help="ojfa: pooled or best-level; calibrated: to-tune (what --refine takes)."),
+        typer.Option(help="ojfa: pooled or best-level."),
     ] = None,
     features: Annotated[
         str | None,
@@ -139,7 +139,7 @@ def fit(
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
     wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
-    check_refine(refine, steps, from_moments, group.world)
+    check_refine(refine, steps, how, from_moments, group.world)
     if from_moments:
         collected = merge([Collected.load(path) for path in from_moments])
         loaded = None if model is None else _same_model(model, where, collected)
@@ -157,7 +157,7 @@ def fit(
     if group.rank != 0:
         return
     if refine is not None and estimator == TO_PREDICTIONS:
-        settings["how"] = how or TO_TUNE
+        settings["how"] = TO_TUNE
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     if refine is not None:
         assert loaded is not None

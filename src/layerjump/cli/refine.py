@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 
 def check_refine(
-    refine: str | None, steps: int, from_moments: list[Path] | None, world: int
+    refine: str | None, steps: int, how: str | None, from_moments: list[Path] | None, world: int
 ) -> None:
     """Refuse what a tuning cannot do, before any work."""
+    from layerjump.fit.fit import TO_TUNE
+
+    if how == TO_TUNE:
+        raise LayerjumpError(
+            f"--how {TO_TUNE} was given; --refine kl takes it by itself, leave it out"
+        )
     if refine is None:
         return
     if refine != "kl":

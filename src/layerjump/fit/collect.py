@@ -20,7 +20,7 @@ from layerjump.fit.fingerprint import about_model
 from layerjump.fit.group import Group
 from layerjump.fit.modules import FeatureKind
 from layerjump.fit.moments import Moments
-from layerjump.fit.pairs import PREDICTIONS, Pair, parse_pairs
+from layerjump.fit.pairs import Pair, parse_pairs
 from layerjump.fit.reservoir import keys_of
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read, split
@@ -89,11 +89,13 @@ def plan(
     select: bool = True,
     max_length: int = 512,
     reads: FeatureKind = "raw",
+    rough: bool = False,
 ) -> Plan:
     """Decide on a run: which documents, positions and sums (of which features of the sources' states).
 
     Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 44 d). Jumps between
-    levels skip position 0; maps meant for every position (sub-modules) take it in.
+    levels skip position 0; maps meant for every position (sub-modules) take it in. `rough` forms the many products
+    of both features in float32: enough for an estimator with a penalty.
     """
     if tokens is not None and tokens < 1:
         raise BadText(f"tokens given is {tokens}; give 1 or more, or none for the whole text")
@@ -112,7 +114,7 @@ def plan(
     made = cut(positions)
     if made["fit"].n_picks < 5 * model.width:
         _warn_few(made["fit"].n_picks, model.width)
-    products = products_on(model, penalised=pairs == PREDICTIONS and reads == "both")
+    products = products_on(model, rough=rough and reads == "both")
     return Plan(
         model,
         {name: Moments(chosen, products=products, reads=reads) for name in SPLITS},
@@ -153,13 +155,13 @@ def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collect
     return plan(model, text, **settings).run()
 
 
-def products_on(model: Model, *, penalised: bool = False) -> torch.dtype:
+def products_on(model: Model, *, rough: bool = False) -> torch.dtype:
     """float64 products, but float32 where a device does those many times faster, or where there are many.
 
     What `calibrated` collects is three times `mat`'s products, and its penalty is far above their rounding. Without
     a penalty it would not be: h and h / rms(h) are nearly the same directions.
     """
-    exact = model.device.type == "cpu" and not penalised
+    exact = model.device.type == "cpu" and not rough
     return torch.float64 if exact else torch.float32
 
 

@@ -58,7 +58,9 @@ def plan_settings(estimator: str, strength: float | None = None) -> dict[str, An
     """What an estimator wants of the pass over the text, unless told otherwise."""
     wanted: dict[str, Any] = {"select": selects(estimator, strength)}
     return (
-        wanted | {"pairs": PREDICTIONS, "reads": "both"} if estimator == TO_PREDICTIONS else wanted
+        wanted | {"pairs": PREDICTIONS, "reads": "both", "rough": True}
+        if estimator == TO_PREDICTIONS
+        else wanted
     )
 
 
@@ -184,8 +186,8 @@ def _calibrated(
             landings += [
                 ((source, last), *calibrated(collected.fit, collected.select, (source, last)))
             ]
-        if not left_open:
-            landings = [min(landings, key=lambda each: judge.kl(*each[0], *each[1:]))]
+        if len(landings) > 1 and not left_open:
+            landings = [min(landings, key=lambda each: judge.loss(*each[0], *each[1:]))]
         if landings[0][0][1] == FINAL:
             factors[str(source)] = factor
         yield from landings

@@ -43,9 +43,6 @@ class Judge:
         # What the head adds to nothing: a factor is of the state, not of the head's bias.
         self._bias = self._product(self._like.new_zeros(1, self._like.shape[1]))
         self._own = self._logits(self._product(self._rows[FINAL])).softmax(-1) if rows else None
-        self._entropy = (
-            0.0 if self._own is None else float(torch.special.entr(self._own).sum(-1).mean())
-        )
 
     @property
     def enough(self) -> bool:
@@ -75,11 +72,11 @@ class Judge:
         return best if gain.mean() > BEYOND * gain.std() / len(gain) ** 0.5 else 1.0
 
     @torch.no_grad()
-    def kl(self, site: Site, target: Site, made: Affine, kind: FeatureKind) -> float:
-        """Mean KL of a map onto level L or `final`."""
+    def loss(self, site: Site, target: Site, made: Affine, kind: FeatureKind) -> float:
+        """Mean KL of a map onto level L or `final`, but for what is the same for every map."""
         landed = self._mapped(site, made, kind).to(self._like)
         final = landed if target == FINAL else self._anatomy.to_final(landed)
-        return float(self._losses(self._product(final)).mean()) - self._entropy
+        return float(self._losses(self._product(final)).mean())
 
     def _mapped(self, site: Site, made: Affine, kind: FeatureKind) -> Tensor:
         return made(features(self._rows[site], kind).double())

@@ -3,8 +3,8 @@
 States are shifted by a fixed vector per site (the first batch's typical state, kept with the sums), so that a large
 mean does not drown small differences. Sums and products are float64: on a CPU that is less than twice the cost of
 float32, and jumps then equal a float64 solution to ten digits. Accelerators that are slow in float64 may form products
-in float32 (`products`), as `calibrated`'s many are; there rows of outlying norm (attention sinks) still go through a
-float64 product.
+in float32 (`products`), as those of both features are for `calibrated`; there rows of outlying norm (attention sinks)
+still go through a float64 product.
 """
 
 from __future__ import annotations

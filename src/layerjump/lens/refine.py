@@ -13,6 +13,7 @@ which of a level's maps to keep: none ends worse there than it began. A level ma
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadEstimator, BadJumps
+from layerjump.fit.fit import TO_TUNE
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.modules import to_affine
 from layerjump.fit.pairs import Pair
@@ -34,7 +36,7 @@ from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import states
 from layerjump.lens.lens import rows_at_once
 from layerjump.lens.seen import Seen
-from layerjump.lens.tuning import Tuned, Tuning, lowest
+from layerjump.lens.tuning import Tuned, Tuning, by_level
 
 HELD = 256
 """Positions of the select split on which KL is watched."""
@@ -98,15 +100,18 @@ def refine(
         if tuning.step % EVERY == 0 or tuning.step == steps:
             tuning.look(work.kl(rows, tuned))
             if progress:
-                progress(tuning.step, steps, _by_level(tuning.history[-1], work.pairs))
+                progress(tuning.step, steps, by_level(tuning.history[-1], work.pairs))
             if folder is not None:
                 tuning.save(folder, f"{_FORMAT} {settings}")
     return _refined(jumps, work.pairs, tuning, corpus)
 
 
 def tunable(jumps: Jumps, model: Model) -> list[Pair]:
-    """The jumps by which a lens may read levels."""
-    found = [pair for pair in jumps if pair[1] in (FINAL, Site(model.n_blocks))]
+    """The jumps by which a lens reads levels; where it is left open how it does, all by which it could."""
+    last = Site(model.n_blocks)
+    found = [pair for pair in jumps if pair[1] in (FINAL, last)]
+    if jumps.provenance.settings.get("how") != TO_TUNE:
+        found = [pair for pair in found if pair[1] == last or (pair[0], last) not in jumps]
     if not found:
         raise BadJumps(
             f"{jumps} has no jump to the last level or to `final`, so there is no prediction to tune; fit with "
@@ -216,11 +221,14 @@ class _Work:
 def _refined(jumps: Jumps, pairs: list[Pair], tuning: Tuning, corpus: Corpus) -> Jumps:
     maps = {pair: to_affine(jumps[pair]) for pair in jumps}
     infos = dict(jumps.info)
+    factors = dict(jumps.provenance.settings.get("temperature", {}))
     ended, best = dict(zip(pairs, tuning.best, strict=True)), tuning.best_maps()
     for pair in pairs:
         others = [other for other in pairs if other[0] == pair[0] and other in maps]
         if min(others, key=lambda each: ended[each]) != pair:
             del maps[pair], infos[pair]
+            if pair[1] == FINAL:
+                factors.pop(str(pair[0]), None)
             continue
         maps[pair] = best[pair]
         # R² was the closed form's; KL is what was tuned.
@@ -231,20 +239,19 @@ def _refined(jumps: Jumps, pairs: list[Pair], tuning: Tuning, corpus: Corpus) ->
         "rate": tuning.rate,
         "text": corpus.name,
         "text_sha256": corpus.sha256,
-        "kl_before": _by_level(tuning.history[0], pairs),
-        "kl_after": _by_level(tuning.best, pairs),
+        "kl_before": _numbers(tuning.history[0], pairs),
+        "kl_after": _numbers(tuning.best, pairs),
     }
     settings = known.settings | {"refine": about}
+    if factors:
+        settings["temperature"] = factors
     provenance = replace(known, estimator=f"{known.estimator}+kl", settings=settings)
     return Jumps.of(maps, infos, provenance)
 
 
-def _by_level(values: list[float], pairs: list[Pair]) -> list[float]:
-    """The lowest KL of each level's maps."""
-    found: dict[Site, list[float]] = {}
-    for (source, _), value in zip(pairs, values, strict=True):
-        found.setdefault(source, []).append(value)
-    return [lowest(of_level) for of_level in found.values()]
+def _numbers(values: list[float], pairs: list[Pair]) -> list[float | None]:
+    """Each level's KL as a file can hold it."""
+    return [kl if math.isfinite(kl) else None for kl in by_level(values, pairs)]
 
 
 def _digest(jumps: Jumps) -> str:

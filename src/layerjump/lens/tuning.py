@@ -17,6 +17,7 @@ from layerjump.fit.affine import Affine
 from layerjump.fit.files import replace_file, writing
 from layerjump.fit.modules import to_affine
 from layerjump.fit.pairs import Pair
+from layerjump.inputs.sites import Site
 
 NAME = "unfinished-refine.pt"
 _LOWER = 1e-3
@@ -87,7 +88,15 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.inf
 
 
-def lowest(values: Sequence[float]) -> float:
+def by_level(values: Sequence[float], pairs: Sequence[Pair]) -> list[float]:
+    """The lowest KL of each level's maps."""
+    found: dict[Site, list[float]] = {}
+    for (source, _), value in zip(pairs, values, strict=True):
+        found.setdefault(source, []).append(value)
+    return [_lowest(of_level) for of_level in found.values()]
+
+
+def _lowest(values: Sequence[float]) -> float:
     """Of those that are numbers."""
     return min((value for value in values if math.isfinite(value)), default=math.inf)
 
@@ -137,12 +146,13 @@ class Tuning:
                 self._pace[place] *= _SLOWER
 
     def over(self, patience: int) -> bool:
-        """Whether all steps are done, or the last looks have not lowered the mean of the maps' best."""
+        """Whether all steps are done, or the last looks have not lowered the mean of the levels' best."""
         if self.step >= self.steps or len(self.history) <= patience:
             return self.step >= self.steps
         # Maps are judged apart, as they are kept apart: one that got worse has gone back to its best.
-        earlier = [lowest(values) for values in zip(*self.history[:-patience], strict=True)]
-        return _mean(self.best) > (1 - _LOWER) * _mean(earlier)
+        earlier = [_lowest(values) for values in zip(*self.history[:-patience], strict=True)]
+        now, then = (_mean(by_level(values, list(self.tuned))) for values in (self.best, earlier))
+        return now > (1 - _LOWER) * then
 
     def best_maps(self) -> dict[Pair, Affine]:
         """Every map as it was best on held-out text."""
