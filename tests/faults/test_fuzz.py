@@ -14,7 +14,7 @@ import layerjump as lj
 from faults import formats, fuzz, mutate, mutate_pickles
 from faults.formats import FORMATS, Format
 from layerjump.decode import kept
-from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError
+from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError, NewerFormat
 from layerjump.fit import files
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import solve_jumps
@@ -117,6 +117,7 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
         {"rule": {"kind": "two-stage", "levels": [1], "worth": 0.5, "threshold": 0.9}},
         {"unverified": 0},
         {"test": {}},
+        {"test": dict.fromkeys(("agreement", "low", "high", "blocks_saved", "cost"), 10**400)},
         {"lossless": None},
     ],
 )
@@ -127,6 +128,16 @@ def test_an_exit_rule_that_could_not_be_followed(tmp_path, change):
     files.write_tensors(tmp_path / kept.NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(BadArtifact, match="does not hold together"):
         kept.load(tmp_path)
+
+
+def test_a_format_of_any_length_is_said_in_one_line(tmp_path):
+    FORMATS["exit"].make(tmp_path)
+    tensors, metadata = files.read_tensors(tmp_path / kept.NAME)
+    about = json.loads(metadata["exit"]) | {"format_version": "a" * 2_000}
+    files.write_tensors(tmp_path / kept.NAME, tensors, {"exit": json.dumps(about)})
+    with pytest.raises(NewerFormat) as refused:
+        kept.load(tmp_path)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize(

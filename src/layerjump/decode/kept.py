@@ -47,7 +47,7 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
     version = about.pop("format_version", None)
     if version != FORMAT:
         raise NewerFormat(
-            f"{path} has format {version}, but this library reads {FORMAT}; use a newer layerjump"
+            f"{path} has format {str(version)[:50]}, but this library reads {FORMAT}; use a newer layerjump"
         )
     if model is not None and fingerprint(model.hf) != about.get("fingerprint"):
         raise WrongModel(
@@ -56,7 +56,7 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
     try:
         _check_tensors(tensors, None if model is None else model.width)
         return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise BadArtifact(
             f"{path} does not hold together ({type(error).__name__} {one_line(error)}); make it again with "
             f"`layerjump calibrate`"

@@ -102,7 +102,7 @@ def check_version(data: dict[str, Any], path: Path) -> None:
     version = _member(data, "format_version", int, path)
     if version > FORMAT_VERSION:
         raise NewerFormat(
-            f"{path} has format version {version}, but this layerjump knows versions up to "
+            f"{path} has format version {str(version)[:50]}, but this layerjump knows versions up to "
             f"{FORMAT_VERSION}; install a newer layerjump"
         )
     if version < 1:

@@ -131,6 +131,6 @@ def load_results(path: Path) -> dict[str, Any]:
         )
     if saved.get("format", 0) > FORMAT:
         raise NewerFormat(
-            f"{path} has format {saved['format']}, but this version reads up to {FORMAT}; update layerjump"
+            f"{path} has format {str(saved['format'])[:50]}, but this version reads up to {FORMAT}; update layerjump"
         )
     return saved
