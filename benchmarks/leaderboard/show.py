@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Fi
         mine = [row for row in ranked(board) if kind_of(*row, peers) == kind]
         if mine:
             _add_points(made, kind, colour, mine)
-    made.update_xaxes(type="log")
+    costs = [max(found["cost"], CHEAPEST) for found in board.values()]
+    # Room at both ends for names that stand beside their points.
+    made.update_xaxes(type="log", range=[math.log10(min(costs) / 4), math.log10(max(costs) * 4)])
     made.update_yaxes(type="log")  # the good ones are close to each other
     return made
 
@@ -127,7 +130,9 @@ def _add_points(
         mode="markers+text",
         text=[safe(name) for name, _ in rows],
         # Neighbours in rank are neighbours in the figure: their names go to different sides.
-        textposition=[SIDES[place % len(SIDES)] for place in range(len(rows))],
+        textposition=[SIDES[place % len(SIDES)] for place in range(len(rows))]
+        if kind == "ours"
+        else "bottom left",
         name=kind,
         marker={"color": colour, "size": 9},
         customdata=[[found["cost"], found["cpu_seconds"]] for _, found in rows],
