@@ -76,6 +76,13 @@ def test_the_shorter_limit_holds(limit, positions, length):
     assert Tokens.of(words.gpt2(limit=limit), max_positions=positions).max_length == length
 
 
+def test_a_limit_that_is_no_number():
+    tokenizer = words.gpt2()
+    tokenizer.model_max_length = "512"
+    with pytest.raises(BadText, match="model_max_length is '512'"):
+        Tokens.of(tokenizer, max_positions=64)
+
+
 def test_no_room_for_text():
     with pytest.raises(BadText, match=r"sequences of 2 tokens .* beside the 2") as caught:
         Tokens.of(words.bert(), max_positions=2)

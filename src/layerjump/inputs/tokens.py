@@ -54,13 +54,18 @@ class Tokens:
         mask = tokenizer.mask_token_id if masked is not False else None
         if masked and mask is None:
             raise BadText("the model fills in masks, but its tokenizer has no mask token; add one")
+        limit = tokenizer.model_max_length
+        if not isinstance(limit, int | float):
+            raise BadText(
+                f"the tokenizer's model_max_length is {str(limit)[:50]!r}, but a number was wanted; mend it in "
+                f"tokenizer_config.json"
+            )
         prefix, suffix = _around(tokenizer)
         bos = tokenizer.bos_token_id
         if needs_bos and bos is not None and bos not in prefix:
             prefix = (bos, *prefix)
         if mask is None and not both_ways:
             suffix = ()  # after an end of text, a causal model does not go on with the text
-        limit = tokenizer.model_max_length
         max_length = min(max_positions, int(limit)) if limit < _UNLIMITED else max_positions
         pad = _padding(tokenizer)
         found = cls(tokenizer, prefix, suffix, pad, mask, max_length, both_ways, start)
