@@ -9,6 +9,7 @@ from tiny import silent_gpt2
 
 import layerjump as lj
 from layerjump.compress.surgery import Rerun
+from layerjump.show.figures import panels
 from layerjump.studies import alternation, everywhere
 from layerjump.studies.setup import Settings, Setup
 from layerjump.studies.variants import budgeted
@@ -40,6 +41,19 @@ def test_every_rule_reaches_every_number_of_blocks(result):
     for row in rows:
         assert row["p@1 low"] <= row["p@1"] <= row["p@1 high"]
         assert row["kl"] >= 0
+
+
+def test_the_figure_has_every_rules_best_and_says_which_is_best(result):
+    panel, _ = panels("alternation", result.as_json())  # and the table of pairs
+    rows = result.tables["schedules"]
+    for figure, column in zip(panel.figures, ("p@1", "kl"), strict=True):
+        assert {line.name for line in figure.data} >= {row["rule"] for row in rows}
+        for line in [line for line in figure.data if line.name == "ours"]:
+            mine = [row for row in rows if row["rule"] == "ours"]
+            assert list(line.y) == [row[column] for row in mine]
+    best = max((row for row in rows if row["blocks run"] <= 1.5), key=lambda row: row["p@1"])
+    assert f"the rule {best['rule']} with {best['blocks run']} blocks" in panel.reading
+    assert panels("alternation", result.as_json() | {"tables": {}}) == []
 
 
 def test_with_no_block_run_all_rules_are_one_jump(result):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -89,3 +90,13 @@ def test_without_lm_eval_it_says_what_to_install(command, data, monkeypatch):
     code, told = command("--tasks", "copa", "--data", data)
     assert code == 1
     assert "pip install 'layerjump[eval]'" in told.err
+
+
+def test_lm_evals_own_command_line_knows_the_model():
+    """With a model folder that is not there, the refusal is ours: the model's name was found in lm-eval's table."""
+    line = [sys.executable, "-m", "layerjump.evaluate", "run", "--model", "layerjump"]
+    line += ["--tasks", "copa", "--model_args", "pretrained=no/such/folder"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error: " in done.stderr
+    assert "no/such/folder" in done.stderr

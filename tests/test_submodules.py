@@ -9,6 +9,7 @@ import layerjump as lj
 from layerjump.compress.changes import mapped
 from layerjump.compress.surgery import Rerun
 from layerjump.inputs.positions import Positions
+from layerjump.show.summary import findings
 from layerjump.studies import everywhere, heads, submodules
 from layerjump.studies.attention import attention_mass
 from layerjump.studies.setup import Settings, Setup
@@ -58,6 +59,18 @@ def test_every_part_and_level_is_there(setup, result):
     ]
     assert {r["part"] for r in result.tables["why"]} == {"ln1", "attn", "ln2", "ffn"}
     assert hooks(setup) == [([], [])] * len(hooks(setup))
+
+
+def test_the_summary_names_the_most_tolerant_part(result):
+    study = result.as_json()
+    (finding,) = findings({"studies": {"submodules": study}})
+    means = {part: study["headline"][f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
+    names = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
+    best = max(means, key=lambda part: means[part])
+    assert finding.answer == names[best]
+    assert all(name in finding.rest for part, name in names.items() if part != best)
+    study["headline"] = {}
+    assert findings({"studies": {"submodules": study}}) == []
 
 
 def test_at_the_last_level_nothing_is_replaced(result):
