@@ -76,7 +76,7 @@ REFINE_STEPS = {
     "smollm2": {"refined": 60},
     "stories15m": {"refined": 700, "refined long": 5_000},
 }
-SLOW = ("n-njtc trained",)
+SLOW = ("n-njtc trained", "affine", "low-rank d/16", "low-rank d/2", "n-njtc", "calibrated raw")
 """Left out of a quick run."""
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
 RIVALS = (
@@ -108,7 +108,7 @@ def main() -> None:
     settings = Settings(
         lenses=[lens for lens in options.lenses.split(",") if not (options.quick and lens in SLOW)],
         tokens=4_000 if options.quick else options.tokens or 0,
-        positions=80 if options.quick else options.positions,
+        positions=60 if options.quick else options.positions,
         quick=options.quick,
         peers=options.peers,
         record=options.record,
