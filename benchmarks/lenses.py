@@ -151,7 +151,7 @@ def _page(name: str, by_text: dict[str, Board]) -> str:
 
 
 def _met(one: str, other: str, board: Board) -> bool:
-    """Whether both were fitted in this run, so that their scores are paired."""
+    """Whether their scores are paired."""
     return other in board.get(one, {}).get("beside", {})
 
 

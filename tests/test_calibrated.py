@@ -168,7 +168,13 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
         "jumps.json",
         "jumps.safetensors",
     ]
-    wrong_ones = ("--refine magic", "--features magic", "--pairs to-last", "--how to-tune")
+    wrong_ones = (
+        "--refine magic",
+        "--features magic",
+        "--pairs to-last",
+        "--how to-tune",
+        "--refine kl --how pooled",
+    )
     for extra in map(str.split, wrong_ones):
         wrong = run(*given, *extra)
         assert wrong.returncode == 1

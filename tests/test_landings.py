@@ -1,5 +1,6 @@
 """Two maps of one level, onto level L and onto `final`: a tuning keeps the one that ends lower."""
 
+import fitted
 import pytest
 import torch
 from stories import stories
@@ -13,9 +14,7 @@ from layerjump.lens.tuning import Tuned, Tuning
 TEXT = stories(400)
 
 
-@pytest.fixture(scope="module")
-def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
+model = fitted.model  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +61,18 @@ def test_what_ends_lower_is_kept_whatever_it_began_with(model, start, late, last
     # A factor is told of maps onto `final` alone.
     told = set(made.provenance.settings["temperature"])
     assert told == {str(source) for source, target in made if target == FINAL}
+
+
+def test_no_factor_is_told_where_none_is_left(model, start, late, last):
+    pairs = [(site, target) for site in late for target in (last, FINAL)]
+    maps = {pair: to_affine(start[pair]) for pair in pairs}
+    only = lj.Jumps.of(maps, {pair: start.info[pair] for pair in pairs}, start.provenance)
+    tuning = Tuning(
+        {pair: Tuned(only[pair], torch.randn(50, model.width)) for pair in pairs}, 0.1, 9
+    )
+    tuning.look({pair: 0.5 if pair[1] == last else 1.0 for pair in pairs})
+    told = _refined(only, pairs, tuning, TEXT).provenance.settings["temperature"]
+    assert not {str(site) for site in late} & set(told)
 
 
 def test_what_is_told_is_what_the_lens_does(model, start):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import fitted
 import pytest
 import torch
 from children import printed_by
@@ -22,9 +23,7 @@ from layerjump.lens.tuning import NAME, Tuned
 TEXT = stories(400)
 
 
-@pytest.fixture(scope="module")
-def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
+model = fitted.model  # a fixture
 
 
 @pytest.fixture(scope="module")

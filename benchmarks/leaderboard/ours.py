@@ -15,7 +15,7 @@ import torch
 import layerjump as lj
 from layerjump.fit.collect import Plan, plan
 from layerjump.fit.descent import train_n_njtc
-from layerjump.fit.fit import plan_settings, solve_jumps
+from layerjump.fit.fit import TO_TUNE, plan_settings, solve_jumps
 from layerjump.fit.modules import FeatureKind
 from layerjump.inputs.positions import MASKED_SHARE
 
@@ -29,8 +29,6 @@ TO_FINAL: dict[str, FeatureKind] = {"calibrated": "both", "calibrated raw": "raw
 """Maps that land after the final norm, and what they read; with "both", whatever of it errs least."""
 TUNED = ("refined", "refined long")
 """Within a tenth of the tuned lens' cost, and until it gains no more, within its cost."""
-_RECIPE = "to-tune"
-"""How they are made; a lens that is kept and was made in another way is made again."""
 OURS = ("identity", *ON_SUMS, "n-njtc trained", *TO_FINAL, *TUNED, "jacobian")
 
 
@@ -99,7 +97,7 @@ class Workshop:
         """Where a tuning starts: `calibrated`, its last levels' landings left open."""
         collected, pass_seconds = self._sums_to_final("both")
         made = self._made(
-            lambda: solve_jumps(collected, "calibrated", how=_RECIPE, model=self.model)
+            lambda: solve_jumps(collected, "calibrated", how=TO_TUNE, model=self.model)
         )
         return made._replace(seconds=made.seconds + pass_seconds)
 
@@ -144,7 +142,7 @@ class Workshop:
     def _about(self, name: str) -> list[Any]:
         own: Any = self.jacobian if name == "jacobian" else None
         if name in TUNED:
-            own = [_RECIPE, self.refine_steps.get(name)]
+            own = [TO_TUNE, self.refine_steps.get(name)]
         return [self.corpus.sha256, self.settings, own]
 
     def _new(self, name: str) -> Made:

@@ -74,10 +74,7 @@ def fit(
     metric: Annotated[
         str | None, typer.Option(help="low-rank: `unembedding` weighs errors as logits see them.")
     ] = None,
-    how: Annotated[
-        str | None,
-        typer.Option(help="ojfa: pooled or best-level."),
-    ] = None,
+    how: Annotated[str | None, typer.Option(help="ojfa: pooled or best-level.")] = None,
     features: Annotated[
         str | None,
         typer.Option(
@@ -157,7 +154,7 @@ def fit(
     if group.rank != 0:
         return
     if refine is not None and estimator == TO_PREDICTIONS:
-        settings["how"] = TO_TUNE
+        settings["how"] = how or TO_TUNE
     jumps = solve_jumps(collected, estimator, **settings, model=loaded)
     if refine is not None:
         assert loaded is not None

@@ -243,7 +243,7 @@ def _refined(jumps: Jumps, pairs: list[Pair], tuning: Tuning, corpus: Corpus) ->
         "kl_after": _numbers(tuning.best, pairs),
     }
     settings = known.settings | {"refine": about}
-    if factors:
+    if "temperature" in settings:
         settings["temperature"] = factors
     provenance = replace(known, estimator=f"{known.estimator}+kl", settings=settings)
     return Jumps.of(maps, infos, provenance)
