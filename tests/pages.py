@@ -10,10 +10,13 @@ TEXT = "Once upon a time, there was a little girl named Lily. One day, Lily went
 
 @pytest.fixture
 def opened(browser, server):
-    """A function: address after #, size and scheme → the page. At the end: no errors, nothing fetched elsewhere."""
+    """A function: address after #, size and scheme → the page; `before` gets it while it is empty.
+
+    At the end: no errors, nothing fetched elsewhere.
+    """
     contexts, errors, requests, expected = [], [], [], []
 
-    def open_page(state="", size=LAPTOP, scheme="light", *, refused=None):
+    def open_page(state="", size=LAPTOP, scheme="light", *, refused=None, before=lambda page: None):
         expected.append(refused)
         context = browser.new_context(viewport=size, color_scheme=scheme)
         context.set_default_timeout(240_000)  # a loaded machine may pause anything
@@ -23,6 +26,7 @@ def opened(browser, server):
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("dialog", lambda dialog: (errors.append(dialog.message), dialog.dismiss()))
         page.on("request", lambda request: requests.append(request.url))
+        before(page)
         page.goto(server.url + (f"#{state}" if state else ""))
         return page
 

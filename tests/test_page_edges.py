@@ -7,7 +7,7 @@ import json
 import pages
 import pytest
 import torch
-from pages import LAPTOP, PHONE, ask, reading, wait_read
+from pages import LAPTOP, PHONE, TEXT, ask, reading, wait_read
 from serving import serving
 
 import layerjump as lj
@@ -78,6 +78,28 @@ def test_hostile_text_is_only_ever_text(opened, server, text):
     page.reload()
     wait_read(page, text, "identity")
     assert page.url == address
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["typed", "asked"])
+def test_words_typed_before_the_server_has_said_anything_stay(opened, asked):
+    held = []
+
+    def hold(route):
+        held.append(route)
+
+    page = opened(before=lambda page: page.route("**/api/models", hold))
+    page.fill("#text", TEXT)
+    if asked:
+        page.press("#text", "Enter")
+    while not held:
+        page.wait_for_timeout(20)
+    held.pop().continue_()
+    if not asked:
+        wait_read(page, "The capital of France is the city of")
+        assert page.input_value("#text") == TEXT
+        page.press("#text", "Enter")
+    wait_read(page, TEXT)
+    assert page.input_value("#text") == TEXT
 
 
 def test_ten_thousand_characters_are_refused_in_words(opened):

@@ -19,6 +19,7 @@ let readings = new Map(); // lens → its reading of the text
 let grids = [];
 let shown = ""; // the question whose answer is on the page
 let asking = null; // aborts the question that is under way
+let typed = false; // somebody has written into the prompt
 let generating = null; // the generate panel
 
 // ── the address ──
@@ -45,6 +46,7 @@ function withDefaults(given) {
 // ── asking ──
 
 async function show() {
+  if (!models.size) return; // shown at the start, as soon as the server has said what it has
   fillControls();
   const lenses = [...new Set([state.lens, state.other].filter(Boolean))];
   const question = { model: state.model, text: state.text, lenses, tokens: state.pins };
@@ -226,6 +228,7 @@ $("ask").addEventListener("submit", (event) => {
   if (text === state.text) go({});
   else go({ text, level: null, column: null });
 });
+$("text").addEventListener("input", () => { typed = true; });
 $("text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -283,7 +286,7 @@ try {
     const model = models.get(state.model);
     state.text = model.mask ? `The capital of France is ${model.mask}.` : "The capital of France is the city of";
   }
-  $("text").value = state.text;
+  if (!typed) $("text").value = state.text;
   go({}, { push: false });
 } catch (error) {
   trouble(error.message);
