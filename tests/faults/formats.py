@@ -7,10 +7,8 @@ the next line then fails.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -18,11 +16,11 @@ import made
 import torch
 from reported import ANY_TABLES, small_run
 from safetensors.torch import load as tensors_of
-from tiny import tiny_model
 
 import layerjump as lj
-from faults import checkpoints, mutate, mutate_pickles, texts
+from faults import checkpoints, foreign, mutate, mutate_pickles, records, texts
 from faults.mutate import Way
+from faults.small import D, model
 from layerjump.decode import kept
 from layerjump.decode.calibrate import Calibration
 from layerjump.decode.contenders import Contender, Probes
@@ -39,7 +37,6 @@ from layerjump.show.report import write_report
 from layerjump.studies.run import load_results
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-D, L = 32, 3
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,6 @@ class Format:
     """Bytes that its reader may take."""
     may_lack: str = ""
     """A file that is sometimes taken away when another is spoilt."""
-
-
-@cache
-def model() -> lj.Model:
-    """Three blocks, d 32, with random weights."""
-    return lj.Model.wrap(tiny_model("gpt2", dtype=torch.float32), name="tiny")
 
 
 # Files of ours
@@ -220,38 +211,6 @@ def _read_unfinished(path: Path) -> None:
     tuning.best_maps()
 
 
-# Lenses of other tools
-
-
-def _make_tuned_lens(folder: Path) -> None:
-    draw = torch.Generator().manual_seed(2)
-    shapes = {f"{level}.weight": (D, D) for level in range(L)} | {
-        f"{n}.bias": (D,) for n in range(L)
-    }
-    torch.save({n: torch.randn(s, generator=draw) for n, s in shapes.items()}, folder / "params.pt")
-    config = {"d_model": D, "num_hidden_layers": L, "bias": True, "lens_type": "linear_tuned_lens"}
-    (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "tiny"}))
-
-
-def _make_mat(folder: Path) -> None:
-    draw = torch.Generator().manual_seed(3)
-    weight, bias = torch.randn(D, D, generator=draw), torch.randn(D, generator=draw)
-    (folder / "0_3.pickle").write_bytes(pickle.dumps(weight))
-    (folder / "1_3.pickle").write_bytes(pickle.dumps([weight, bias]))
-
-
-def _make_jacobian(folder: Path) -> None:
-    draw = torch.Generator().manual_seed(4)
-    maps = {layer: torch.randn(D, D, generator=draw).half() for layer in range(L - 1)}
-    about = {"n_prompts": 12, "source_layers": [0, 1], "d_model": D, "metadata": {"corpus": "x"}}
-    torch.save({"J": maps} | about, folder / "lens.pt")
-
-
-def _read_lens(kind: str, path: Path) -> None:
-    source = path.parent if kind == "tuned-lens" else path
-    store.save(lj.import_lens(source, model(), format=kind), "imported")
-
-
 GGUF = (*(mutate.in_the_first(1500, way) for way in mutate.BYTES), *mutate.BYTES)
 
 FORMATS: dict[str, Format] = {
@@ -270,15 +229,17 @@ FORMATS: dict[str, Format] = {
         {UNFINISHED: mutate_pickles.ZIP},
     ),
     "tuned-lens": Format(
-        _make_tuned_lens,
-        lambda path: _read_lens("tuned-lens", path),
+        foreign.make_tuned_lens,
+        lambda path: foreign.read("tuned-lens", path),
         {".pt": mutate_pickles.ZIP, ".json": mutate.JSON},
     ),
     "mat": Format(
-        _make_mat, lambda path: _read_lens("mat", path), {".pickle": mutate_pickles.PICKLE}
+        foreign.make_mat, lambda path: foreign.read("mat", path), {".pickle": mutate_pickles.PICKLE}
     ),
     "jacobian": Format(
-        _make_jacobian, lambda path: _read_lens("jacobian", path), {".pt": mutate_pickles.ZIP}
+        foreign.make_jacobian,
+        lambda path: foreign.read("jacobian", path),
+        {".pt": mutate_pickles.ZIP},
     ),
     "text": Format(
         texts.make,
@@ -302,5 +263,11 @@ FORMATS: dict[str, Format] = {
             ".safetensors": mutate.SAFETENSORS,
         },
     ),
+    "linear": Format(records.make_linear, records.read_linear, {"linear.json": mutate.JSON}),
+    "sheet": Format(
+        records.make_sheet, records.read_sheet, {".csv": mutate.TEXT, ".json": mutate.JSON}
+    ),
+    "items": Format(records.make_items, records.read_items, {".jsonl": mutate.JSON_LINES}),
+    "track": Format(records.make_track, records.read_track, {".json": mutate.JSON}),
     "gguf": Format(checkpoints.make_gguf, checkpoints.read, {".gguf": GGUF}),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -146,7 +147,9 @@ def _change(chance: Random, holder: Any, key: Any) -> None:
         case 1 if isinstance(holder, dict):
             holder[chance.choice((f"{key} ", "", "0", "__class__"))] = holder.pop(key)
         case 1:
-            holder[key:key] = [holder[key]] * chance.choice((1, 2000))
+            # Containers once: two thousand of two thousand would be a test of the memory.
+            many = chance.choice((1, 2000)) if not isinstance(holder[key], dict | list) else 1
+            holder[key:key] = [deepcopy(holder[key]) for _ in range(many)]
         case 2:
             holder[key] = _RAW
         case 3 if isinstance(holder[key], int | float):
@@ -154,7 +157,7 @@ def _change(chance: Random, holder: Any, key: Any) -> None:
                 (-1, 0, 1, holder[key] + 1, holder[key] * 1000, str(holder[key]))
             )
         case _:
-            holder[key] = chance.choice(_VALUES)
+            holder[key] = deepcopy(chance.choice(_VALUES))  # the next change may be inside it
 
 
 def json_lines_changed(chance: Random, data: bytes) -> bytes:

@@ -29,7 +29,7 @@ def load(source: str | Path, **settings: Any) -> Model:
     head = read_json(folder / LINEAR)
     try:
         cuts = [(int(i), int(j)) for i, j in head["cuts"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadArtifact(f"{folder / LINEAR} is damaged: {error}; prune again") from error
     # The base is checked by itself: with maps in place its blocks no longer add up.
     model = loading.load(folder / BASE, **settings)

@@ -12,7 +12,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,12 +129,18 @@ def _read_rows(sheet: Path) -> list[tuple[int, dict[str, str]]]:
     reader = csv.DictReader(
         io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), restval=""
     )
-    absent = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    try:
+        columns = reader.fieldnames or ()
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise BadArtifact(
+            f"line {reader.line_num} of {sheet} is no row of a sheet ({one_line(error)}); undo the edit"
+        ) from error
+    absent = [name for name in _COLUMNS if name not in columns]
     if absent:
         raise BadArtifact(
             f"{sheet} has no column {absent[0]!r}; give the sheet that `layerjump study --study plausibility` wrote"
         )
-    rows = [(reader.line_num, row) for row in reader]
     # Spreadsheets leave empty rows at the end.
     return [(line, row) for line, row in rows if any(row[name].strip() for name in _COLUMNS)]
 
@@ -144,7 +150,7 @@ def _read_key(path: Path) -> dict[str, dict[str, Any]]:
     if saved.get("kind") != KIND:
         raise BadArtifact(f"{path} is no key of a plausibility sheet; give --key")
     try:
-        return {
+        items = {
             str(row["item"]): {
                 "item": row["item"],
                 "lens": str(row["lens"]),
@@ -154,8 +160,21 @@ def _read_key(path: Path) -> dict[str, dict[str, Any]]:
             }
             for row in saved["items"]
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadArtifact(f"{path} is damaged: {one_line(error)}; make the sheet again") from error
+    _require_cases(items.values(), path)
+    return items
+
+
+def _require_cases(items: Collection[dict[str, Any]], path: Path) -> None:
+    """Every sentence was read at every level through the same lenses, once: or no two lenses can be compared."""
+    cases = {(item["sentence"], item["level"]) for item in items}
+    lenses = {item["lens"] for item in items}
+    readings = {(item["sentence"], item["level"], item["lens"]) for item in items}
+    if not items or not len(readings) == len(items) == len(cases) * len(lenses):
+        raise BadArtifact(
+            f"{path} is damaged: some sentence was not read once through each lens; make the sheet again"
+        )
 
 
 def _quoted(text: str) -> str:

@@ -60,9 +60,10 @@ def _parsed(line: str, place: Path, number: int) -> dict[str, Any]:
             good = all(isinstance(row[name], str) for name in ("premise", "hypothesis", "label"))
         else:
             choices = row["choices"]
-            good = isinstance(row["query"], str) and all(isinstance(one, str) for one in choices)
-            good = good and isinstance(row["gold"], int) and 0 <= row["gold"] < len(choices)
-    except (ValueError, KeyError, TypeError):
+            good = isinstance(row["query"], str) and isinstance(choices, list)
+            good = good and all(isinstance(one, str) for one in choices)
+            good = good and type(row["gold"]) is int and 0 <= row["gold"] < len(choices)
+    except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
         raise BadText(f"line {number} of the task {place} is no item; {_FORMATS}")

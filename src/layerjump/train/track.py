@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from layerjump.errors import BadArtifact
 from layerjump.fit.files import read_json, write_json
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model
@@ -50,9 +51,7 @@ class Track(TrainerCallback):
         if state.global_step == 0:
             self._measure(0)
         elif self._path.is_file():
-            kept = read_json(self._path)
-            for name in self.tables:
-                self.tables[name] = [row for row in kept[name] if row["step"] <= state.global_step]
+            self.tables |= measured_before(self._path, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -70,6 +69,28 @@ class Track(TrainerCallback):
         add(self.tables, profile(self._model, self._text), step=step)
         hf.train()
         write_json(self._path, dict(self.tables))
+
+
+def measured_before(path: Path, step: int) -> Tables:
+    """What an earlier part of a run measured, up to a step."""
+    kept = read_json(path)
+    tables: dict[str, Any] = {name: kept.get(name) for name in ("steps", "blocks", "levels")}
+    if not all(_is_table(rows) for rows in tables.values()):
+        raise BadArtifact(
+            f"{path} does not hold what a training measured; remove {path.parent} to begin that training anew"
+        )
+    return {name: [row for row in rows if row["step"] <= step] for name, rows in tables.items()}
+
+
+def _is_table(rows: Any) -> bool:
+    """Rows of the same columns, with numbers or nothing in them."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return False
+    alike = all(row.keys() == rows[0].keys() for row in rows)
+    numbers = all(
+        cell is None or type(cell) in (int, float) for row in rows for cell in row.values()
+    )
+    return alike and numbers and all(type(row.get("step")) is int for row in rows)
 
 
 def add(tables: Tables, found: Profile, **where: Any) -> None:

@@ -1,0 +1,216 @@
+"""Refusals that no other file meets: each says what was given and what to give, in one line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import fitted
+import lenses
+import pytest
+import torch
+from commands import refused
+from tiny import tiny_model
+
+import layerjump as lj
+from layerjump.compress.export import LINEAR
+from layerjump.decode import kept
+from layerjump.decode.evidence import shares
+from layerjump.decode.gates import log_odds
+from layerjump.errors import LayerjumpError
+from layerjump.evaluate.tasks import chosen, items_of
+from layerjump.fit import files
+from layerjump.fit.affine import Affine
+from layerjump.fit.collect import collect
+from layerjump.fit.collected import Collected
+from layerjump.fit.fit import solve_jumps
+from layerjump.fit.jumps import JumpInfo, Jumps
+from layerjump.inputs.sites import FINAL, Site
+from layerjump.studies import sheet
+from layerjump.studies.setup import settings_of
+from layerjump.train.loop import arguments
+from layerjump.train.recipe import Recipe
+from layerjump.train.tasks import read_task
+from layerjump.train.track import measured_before
+
+model, text, jumps = fitted.model, fitted.text, fitted.jumps  # fixtures
+
+
+@contextmanager
+def refusal(*words: str):
+    """What is inside must be refused, in one line with these words in it."""
+    with pytest.raises(LayerjumpError) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.fixture(scope="module")
+def sums(model, text):
+    """Sums of a text without a select split."""
+    return collect(model, text, tokens=2_000, sizes="90/0/10")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fit"], "give a model to run, or --from-moments"),
+        (["fit", "MODEL", "--refine", "kl", "--steps", "0"], "--steps given is 0; give 1 or more"),
+        (["fit", "MODEL", "--refine", "kl", "--from-moments", "x"], "--refine runs the model"),
+        (["generate", "MODEL", "a", "b", "--stream"], "2 prompts were given; give one"),
+        (["study", "MODEL", "--estimators", "calibrated"], "give another first, such as mat"),
+    ],
+    ids=["no model", "no steps", "tuned from sums", "two streams", "calibrated alone"],
+)
+def test_commands(monkeypatch, capsys, tmp_path, data_folder, arguments, said):
+    given = [str(data_folder / "tiny-gpt2") if word == "MODEL" else word for word in arguments]
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(monkeypatch, capsys, *given)
+
+
+def test_estimators_without_what_they_need(model, text, sums, jumps):
+    with refusal("ridge", "no", "select split"):
+        solve_jumps(sums, "ridge")
+    with refusal("mat has no setting 'how'"):
+        solve_jumps(sums, "mat", how="pooled")
+    with refusal("'sideways'", "pooled or best-level"):
+        solve_jumps(collect(model, text, tokens=2_000, select=True), "ojfa", how="sideways")
+    with refusal("the rate given is 0", "0.2"):
+        lj.refine(model, jumps, lj.read("pydoc", limit=20), rate=0)
+
+
+def test_files_of_ours_that_hold_something_else(tmp_path, sums):
+    path = tmp_path / "moments.safetensors"
+    sums.save(path, progress={"fit": 3})
+    with refusal("unfinished", "--resume"):
+        Collected.load(path)
+    tensors, metadata = files.read_tensors(path)
+    head = json.loads(metadata["head"])
+    files.write_tensors(path, tensors, metadata | {"head": json.dumps(head | {"format": 99})})
+    with refusal("format 99", "upgrade"):
+        Collected.load(path)
+    files.write_tensors(path, tensors, metadata | {"kind": "jumps"})
+    with refusal("no file of moments", "--save-moments"):
+        Collected.load(path)
+    path.rename(tmp_path / kept.NAME)
+    with refusal("holds no exit rule"):
+        kept.load(tmp_path)
+
+
+def test_exit_rules_that_cannot_be():
+    with refusal("7 documents", "give another text"):
+        shares(range(7), seed=0)
+    with refusal("1.5", "from 0 to 1"):
+        log_odds(1.5)
+    assert log_odds(0) == -float("inf")
+    assert log_odds(1) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": -1}, "the seed given is -1"),
+        ({"learning_rate": float("nan")}, "the learning rate given is nan"),
+        ({"strength": -0.5}, "the strength given is -0.5"),
+    ],
+)
+def test_recipes(changes, said):
+    with refusal(said):
+        Recipe(**changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_where_there_is_none(tmp_path):
+    with refusal("no GPU", "cpu"):
+        arguments(Recipe(), tmp_path, device="cuda")
+
+
+def test_lenses_that_no_other_tool_can_hold(tmp_path):
+    tiny = lj.Model.wrap(tiny_model("gpt2", dtype=torch.float32), name="tiny")
+    pair, known = (Site(1), FINAL), lenses.drawn(tiny, [(0, 3)]).provenance
+    weight = torch.eye(lenses.D)
+    to_final = Jumps.of({pair: Affine.of(weight)}, {pair: JumpInfo(*pair, "mat")}, known)
+    with refusal("no jump between levels", "--pairs all"):
+        lj.export_lens(to_final, tiny, tmp_path / "a", format="mat")
+    with refusal("no jump from a level above 0 to the last", "to-last"):
+        lj.export_lens(lenses.drawn(tiny, [(0, 3)]), tiny, tmp_path / "b.pt", format="jacobian")
+    with refusal("has no matrix in it"):
+        lj.import_lens(tmp_path, tiny, format="mat")
+    with refusal("is a folder, but a file was wanted"):
+        lj.import_lens(tmp_path, tiny, format="jacobian")
+    lenses.tuned_folder(tmp_path / "tuned", tiny)
+    torch.save([torch.ones(2)], tmp_path / "tuned" / "params.pt")
+    with refusal("holds a list", "dictionary of tensors"):
+        lj.import_lens(tmp_path / "tuned", tiny)
+
+
+def test_a_linear_model_whose_cuts_are_no_numbers(tmp_path):
+    for cuts in ("1e999", '"ab"', "[1]", '{"a": 1}'):
+        (tmp_path / LINEAR).write_text(f'{{"cuts": [[{cuts}, 2]]}}')
+        with refusal("damaged", "prune again"):
+            lj.load(tmp_path)
+
+
+def test_blocks_that_share_weights_cannot_be_dropped():
+    grouped = lj.Model.wrap(tiny_model("albert", dtype=torch.float32), name="albert")
+    with refusal("groups that share weights"):
+        lj.truncate(grouped, "pydoc", 1)
+
+
+def test_items_that_are_none(tmp_path):
+    (boolq,) = chosen(["boolq"])
+    (tmp_path / boolq.file).write_bytes(b"\xff\xfe{")
+    with refusal("cannot be read", "mend it"):
+        items_of(boolq, tmp_path)
+    for choices in ('"ab"', '{"a": 1, "b": 2}', "[1, 2]", "[" * 100_000):
+        (tmp_path / "task.jsonl").write_text(f'{{"query": "q", "gold": 0, "choices": {choices}}}')
+        with refusal("line 1", "is no item", "`choices`"):
+            read_task(tmp_path / "task.jsonl")
+
+
+def test_a_track_that_was_not_measured(tmp_path):
+    good = {name: [{"step": 0, "loss": 1.5}, {"step": 9, "loss": None}] for name in _TABLES}
+    path = tmp_path / "track.json"
+    path.write_text(json.dumps(good))
+    assert measured_before(path, 5)["steps"] == [{"step": 0, "loss": 1.5}]
+    for bad in (
+        {},
+        {"steps": 3},
+        {"levels": [3]},
+        {"blocks": [{"loss": 1}]},
+        {"steps": [{"step": "0"}]},
+    ):
+        path.write_text(json.dumps(good | bad if bad else bad))
+        with refusal("track.json", "remove"):
+            measured_before(path, 5)
+
+
+_TABLES = ("steps", "blocks", "levels")
+
+
+def _items(*lenses: str):
+    return [sheet.Item("context", ("a",) * 5, lens, 0, 0) for lens in lenses]
+
+
+@pytest.mark.parametrize(
+    "read", [("mat", "mat"), ("mat", "identity", "mat"), ()], ids=["twice", "thrice", "never"]
+)
+def test_a_key_in_which_no_two_lenses_can_be_compared(tmp_path, read):
+    (tmp_path / sheet.KEY).write_text(sheet.write_key(_items(*read), "model"))
+    (tmp_path / sheet.SHEET).write_text(sheet.write_sheet(_items(*read)), "utf-8")
+    with refusal("damaged", "once through each lens"):
+        sheet.read_marks(tmp_path)
+
+
+def test_a_sheet_with_a_cell_without_end(tmp_path):
+    (tmp_path / sheet.KEY).write_text(sheet.write_key(_items("mat", "identity"), "model"))
+    whole = sheet.write_sheet(_items("mat", "identity"))
+    (tmp_path / sheet.SHEET).write_text(whole + '"' + "x" * 200_000, "utf-8")
+    with refusal("no row of a sheet", "undo the edit"):
+        sheet.read_marks(tmp_path)
+
+
+def test_settings_of_a_study_that_begin_with_calibrated():
+    with refusal("mat,calibrated"):
+        settings_of("ours", estimators=("calibrated", "mat"))
