@@ -10,6 +10,7 @@ import lenses
 import pytest
 import torch
 from commands import refused
+from faults import records
 from tiny import tiny_model
 
 import layerjump as lj
@@ -149,6 +150,23 @@ def test_a_linear_model_whose_cuts_are_no_numbers(tmp_path):
     for cuts in ("1e999", '"ab"', "[1]", '{"a": 1}'):
         (tmp_path / LINEAR).write_text(f'{{"cuts": [[{cuts}, 2]]}}')
         with refusal("damaged", "prune again"):
+            lj.load(tmp_path)
+
+
+def test_more_blocks_than_a_memory_holds(tmp_path):
+    tiny_model("gpt2", dtype=torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": 2**31}))
+    with refusal("n_layer: 2.15e+09", "at most 10,000"):
+        lj.load(tmp_path)
+
+
+def test_a_linear_model_without_its_map(tmp_path):
+    records.make_linear(tmp_path)
+    head = json.loads((tmp_path / LINEAR).read_text())
+    for cut in ([0, 10**12], [-1, 2], [2, 3]):
+        (tmp_path / LINEAR).write_text(json.dumps(head | {"cuts": [cut]}))
+        with refusal("names a map", "prune again"):
             lj.load(tmp_path)
 
 

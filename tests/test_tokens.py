@@ -76,10 +76,18 @@ def test_the_shorter_limit_holds(limit, positions, length):
     assert Tokens.of(words.gpt2(limit=limit), max_positions=positions).max_length == length
 
 
-def test_a_limit_that_is_no_number():
+@pytest.mark.parametrize("limit", ["512", -float("inf"), float("nan"), 0])
+def test_a_limit_that_is_no_number(limit):
     tokenizer = words.gpt2()
-    tokenizer.model_max_length = "512"
-    with pytest.raises(BadText, match="model_max_length is '512'"):
+    tokenizer.model_max_length = limit
+    with pytest.raises(BadText, match=f"model_max_length is '{limit}'"):
+        Tokens.of(tokenizer, max_positions=64)
+
+
+def test_an_unknown_token_that_is_unknown():
+    tokenizer = words.gpt2()
+    tokenizer._special_tokens_map["unk_token"] = "[WHAT]"
+    with pytest.raises(BadText, match=r"unknown token is '\[WHAT\]', which is not in its voc"):
         Tokens.of(tokenizer, max_positions=64)
 
 

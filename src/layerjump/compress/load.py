@@ -14,6 +14,7 @@ from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs import loading
 from layerjump.inputs.models import Model
+from layerjump.inputs.sites import Site
 
 
 def load(source: str | Path, **settings: Any) -> Model:
@@ -38,6 +39,12 @@ def load(source: str | Path, **settings: Any) -> Model:
             f"{folder / BASE} holds other weights than the jumps beside it were saved with; prune again"
         )
     jumps = Jumps.from_pretrained(folder)
+    absent = [(i, j) for i, j in cuts if (Site(i), Site(j)) not in jumps]
+    if absent:
+        i, j = absent[0]
+        raise BadArtifact(
+            f"{folder / LINEAR} names a map from level {i:.6g} to {j:.6g}, which {folder} does not hold; prune again"
+        )
     dropped = blocks_in(cuts)
     attach(model, {i - sum(block <= i for block in dropped): jumps[i, j] for i, j in cuts})
     return model

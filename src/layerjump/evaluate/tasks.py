@@ -73,7 +73,9 @@ def _lambada(row: Mapping[str, Any]) -> Item:
 def _entailment(*labels: str, asks: str, answers: Sequence[str]) -> Callable[..., Item]:
     def item(row: Mapping[str, Any]) -> Item:
         if row["label"] not in labels:
-            raise ValueError(f"`label` is {row['label']!r}, but {' or '.join(labels)} was wanted")
+            raise ValueError(
+                f"`label` is {row['label'][:40]!r}, but {' or '.join(labels)} was wanted"
+            )
         question = f"{row['premise']}\nQuestion: {row['hypothesis']}{asks}\nAnswer:"
         gold = labels.index(row["label"])
         return {"context": question, "choices": list(answers), "gold": gold}

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, one_line
 from layerjump.inputs import builtin
@@ -23,6 +29,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+MOST_BLOCKS = 10_000
+"""More than any model has."""
 CLASSES = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -52,6 +60,7 @@ def load(
     with quiet_transformers():
         config = _attempt(name, lambda: AutoConfig.from_pretrained(place, **where))
         family = family_of(config)
+        _require_few_blocks(name, config)
         hf, report = _attempt(
             name,
             lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
@@ -111,6 +120,15 @@ def _attempt(name: str, action: Any) -> Any:
         raise BadModel(
             f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}"
         ) from error
+
+
+def _require_few_blocks(name: str, config: PretrainedConfig) -> None:
+    """transformers would make blocks until the memory is full."""
+    for key, value in config.to_dict().items():
+        if ("layer" in key or "group" in key) and type(value) is int and value > MOST_BLOCKS:
+            raise BadModel(
+                f"the config.json of {name} says {key}: {value:.3g}, but at most {MOST_BLOCKS:,} are made; mend it"
+            )
 
 
 def _dtype(dtype: str | None, device: str) -> torch.dtype | str:

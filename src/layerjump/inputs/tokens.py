@@ -55,11 +55,12 @@ class Tokens:
         if masked and mask is None:
             raise BadText("the model fills in masks, but its tokenizer has no mask token; add one")
         limit = tokenizer.model_max_length
-        if not isinstance(limit, int | float):
+        if not isinstance(limit, int | float) or not limit >= 1:
             raise BadText(
-                f"the tokenizer's model_max_length is {str(limit)[:50]!r}, but a number was wanted; mend it in "
-                f"tokenizer_config.json"
+                f"the tokenizer's model_max_length is {str(limit)[:50]!r}, but a number of 1 or more was wanted; mend "
+                f"it in tokenizer_config.json"
             )
+        _require_unknown(tokenizer)
         prefix, suffix = _around(tokenizer)
         bos = tokenizer.bos_token_id
         if needs_bos and bos is not None and bos not in prefix:
@@ -213,6 +214,17 @@ def _probes(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     for token in sorted(vocabulary, key=lambda token: vocabulary[token])[:1_000]:
         if token not in tokenizer.all_special_tokens:
             yield tokenizer.convert_tokens_to_string([token])
+
+
+def _require_unknown(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Where the unknown token is itself unknown, transformers looks it up for ever."""
+    try:
+        _ = tokenizer.unk_token_id
+    except RecursionError:
+        raise BadText(
+            f"the tokenizer's unknown token is {str(tokenizer.unk_token)[:50]!r}, which is not in its vocabulary; mend "
+            f"it in tokenizer.json"
+        ) from None
 
 
 def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -87,7 +87,7 @@ def read_marks(sheet: Path, key: Path | None = None) -> list[Mark]:
         where = f"line {line} of {sheet}"
         if number not in items:
             raise BadArtifact(
-                f"{where} is item {number!r}, which the key does not know; undo the edit"
+                f"{where} is item {number[:20]!r}, which the key does not know; undo the edit"
             )
         if number in marks:
             raise BadArtifact(f"{where} is item {number} again; keep one row for each item")
@@ -112,7 +112,7 @@ def _mark(known: dict[str, Any], text: str, where: str) -> Mark:
         raise BadArtifact(f"{where}: item {known['item']} is not marked; write 1 or 0 there")
     if said not in MARKS:
         raise BadArtifact(
-            f"{where}: item {known['item']} is marked {text.strip()!r}; write 1 or 0 (or yes, no, true, false)"
+            f"{where}: item {known['item']} is marked {text.strip()[:20]!r}; write 1 or 0 (or yes, no, true, false)"
         )
     return Mark(known["lens"], known["level"], known["sentence"], MARKS[said])
 
