@@ -7,7 +7,7 @@ READY := $(VENV)/ready
 .PHONY: demo test coverage soak check format clean
 
 demo: $(READY)
-	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo
+	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo --force
 	@echo "The report is demo/report.html: open it in a browser."
 
 # Two workers with a thread each: many tests start processes of their own, and threads would fight over the cores.

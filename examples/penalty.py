@@ -2,7 +2,8 @@
 
     python examples/penalty.py
 
-Trains a small Llama on Python's own manual without and with it, and prints how linear the blocks have become.
+Trains a small Llama on Python's own manual without and with it, and prints how linear the blocks have become: with it,
+a block adds less that a matrix could say (the number falls).
 """
 
 import torch

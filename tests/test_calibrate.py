@@ -7,6 +7,7 @@ import json
 import fitted
 import pytest
 import torch
+from made import jumps as other_jumps
 from stories import stories
 from test_cli import run
 from tiny import tiny_model
@@ -87,6 +88,17 @@ def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
                 kept.load(tmp_path, model=model)
         finally:
             model.anatomy.head.weight.sub_(1)
+
+
+def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
+    jumps.save_pretrained(tmp_path)
+    kept.save(found, tmp_path)
+    assert kept.load(tmp_path).about == found.about
+    jumps.save_pretrained(tmp_path)  # the same again
+    assert kept.load(tmp_path).about == found.about
+    other_jumps().save_pretrained(tmp_path)
+    with pytest.raises(BadArtifact, match="calibrated with other jumps than those in it now"):
+        kept.load(tmp_path)
 
 
 def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):

@@ -173,3 +173,35 @@ def _wide():
     import os
 
     return os.environ | {"COLUMNS": "200"}
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
+    from layerjump.cli import options
+
+    monkeypatch.setattr(options, "BETWEEN_LINES", 0.0)
+    with options.progress_bar("collecting") as update:
+        update(50, 200)
+        update(0, 10)  # another pass
+    said = capsys.readouterr().err
+    assert said.startswith("collecting: 50 of 200 tokens, about ")
+    assert said.count("\n") == 1
+    monkeypatch.undo()
+    with options.progress_bar("collecting") as update:
+        update(50, 200)
+    assert capsys.readouterr().err == ""
+
+
+def test_tuned_jumps_are_shown_with_their_kl_and_no_number_is_cut(capsys, monkeypatch, data_folder):
+    from layerjump.cli.show import print_jumps
+
+    model = layerjump.load(data_folder / "tiny-gpt2")
+    text = layerjump.read("pydoc", limit=100)
+    start = layerjump.fit(model, text, estimator="affine", tokens=2_000)
+    monkeypatch.setenv("COLUMNS", "80")
+    print_jumps(start, as_json=False, anatomy=True)
+    plain = capsys.readouterr().out
+    assert "…" not in plain.split(")", 1)[1]
+    print_jumps(layerjump.refine(model, start, text, steps=5), as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["jump"] for row in rows] == [f"{level} → 4" for level in range(4)]
+    assert all(row["KL tuned"] <= row["KL before"] for row in rows)

@@ -156,7 +156,7 @@ def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
     assert run("fit", name, *given).returncode == 0
     ours, theirs = lj.Jumps.from_pretrained(whole), lj.Jumps.from_pretrained(again)
     assert ours.provenance.settings["temperature"] == theirs.provenance.settings["temperature"]
-    other = run("fit", str(data_folder / "tiny-bert"), *given)
+    other = run("fit", str(data_folder / "tiny-bert"), *given, "--force")
     assert other.returncode == 1
     assert "other weights" in other.stderr
     assert "Traceback" not in alone.stderr + other.stderr

@@ -147,3 +147,40 @@ def test_what_torch_cannot_write_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
     with pytest.raises(RuntimeError, match="another"), writing(tmp_path / "state.pt"):
         raise RuntimeError("another")
+
+
+# What is there is not written over unasked
+
+
+@pytest.mark.parametrize(
+    ("command", "left", "said"),
+    [
+        ("fit {model}", "jumps.safetensors", "holds jumps already"),
+        ("fit {model}", "unfinished-0-of-1.safetensors", "which --resume goes on with"),
+        ("fit {model} --refine kl", "unfinished-refine.pt", "which --resume goes on with"),
+        ("study {model} --study r2", "results.json", "which --resume adds to"),
+        ("import lens.pt --model {model}", "jumps.safetensors", "holds jumps already"),
+        ("export jumps --model {model} --format mat", "anything", "would be overwritten"),
+    ],
+)
+def test_what_is_there_is_not_lost_unasked(command, left, said, data_folder, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / left).write_text("precious")
+    words = command.format(model=data_folder / "tiny-gpt2").split()
+    done = CliRunner().invoke(app, [*words, "-o", str(folder)])
+    assert isinstance(done.exception, BadArtifact)
+    assert said in str(done.exception)
+    assert "--force" in str(done.exception)
+    assert [path.name for path in folder.iterdir()] == [left]
+    assert (folder / left).read_text() == "precious"
+
+
+def test_force_writes_over_it(data_folder, tmp_path):
+    words = ["fit", str(data_folder / "tiny-gpt2"), "--tokens", "2000", "-o", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    first = (tmp_path / "out" / "jumps.safetensors").read_bytes()
+    assert CliRunner().invoke(app, [*words, "--seed", "1"]).exit_code == 1
+    assert (tmp_path / "out" / "jumps.safetensors").read_bytes() == first
+    assert CliRunner().invoke(app, [*words, "--seed", "1", "--force"]).exit_code == 0
+    assert (tmp_path / "out" / "jumps.safetensors").read_bytes() != first

@@ -60,14 +60,21 @@ def sums(model, text):
         (["fit", "MODEL", "--refine", "kl", "--steps", "0"], "--steps given is 0; give 1 or more"),
         (["fit", "MODEL", "--refine", "kl", "--from-moments", "x"], "--refine runs the model"),
         (["generate", "MODEL", "a", "b", "--stream"], "2 prompts were given; give one"),
+        (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "give --pairs pred"),
+        (["lens", "MODEL", "a", "--compare", "matt"], "no estimator 'matt'"),
+        (["lens", "smolm2", "a"], "did you mean the built-in smollm2?"),
         (["study", "MODEL", "--estimators", "calibrated"], "give another first, such as mat"),
     ],
-    ids=["no model", "no steps", "tuned from sums", "two streams", "calibrated alone"],
+    ids=lambda given: " ".join(given[:5]) if isinstance(given, list) else "",
 )
 def test_commands(monkeypatch, capsys, tmp_path, data_folder, arguments, said):
     given = [str(data_folder / "tiny-gpt2") if word == "MODEL" else word for word in arguments]
     monkeypatch.chdir(tmp_path)
-    assert said in refused(monkeypatch, capsys, *given)
+    error = refused(monkeypatch, capsys, *given)
+    assert said in error
+    # Before anything is run or said to be done.
+    assert "memory for sums" not in error
+    assert "fitting" not in error
 
 
 def test_estimators_without_what_they_need(model, text, sums, jumps):
@@ -144,6 +151,20 @@ def test_lenses_that_no_other_tool_can_hold(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "tuned" / "params.pt")
     with refusal("holds a list", "dictionary of tensors"):
         lj.import_lens(tmp_path / "tuned", tiny)
+
+
+def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
+    bare = model.hf
+    asked = {
+        "fit": lambda: lj.fit(bare, text),
+        "lens": lambda: lj.Lens(bare, jumps),
+        "generate": lambda: lj.generate(bare, jumps, "a"),
+        "calibrate": lambda: lj.calibrate(bare, jumps, text),
+        "prune": lambda: lj.prune(bare, text, drop=1),
+    }
+    for ask in asked.values():
+        with refusal("a GPT2LMHeadModel was given", "lj.Model.wrap(hf, tokenizer)"):
+            ask()
 
 
 def test_a_linear_model_whose_cuts_are_no_numbers(tmp_path):

@@ -180,6 +180,13 @@ def test_what_is_no_question_is_refused(server, body):
     assert answer["error"]
 
 
+def test_json_that_does_not_say_so_is_told_how(server):
+    plain = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, answer = server.ask("/api/lens", {"model": "tiny-gpt2"}, headers=plain)
+    assert status == 422
+    assert "Content-Type: application/json" in answer["error"]
+
+
 def test_many_clients_at_once_get_right_answers(server):
     texts = [f"{TEXT} {word} was happy." for word in ("Tom", "Ben", "Mia", "Sam", "Anna", "Tim")]
     wanted = {text: _facts(lens(server, text=text, k=3)[1]) for text in texts}

@@ -139,4 +139,5 @@ class RunStopped(LayerjumpError):
 
 def one_line(error: BaseException, limit: int = 200) -> str:
     """What an error says, on one line and not too long; its kind where it says nothing."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"

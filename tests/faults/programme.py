@@ -108,7 +108,7 @@ class Programme:
         if old is None:
             return place, ()
         shutil.copytree(old, place / OUT)
-        return place, ("--force",) if command.arguments[0] == "prune" else ()
+        return place, ("--force",)
 
     def finished(self, command: Command, place: Path, *more: str) -> str | None:
         """Take a hurt run up; what is wrong with its end."""

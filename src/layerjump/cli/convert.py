@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli.options import AsJson, Device, DeviceMap, Dtype, Revision, Trust
+from layerjump.cli.options import AsJson, Device, DeviceMap, Dtype, Force, Revision, Trust
 from layerjump.cli.show import print_jumps
-from layerjump.cli.writer import writes_folder
+from layerjump.cli.writer import JUMPS, writes_folder
 
 GivenModel = Annotated[
     str,
@@ -20,7 +20,7 @@ GivenModel = Annotated[
 ]
 
 
-@writes_folder(lambda given: "run the same command again")
+@writes_folder(lambda given: "run the same command again", holds=JUMPS)
 def import_lens(
     source: Annotated[Path, typer.Argument(help="A lens of another tool: its file or folder.")],
     model: GivenModel,
@@ -28,6 +28,7 @@ def import_lens(
     format: Annotated[
         str | None, typer.Option(help="tuned-lens, mat, jacobian (default: told by the files).")
     ] = None,
+    force: Force = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -69,6 +70,7 @@ def export_lens(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder (jacobian: file) to write.")
     ],
+    force: Force = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -84,10 +86,12 @@ def export_lens(
     [bold]layerjump export jumps --model gpt2 --format mat -o linreg/gpt2[/]
     [bold]layerjump export jumps --model gpt2 --format jacobian -o lens.pt[/]
     """
+    from layerjump.compress.export import check_free
     from layerjump.fit.foreign.convert import export_lens as write_lens
     from layerjump.fit.jumps import Jumps
     from layerjump.inputs.loading import load
 
+    check_free(output, force=force)
     loaded = load(
         model,
         revision=revision,

@@ -15,6 +15,7 @@ from layerjump.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Force,
     Revision,
     Seed,
     Split,
@@ -23,7 +24,7 @@ from layerjump.cli.options import (
 )
 from layerjump.cli.refine import check_refine, forget_tuning, tuned
 from layerjump.cli.show import print_jumps
-from layerjump.cli.writer import writes_folder
+from layerjump.cli.writer import JUMPS, writes_folder
 from layerjump.errors import BadEstimator, LayerjumpError
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ def _go_on(given: dict[str, Any]) -> str:
     return "run the same command with --resume to go on"
 
 
-@writes_folder(_go_on)
+@writes_folder(
+    _go_on,
+    holds={"unfinished-*": "an unfinished run, which --resume goes on with", **JUMPS},
+)
 def fit(
     model: Annotated[
         str | None,
@@ -104,6 +108,7 @@ def fit(
         list[Path] | None,
         typer.Option(help="Solve saved sums instead of running a model; several are merged."),
     ] = None,
+    force: Force = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -122,7 +127,7 @@ def fit(
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
     from layerjump.fit.collected import Collected, merge
-    from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
+    from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, check_pairs, plan_settings, solve_jumps
     from layerjump.fit.group import Group
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
@@ -148,6 +153,7 @@ def fit(
         wanted |= {"select": wanted["select"] or save_moments or refine is not None}
         wanted |= {"positions": positions, "tokens": tokens, "sizes": split, "seed": seed}
         chosen = plan(loaded, corpus, **wanted)
+        check_pairs(estimator, chosen.moments["fit"].pairs, loaded.n_blocks)
         checkpoint = Checkpoint(output, save_every, resume, group)
         collected = _run(chosen, checkpoint)
     group.leave()

@@ -226,15 +226,17 @@ def _record(prompts: list[str], made: Generated) -> dict[str, Any]:
 
 
 def _coloured(model: Model, made: Generated, row: int) -> str:
-    """Tokens from green (left early) to white (the whole model), in the terminal's colours."""
+    """Tokens from green (left early) to grey (late); those of the whole model in the terminal's own colour."""
     tokenizer = model.tokens.tokenizer
     pieces, before = [], ""
     for end, level in enumerate(made.levels[row], start=1):
         text = str(tokenizer.decode(made.ids[row][:end], skip_special_tokens=True))
-        share = level / made.n_blocks
-        red, blue = round(60 + 195 * share), round(90 + 165 * share)
-        pieces.append(f"\x1b[38;2;{red};255;{blue}m{text[len(before) :]}\x1b[0m")
-        before = text
+        piece, before = text[len(before) :], text
+        fade = round(
+            130 * level / made.n_blocks
+        )  # dark enough for a light terminal, and the other way round
+        early = level < made.n_blocks
+        pieces.append(f"\x1b[38;2;{fade};160;{fade}m{piece}\x1b[0m" if early else piece)
     # Decoded without their prompt, tokens may have lost a first blank.
     lost = max(0, len(made.text[row]) - len(before))
     return made.text[row][:lost] + "".join(pieces)

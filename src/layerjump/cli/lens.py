@@ -110,8 +110,11 @@ def _lenses(
 
 
 def _kept(model: Model, names: list[str]) -> dict[str, Jumps]:
+    from layerjump.fit.fit import selects
     from layerjump.fit.kept import TEXT, TOKENS, has_kept, kept_jumps
 
+    for name in names:
+        selects(name)  # an error if there is no such estimator, before anything is said or fitted
     if not names:
         return {}
     model.require_predictions()  # before the fitting, which needs none

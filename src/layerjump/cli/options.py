@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -37,6 +39,11 @@ OtherWeights = Annotated[
 Column = Annotated[str | None, typer.Option(help="Column of a table to read.")]
 Split = Annotated[str, typer.Option(help="fit/select/test: percentages or documents.")]
 Seed = Annotated[int, typer.Option(help="Seed of splits and positions.")]
+BETWEEN_LINES = 30.0
+"""Seconds between two lines of progress in a log."""
+SHORT = 16
+"""Characters of a cell that stay on one line."""
+Force = Annotated[bool, typer.Option("--force", help="Write over what the output holds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -49,10 +56,17 @@ def print_table(title: str, rows: list[dict[str, Any]], *, as_json: bool) -> Non
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*rows[0], title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in rows[0]:
+        # Half a number is worse than a wide table; long words may be cut anywhere.
+        whole = all(len(_cell(row[name])) <= SHORT for row in rows)
+        head = name.replace(" − ", "−").replace(" ", "\n") if whole else name
+        table.add_column(head, no_wrap=whole)
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console().print(table)
+    console = Console()
+    console.print(title, style="italic", markup=False, highlight=False)
+    console.print(table)
 
 
 def _cell(value: Any) -> str:
@@ -61,17 +75,22 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if isinstance(value, float):
+        if abs(value) >= 1000:
+            return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.2e}"
         return f"{value:.3f}" if abs(value) >= 1e-3 else f"{value:.1e}"
     return str(value)
 
 
 @contextmanager
 def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error with tokens a second and the time left; silent when that is no terminal."""
+    """A bar on standard error with tokens a second and the time left; a line now and then where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what, unit)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -79,7 +98,7 @@ def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task(what, total=1, rate="")
 
         def update(done: int, total: int) -> None:
@@ -88,3 +107,25 @@ def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int
             progress.update(task, completed=done, total=total, rate=rate)
 
         yield update
+
+
+def _lines(what: str, unit: str) -> Callable[[int, int], None]:
+    """Progress for a log: how far it is, every half a minute."""
+    start = last = time.monotonic()
+    before = 0
+
+    def update(done: int, total: int) -> None:
+        nonlocal start, last, before
+        now = time.monotonic()
+        if done < before:  # another pass
+            start = now
+        before = done
+        if now - last >= BETWEEN_LINES and done:
+            last, left = now, (now - start) / done * (total - done)
+            print(
+                f"{what}: {done:,} of {total:,} {unit}, about {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return update

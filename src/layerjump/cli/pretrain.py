@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from layerjump.cli.options import AsJson, Column, print_table
+from layerjump.cli.options import AsJson, Column, Force, print_table
 from layerjump.cli.writer import writes_folder
 from layerjump.errors import BadTraining
 
 
 @writes_folder(
-    lambda given: "run the same command to go on from its last checkpoint", replaced=True
+    lambda given: "run the same command to go on from its last checkpoint, if it came to one",
+    replaced=True,
 )
 def pretrain(
     text: Annotated[
@@ -65,7 +66,7 @@ def pretrain(
         bool,
         typer.Option("--keep-checkpoints", help="Keep them all, e.g. for the study `dynamics`."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the folder.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model from scratch, with a penalty that changes how linear it becomes.

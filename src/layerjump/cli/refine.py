@@ -60,7 +60,7 @@ def tuned(
             mean = sum(kl) / len(kl)
             print(f"step {done}: held-out KL {mean:.4f} (mean); by level {levels}", file=sys.stderr)
 
-        return refine(
+        found = refine(
             model,
             jumps,
             corpus,
@@ -70,6 +70,15 @@ def tuned(
             progress=told,
             folder=output,
         )
+    said = found.provenance.settings["refine"]
+    before, after = (_mean(said[name]) for name in ("kl_before", "kl_after"))
+    print(f"held-out KL {before:.4f} → {after:.4f}, mean over levels", file=sys.stderr)
+    return found
+
+
+def _mean(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
 
 
 def forget_tuning(output: Path) -> None:

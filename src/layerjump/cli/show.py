@@ -11,6 +11,7 @@ from layerjump.cli.options import AsJson, print_table
 
 if TYPE_CHECKING:
     from layerjump.fit.jumps import Jumps
+    from layerjump.fit.records import Pair
 
 
 def show(
@@ -42,6 +43,8 @@ def show(
 def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
     """Print what is known about each jump of a set."""
     rows = []
+    strengths = any(info.strength is not None for info in jumps.info.values())
+    tuned = _tuned(jumps)
     for source, target in jumps:
         info = jumps.info[source, target]
         mapped, kept = info.r2 or (None, None), info.r2_identity or (None, None)
@@ -52,7 +55,10 @@ def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
             "identity R²": kept[0],
             "identity weighted": kept[1],
         }
-        if info.strength is not None:
+        if tuned:  # what R² was is of the map before
+            before, after = tuned.get((source, target), (None, None))
+            row = {"jump": row["jump"], "KL before": before, "KL tuned": after}
+        if strengths:
             row["strength"] = info.strength
         if anatomy:
             found = jumps.anatomy(source, target)
@@ -63,3 +69,16 @@ def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
             }
         rows.append(row)
     print_table(repr(jumps), rows, as_json=as_json)
+
+
+def _tuned(jumps: Jumps) -> dict[Pair, tuple[float | None, float | None]]:
+    """Each tuned map's KL on held-out text, before and after; nothing where nothing was tuned."""
+    said = jumps.provenance.settings.get("refine")
+    found = [said.get(name) for name in ("kl_before", "kl_after")] if isinstance(said, dict) else []
+    if not found or not all(isinstance(one, list) for one in found):
+        return {}
+    from layerjump.inputs.sites import FINAL, Site
+
+    ends = (FINAL, Site(jumps.provenance.n_blocks))
+    by_source = {pair[0]: pair for pair in jumps if pair[1] in ends}
+    return dict(zip(by_source.values(), zip(*found, strict=False), strict=False))

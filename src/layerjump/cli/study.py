@@ -14,6 +14,7 @@ from layerjump.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Force,
     ModelName,
     Revision,
     Seed,
@@ -27,7 +28,7 @@ Folder = Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")
 _GO_ON = "the studies that were finished are saved: run the same command with --resume to go on"
 
 
-@writes_folder(lambda given: _GO_ON)
+@writes_folder(lambda given: _GO_ON, holds={"results.json": "results, which --resume adds to"})
 def study(
     model: ModelName,
     output: Folder = Path("study"),
@@ -84,6 +85,7 @@ def study(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
     ] = False,
+    force: Force = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,

@@ -26,7 +26,7 @@ from layerjump.fit.collect import plan
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.positions import MASKED_SHARE, Positions
 
 log = logging.getLogger("layerjump")
@@ -48,7 +48,7 @@ class Calibration:
     about: dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pruned:
     """A model with fewer blocks, what was done to it and what that costs."""
 
@@ -78,6 +78,14 @@ class Pruned:
         kept = parameters(self.model.hf) + (self.jumps.n_parameters if self.jumps else 0)
         return parameters(self.original.hf), kept
 
+    def __repr__(self) -> str:
+        gone = ", ".join(map(str, self.dropped))
+        told = f"{self.original.name}: block {gone} of {self.original.n_blocks} out, {self.method}"
+        if self.loss:
+            before, after = (self.loss[f"perplexity {when}"] for when in ("before", "after"))
+            told += f"; perplexity {before:.4g} → {after:.4g}"
+        return f"Pruned({told})"
+
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write an ordinary checkpoint with a model card (`linear`: base and jumps, for `lj.load`)."""
         from layerjump.compress.export import save
@@ -105,6 +113,7 @@ def prune(
     times the whole model's. The first and the last block and those that form an attention sink stay, unless `protect`
     says which do instead. Method `auto` is the best that stores no more numbers than the model does now.
     """
+    require_model(model)
     if (drop is None) == (max_loss is None):
         raise BadPruning("give either how many blocks to drop, or how much loss to allow")
     if reason := cannot_drop(model):

@@ -32,7 +32,7 @@ from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
 from layerjump.inputs.batches import Batch, batches
 from layerjump.inputs.corpus import Corpus
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.positions import Positions
 from layerjump.measure.bootstrap import mean_interval
 
@@ -84,6 +84,7 @@ def calibrate(
     With `own`, the model goes on with each document's first tokens by so many, and the rule is found on what it says:
     that is what generation will meet, and costs the time of writing it.
     """
+    require_model(model)
     _check(target, confidence, kinds)
     free = unseen_documents(jumps, text)[:documents]
     dealt = shares(free, seed)

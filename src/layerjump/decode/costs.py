@@ -49,6 +49,18 @@ class Costs:
         """A token for which the whole model runs."""
         return n_blocks * self.block + self.head
 
+    def __str__(self) -> str:
+        names = {
+            "block": "a block",
+            "waiting": "a waiting token",
+            "head": "a look",
+            "gate": "a gate",
+        }
+        told = [f"{words} {getattr(self, name):.3g}" for name, words in names.items()]
+        return ", ".join(
+            [*told, *([] if self.short is None else [f"a short look {self.short:.3g}"])]
+        )
+
     def record(self) -> dict[str, float | None]:
         return asdict(self)
 

@@ -28,7 +28,7 @@ from layerjump.decode.write import Verified, write
 from layerjump.errors import BadExit
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.store import check_model
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.lens.lens import Lens
 
 CacheKind = Literal["exact", "jump", "copy"]
@@ -57,6 +57,7 @@ def generate(
     A `streamer` is Hugging Face's; where it has a method `left`, that is told before each `put` at which levels the
     tokens left: a list with one level a row, None for a row that has ended.
     """
+    require_model(model)
     check_ranges(generation)
     if isinstance(prompts, str | Sequence):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -17,6 +17,7 @@ from layerjump.decode.shortlist import Among
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
 from layerjump.fit import files
 from layerjump.fit.fingerprint import fingerprint
+from layerjump.fit.store import TENSORS
 from layerjump.inputs.models import Model
 
 NAME, FORMAT = "exit.safetensors", 1
@@ -28,13 +29,14 @@ def save(calibration: Calibration, folder: str | Path) -> Path:
     path = Path(folder).expanduser() / NAME
     with files.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    said = files.dump_json({"format_version": FORMAT, **calibration.about}, path)
+    about = calibration.about | {"jumps_sha256": _jumps_here(path.parent)}
+    said = files.dump_json({"format_version": FORMAT, **about}, path)
     files.write_tensors(path, _tensors(calibration), {"exit": said})
     return path
 
 
 def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
-    """Read the calibration in a folder; with a model, check that it was made for its weights."""
+    """Read the calibration in a folder, made for the jumps there; with a model, check that it was for its weights."""
     path = Path(folder).expanduser() / NAME
     if not path.is_file():
         raise BadArtifact(
@@ -53,6 +55,11 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
         raise WrongModel(
             f"the exit rule in {folder} was calibrated for other weights than those of {model.name}; calibrate again"
         )
+    said, here = about.pop("jumps_sha256", None), _jumps_here(path.parent)
+    if said and here and said != here:
+        raise BadArtifact(
+            f"the exit rule in {folder} was calibrated with other jumps than those in it now; calibrate again"
+        )
     try:
         _check_tensors(tensors, None if model is None else model.width)
         return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
@@ -61,6 +68,12 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
             f"{path} does not hold together ({type(error).__name__} {one_line(error)}); make it again with "
             f"`layerjump calibrate`"
         ) from error
+
+
+def _jumps_here(folder: Path) -> str | None:
+    """Which jumps the folder holds: a promise made for others means nothing."""
+    jumps = folder / TENSORS
+    return files.file_sha256(jumps) if jumps.is_file() else None
 
 
 def _tensors(calibration: Calibration) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from layerjump.fit.pairs import Pair, parse_pairs
 from layerjump.fit.reservoir import keys_of
 from layerjump.inputs.batches import Batches, batches
 from layerjump.inputs.corpus import Corpus, read, split
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.states import States, states
 
@@ -97,6 +97,7 @@ def plan(
     levels skip position 0; maps meant for every position (sub-modules) take it in. `rough` forms the many products
     of both features in float32: enough for an estimator with a penalty.
     """
+    require_model(model)
     if tokens is not None and tokens < 1:
         raise BadText(f"tokens given is {tokens}; give 1 or more, or none for the whole text")
     corpus = text if isinstance(text, Corpus) else read(text)

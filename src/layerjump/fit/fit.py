@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -48,7 +48,9 @@ def fit(
 ) -> Jumps:
     """Fit jumps in one pass over a text; further settings (pairs, positions, tokens, reads …) are `plan`'s."""
     settings = plan_settings(estimator, strength) | settings
-    collected = plan(model, text, **settings).run()
+    chosen = plan(model, text, **settings)
+    check_pairs(estimator, chosen.moments["fit"].pairs, model.n_blocks)
+    collected = chosen.run()
     return solve_jumps(
         collected, estimator, strength=strength, rank=rank, metric=metric, how=how, model=model
     )
@@ -96,6 +98,7 @@ def solve_jumps(
         raise BadMoments("these sums are of no positions at all; collect them with a fit split")
     settings = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     settings = {name: value for name, value in settings.items() if value is not None}
+    check_pairs(estimator, collected.fit.pairs, collected.about["n_blocks"])
     maps: dict[Pair, Affine] = {}
     infos: dict[Pair, JumpInfo] = {}
     for pair, jump, kind in _solved(collected, estimator, settings, model):
@@ -199,19 +202,23 @@ def _check_calibrated(collected: Collected, settings: dict[str, Any]) -> None:
         raise BadEstimator(
             f"calibrated was given {given}; the one setting it has is how {TO_TUNE}, for maps that are to be tuned"
         )
-    pairs, last = collected.fit.pairs, Site(collected.about["n_blocks"])
+
+
+def check_pairs(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
+    """Refuse pairs that an estimator cannot solve; before the pass over the text, where there is still time."""
+    targets, last = {target for _, target in pairs}, Site(n_blocks)
     lacking = [source for source, _ in pairs if (source, FINAL) not in pairs]
-    if lacking or any(target not in (FINAL, last) for _, target in pairs):
+    if estimator == TO_PREDICTIONS and (lacking or targets - {FINAL, last}):
         raise BadEstimator(
-            "calibrated maps land after the final norm, but these sums pair other sites; collect them with "
-            f"--pairs {PREDICTIONS} or to-final"
+            f"calibrated maps land after the final norm, but other pairs were given; give --pairs {PREDICTIONS} or "
+            f"to-final, or an estimator such as affine, whose maps may land anywhere"
         )
+    if estimator == "ojfa" and len(targets) > 1:
+        raise BadEstimator("ojfa is one jump from every level to one target; give --pairs to-last")
 
 
 def _one_for_all(collected: Collected, rank: int | None, how: str) -> Affine:
     targets = {target for _, target in collected.fit.pairs}
-    if len(targets) > 1:
-        raise BadEstimator("ojfa is one jump from every level to one target; give --pairs to-last")
     if how != "pooled" and how != "best-level":
         raise BadEstimator(f"ojfa has no way {how!r}; give pooled or best-level")
     (target,) = targets

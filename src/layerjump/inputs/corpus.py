@@ -125,7 +125,8 @@ def _shares(parts: list[float], n_documents: int) -> list[int]:
     wanted = sum(part > 0 for part in parts)
     if n_documents < wanted:
         raise TextTooShort(
-            f"{n_documents} documents cannot be split into {wanted} parts; give at least {wanted}"
+            f"the text has {n_documents} documents (lines or paragraphs of a file, rows of a table), which cannot be "
+            f"split into {wanted} parts; give at least {wanted}"
         )
     # The tiny addend keeps 0.1 % of 3,000 from being floored to 2.
     counts = [max(1, math.floor(p * n_documents / 100 + 1e-9)) if p else 0 for p in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,10 @@ def _attempt(name: str, action: Any) -> Any:
         raise
     except Exception as error:
         if isinstance(error, OSError) and not Path(name).expanduser().exists():
+            near = get_close_matches(name, builtin.NAMES, n=1)
+            meant = f"did you mean the built-in {near[0]}? Else check" if near else "check"
             raise ModelNotFound(
-                f"{name} is neither a local folder nor a model the hub gives us ({one_line(error)}); check the name, "
+                f"{name} is neither a local folder nor a model the hub gives us ({one_line(error)}); {meant} the name, "
                 f"the network, or give a local folder"
             ) from error
         raise BadModel(

@@ -175,3 +175,12 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model({self.name}: {self.task}, {self.n_blocks} blocks, d {self.width})"
+
+
+def require_model(given: object) -> None:
+    """Refuse what is not a `Model`, first of all a bare Hugging Face one."""
+    if not isinstance(given, Model):
+        raise BadModel(
+            f"a {type(given).__name__} was given, but a layerjump model was wanted; wrap it, lj.Model.wrap(hf, "
+            f"tokenizer), or load it by lj.load(name)"
+        )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layerjump.errors import BadJumps, BadModel
 from layerjump.fit.jumps import Jumps
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.sites import FINAL, Site
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Lens:
     jumps: Jumps | None = None
 
     def __post_init__(self) -> None:
+        require_model(self.model)
         self.model.require_predictions()
         if self.jumps is None:
             return

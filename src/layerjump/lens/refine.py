@@ -94,6 +94,8 @@ def refine(
         tuning.restore(folder, f"{_FORMAT} {settings}")
     if tuning.step == 0:
         tuning.look(work.kl(rows, tuned))
+        if progress:
+            progress(0, steps, by_level(tuning.history[-1], work.pairs))
     while not tuning.over(patience):
         batch = work.step(fit, tuning.step, positions)
         tuning.take(work.gradients(batch, tuned, (seed, tuning.step)))

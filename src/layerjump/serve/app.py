@@ -232,7 +232,10 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = " → ".join(str(part) for part in first["loc"] if part != "body")
-        return _response(refusal(422, f"{where or 'the request'}: {first['msg']}"))
+        said = f"{where or 'the request'}: {first['msg']}"
+        if not where and "json" not in request.headers.get("content-type", ""):
+            said += "; send JSON, with the header Content-Type: application/json"
+        return _response(refusal(422, said))
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:

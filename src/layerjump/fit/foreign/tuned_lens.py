@@ -69,7 +69,7 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
         if (source, target) not in jumps:
             raise BadForeignLens(
                 f"{jumps} has no jump {source} → {target}, but a tuned lens has one from every level to the last; fit "
-                f"with --pairs to-last"
+                f"with --estimator affine --pairs to-last (calibrated maps land after the norm, where it has none)"
             )
     state: dict[str, Tensor] = {}
     for pair in pairs:
