@@ -41,9 +41,9 @@ def load(source: str | Path, **settings: Any) -> Model:
     jumps = Jumps.from_pretrained(folder)
     absent = [(i, j) for i, j in cuts if (Site(i), Site(j)) not in jumps]
     if absent:
-        i, j = absent[0]
+        i, j = (str(level)[:20] for level in absent[0])
         raise BadArtifact(
-            f"{folder / LINEAR} names a map from level {i:.6g} to {j:.6g}, which {folder} does not hold; prune again"
+            f"{folder / LINEAR} names a map from level {i} to {j}, which {folder} does not hold; prune again"
         )
     dropped = blocks_in(cuts)
     attach(model, {i - sum(block <= i for block in dropped): jumps[i, j] for i, j in cuts})
