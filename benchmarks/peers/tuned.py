@@ -8,7 +8,8 @@ against. Short runs with its default and with other learning rates, ever further
 with its other optimiser; the way of least KL on the select sequences is trained again, longer, until the last fifth of
 its steps is worth less than 1 % of that KL and it has had `--least-cpu` seconds. The schedule falls to zero over a run
 and the KL falls with it, however long the run: so what the last fifth is worth is told by a run of four fifths of the
-steps, with a schedule of its own. The cost reported is that of the last run alone; `all_cpu` has every run.
+steps, with a schedule of its own. The cost reported is that of the last run alone; `all_cpu` has every run. A script
+that is stopped goes on where it was, but for a few steps.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ OTHER: Way = ("adam", 10.0)
 WIDEST = 1_000.0  # times or parts of the default: none but a broken run would want more
 ENOUGH = 0.01
 HELD_OUT_TOKENS = 600
+SAVED = 25
+"""Steps between two saves of a run."""
 
 
 class Run(NamedTuple):
@@ -129,8 +132,7 @@ class Trainer:
 
     def _known(self, optimiser: str, scale: float, steps: int) -> Run:
         """A run, or what is known of it: whoever stops this script need not make it again."""
-        text = hashlib.sha256(json.dumps(self.job.fit).encode()).hexdigest()
-        name = f"{optimiser} {scale:g} {steps} {self.tokens_per_step} {text}"
+        name = self._name(optimiser, scale, steps)
         known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
         if name in known:
             return Run(**known[name])
@@ -139,6 +141,10 @@ class Trainer:
         self._kept.parent.mkdir(parents=True, exist_ok=True)
         self._kept.write_text(json.dumps(known, indent=1))
         return run
+
+    def _name(self, optimiser: str, scale: float, steps: int) -> str:
+        text = hashlib.sha256(json.dumps(self.job.fit).encode()).hexdigest()
+        return f"{optimiser} {scale:g} {steps} {self.tokens_per_step} {text}"
 
     def longer(self, way: Way, short: Run, least: float, most: float) -> Iterator[tuple[Run, Run]]:
         """Ever longer runs, each with one of four fifths of its steps, until the last fifth is worth little."""
@@ -154,9 +160,9 @@ class Trainer:
                 return
 
     def run(self, optimiser: str, scale: float, steps: int) -> Run:
-        """Train from the start: the schedule falls to zero over the steps, so no run can be gone on with."""
+        """Train from the start: the schedule falls to zero over the steps, so that no run makes a longer one."""
         torch.manual_seed(0)
-        lens, clock, tokens = TunedLens.from_model(self.model), Clock(), 0
+        lens, clock = TunedLens.from_model(self.model), Clock()
         recipe = Optimizer(optimizer=OptimizerOption(optimiser), lr_scale=scale)
         if optimiser == "adam":
             recipe.warmup_steps = min(
@@ -165,8 +171,11 @@ class Trainer:
         optimizer = recipe.create_optim([p for p in lens.parameters() if p.requires_grad])
         scheduler = recipe.create_scheduler(optimizer, steps)
         marks = {max(1, steps * fifth // 5) for fifth in (4, 5)}
-        curve: list[tuple[int, float]] = []
+        saved = Saved(self._kept.with_name("unfinished.pt"), self._name(optimiser, scale, steps))
+        done, tokens, curve = saved.restore(lens, optimizer, scheduler, clock)
         for step, sequences in zip(range(1, steps + 1), self._draws(), strict=False):
+            if step <= done:
+                continue
             with clock:
                 tokens += self._step(lens, sequences)
                 torch.nn.utils.clip_grad_norm_(lens.parameters(), 1.0)
@@ -175,6 +184,9 @@ class Trainer:
                 scheduler.step()
             if step in marks:
                 curve.append((step, self.select_kl(lens)))
+            if step % SAVED == 0:
+                saved.save(lens, optimizer, scheduler, clock, (step, tokens, curve))
+        saved.path.unlink(missing_ok=True)
         print(f"{optimiser} × {scale:g}, {steps} steps: {[round(kl, 4) for _, kl in curve]}")
         return Run(curve, clock.cpu, clock.wall, tokens, lens)
 
@@ -208,6 +220,32 @@ class Trainer:
         real = attention.bool()
         real[:, 0] = False
         return [h[real] for h in found.hidden_states[:-1]], found.logits[real].log_softmax(-1)
+
+
+class Saved(NamedTuple):
+    """A run on disk: all that its next step depends on."""
+
+    path: Path
+    name: str
+
+    def save(self, lens: Any, optimizer: Any, scheduler: Any, clock: Clock, so_far: Any) -> None:
+        parts = [part.state_dict() for part in (lens, optimizer, scheduler)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        torch.save([self.name, parts, (clock.cpu, clock.wall), so_far], new)
+        new.replace(self.path)
+
+    def restore(self, lens: Any, optimizer: Any, scheduler: Any, clock: Clock) -> Any:
+        """Steps, tokens and curve of the same run, as far as it came; of none at all without one."""
+        if not self.path.exists():
+            return 0, 0, []
+        name, parts, spent, so_far = torch.load(self.path, weights_only=True)
+        if name != self.name:
+            return 0, 0, []
+        clock.cpu, clock.wall = spent
+        for part, state in zip((lens, optimizer, scheduler), parts, strict=True):
+            part.load_state_dict(state)
+        return so_far
 
 
 def _kl(logits: Tensor, target: Tensor) -> Tensor:
