@@ -175,7 +175,10 @@ def test_the_command_line_calibrates_and_writes(data_folder, jumps, tmp_path):
     assert "wrote" in done.stderr
     made = run("generate", name, "One day,", "--jumps", folder, "--verify", "--stream", "--colour")
     assert made.returncode == 0, made.stderr
-    assert "\x1b[38;2;" in made.stdout
+    early = run("generate", name, "One day,", "--jumps", folder, "--exit", "fixed:1", "--colour")
+    assert "\x1b[38;2;32;160;32m" in early.stdout
+    whole = run("generate", name, "One day,", "--exit", "never", "--colour")
+    assert "\x1b" not in whole.stdout  # in the terminal's own colour
     plain = run("generate", name, "One day,", "--json", "--max-new-tokens", "64")
     assert json.loads(plain.stdout)["texts"][0]["text"] in made.stdout
     wrong = run("generate", name, "One day,", "--exit", "fixed:9")

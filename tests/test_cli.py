@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -180,10 +181,13 @@ def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
 
     monkeypatch.setattr(options, "BETWEEN_LINES", 0.0)
     with options.progress_bar("collecting") as update:
-        update(50, 200)
-        update(0, 10)  # another pass
+        update(900, 1000)  # a run that is taken up: these were done before
+        time.sleep(0.2)
+        update(910, 1000)
+        update(1, 10)  # another pass
     said = capsys.readouterr().err
-    assert said.startswith("collecting: 50 of 200 tokens, about ")
+    left = float(said.removeprefix("collecting: 910 of 1,000 tokens, about ").split()[0])
+    assert left >= 1.8  # 90 more, at fifty a second
     assert said.count("\n") == 1
     monkeypatch.undo()
     with options.progress_bar("collecting") as update:
@@ -196,12 +200,20 @@ def test_tuned_jumps_are_shown_with_their_kl_and_no_number_is_cut(capsys, monkey
 
     model = layerjump.load(data_folder / "tiny-gpt2")
     text = layerjump.read("pydoc", limit=100)
-    start = layerjump.fit(model, text, estimator="affine", tokens=2_000)
     monkeypatch.setenv("COLUMNS", "80")
-    print_jumps(start, as_json=False, anatomy=True)
+    ridge = layerjump.fit(model, text, estimator="ridge", tokens=2_000)
+    print_jumps(ridge, as_json=False, anatomy=True)
     plain = capsys.readouterr().out
     assert "…" not in plain.split(")", 1)[1]
-    print_jumps(layerjump.refine(model, start, text, steps=5), as_json=True)
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["jump"] for row in rows] == [f"{level} → 4" for level in range(4)]
-    assert all(row["KL tuned"] <= row["KL before"] for row in rows)
+    assert "3 → 4" in plain
+    some = layerjump.fit(model, text, estimator="affine", pairs="3:4,0:4,0:1", tokens=2_000)
+    tuned = layerjump.refine(model, some, text, steps=5)
+    print_jumps(tuned, as_json=True)
+    rows = {row["jump"]: row for row in json.loads(capsys.readouterr().out)}
+    said = tuned.provenance.settings["refine"]
+    sources = dict.fromkeys(source for source, target in some if target.index == 4)
+    for source, before, after in zip(sources, said["kl_before"], said["kl_after"], strict=True):
+        row = rows[f"{source} → 4"]
+        assert (row["KL before"], row["KL tuned"]) == (before, after)
+    assert rows["0 → 1"]["KL tuned"] is None
+    assert rows["0 → 1"]["R²"] == some.info[0, 1].r2[0]

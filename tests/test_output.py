@@ -14,6 +14,7 @@ from layerjump.cli.app import app
 from layerjump.compress.export import replace_folder
 from layerjump.compress.training import RUN, WHOLE, forget, last_checkpoint
 from layerjump.errors import BadArtifact
+from layerjump.fit.collected import Collected
 from layerjump.fit.files import writing
 from layerjump.fit.output import only_writer
 
@@ -159,6 +160,7 @@ def test_what_torch_cannot_write_is_one_line(tmp_path):
         ("fit {model}", "unfinished-0-of-1.safetensors", "which --resume goes on with"),
         ("fit {model} --refine kl", "unfinished-refine.pt", "which --resume goes on with"),
         ("study {model} --study r2", "results.json", "which --resume adds to"),
+        ("fit {model} --resume", "jumps.safetensors", "holds jumps already"),
         ("import lens.pt --model {model}", "jumps.safetensors", "holds jumps already"),
         ("export jumps --model {model} --format mat", "anything", "would be overwritten"),
     ],
@@ -184,3 +186,21 @@ def test_force_writes_over_it(data_folder, tmp_path):
     assert (tmp_path / "out" / "jumps.safetensors").read_bytes() == first
     assert CliRunner().invoke(app, [*words, "--seed", "1", "--force"]).exit_code == 0
     assert (tmp_path / "out" / "jumps.safetensors").read_bytes() != first
+
+
+def test_what_is_advised_works(data_folder, tmp_path):
+    words = ["fit", str(data_folder / "tiny-gpt2"), "--tokens", "2000", "-o", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    jumps = tmp_path / "out" / "jumps.safetensors"
+    sums = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "sums"), "--save-moments"])
+    assert sums.exit_code == 0
+    # As a run of another seed would leave it that was stopped.
+    collected = Collected.load(tmp_path / "sums" / "moments.safetensors")
+    jumps.unlink()
+    collected.save(tmp_path / "out" / "unfinished-0-of-1.safetensors", progress={"fit": 1})
+    other = CliRunner().invoke(app, [*words, "--seed", "3", "--resume"])
+    assert "give the same, or --force in place of --resume" in str(other.exception)
+    anew = CliRunner().invoke(app, [*words, "--seed", "3", "--force"])
+    assert anew.exit_code == 0
+    assert jumps.exists()
+    assert list(jumps.parent.glob("unfinished-*")) == []

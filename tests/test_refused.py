@@ -26,6 +26,7 @@ from layerjump.fit.collect import collect
 from layerjump.fit.collected import Collected
 from layerjump.fit.fit import solve_jumps
 from layerjump.fit.jumps import JumpInfo, Jumps
+from layerjump.fit.store import check_model
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.studies import sheet
 from layerjump.studies.setup import settings_of
@@ -61,6 +62,8 @@ def sums(model, text):
         (["fit", "MODEL", "--refine", "kl", "--from-moments", "x"], "--refine runs the model"),
         (["generate", "MODEL", "a", "b", "--stream"], "2 prompts were given; give one"),
         (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "give --pairs pred"),
+        (["fit", "MODEL", "--estimator", "ojfa", "--refine", "kl"], "ojfa is one map for all"),
+        (["fit", "MODEL", "--refine", "kl", "--pairs", "1:2"], "there is no prediction to tune"),
         (["lens", "MODEL", "a", "--compare", "matt"], "no estimator 'matt'"),
         (["lens", "smolm2", "a"], "did you mean the built-in smollm2?"),
         (["study", "MODEL", "--estimators", "calibrated"], "give another first, such as mat"),
@@ -161,6 +164,12 @@ def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
         "generate": lambda: lj.generate(bare, jumps, "a"),
         "calibrate": lambda: lj.calibrate(bare, jumps, text),
         "prune": lambda: lj.prune(bare, text, drop=1),
+        "refine": lambda: lj.refine(bare, jumps, text),
+        "jacobian": lambda: lj.jacobian(bare, text),
+        "truncate": lambda: lj.truncate(bare, text, 1),
+        "export": lambda: lj.export_lens(jumps, bare, "x", "mat"),
+        "splice": lambda: lj.spliced(bare, jumps, 0, 4).__enter__(),
+        "load": lambda: check_model(jumps, bare, False),
     }
     for ask in asked.values():
         with refusal("a GPT2LMHeadModel was given", "lj.Model.wrap(hf, tokenizer)"):

@@ -79,8 +79,9 @@ def main() -> None:
     spent = sum(run.cpu for run in short.values())
     for run, shorter in trainer.longer(way, short[way], options.least_cpu, options.most_cpu):
         spent += run.cpu + shorter.cpu
-        # Kept at once: the next run is twice as long, and may be stopped.
-        assert run.lens is not None
+        if run.lens is None:
+            continue  # kept by the script that was stopped
+        # At once: the next run is twice as long, and may be stopped.
         run.lens.save(options.out)
         report(options.out / "cost.json", _cost(run, shorter, way, short, spent))
 
@@ -133,14 +134,19 @@ class Trainer:
     def _known(self, optimiser: str, scale: float, steps: int) -> Run:
         """A run, or what is known of it: whoever stops this script need not make it again."""
         name = self._name(optimiser, scale, steps)
+        run = self._told(name) or self.run(optimiser, scale, steps)
+        self._tell(name, run)
+        return run
+
+    def _told(self, name: str) -> Run | None:
         known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
-        if name in known:
-            return Run(**known[name])
-        run = self.run(optimiser, scale, steps)
+        return Run(**known[name]) if name in known else None
+
+    def _tell(self, name: str, run: Run) -> None:
+        known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
         known[name] = run._replace(lens=None)._asdict()
         self._kept.parent.mkdir(parents=True, exist_ok=True)
         self._kept.write_text(json.dumps(known, indent=1))
-        return run
 
     def _name(self, optimiser: str, scale: float, steps: int) -> str:
         text = hashlib.sha256(json.dumps(self.job.fit).encode()).hexdigest()
@@ -152,8 +158,10 @@ class Trainer:
         steps = max(2 * short.steps, int(least / a_step) + 1)
         while True:
             shorter = self._known(*way, steps * 4 // 5)
-            run = self.run(*way, steps)
+            name = self._name(*way, steps)
+            run = self._told(name) or self.run(*way, steps)
             yield run, shorter
+            self._tell(name, run)  # now that its lens is kept
             steps *= 2
             enough = _last_gain(run, shorter) < ENOUGH and run.cpu >= least
             if enough or steps * a_step > most:

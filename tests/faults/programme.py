@@ -110,9 +110,9 @@ class Programme:
         shutil.copytree(old, place / OUT)
         return place, ("--force",)
 
-    def finished(self, command: Command, place: Path, *more: str) -> str | None:
-        """Take a hurt run up; what is wrong with its end."""
-        code = end_of(launch(command.line(*command.resume, *more), place))
+    def finished(self, command: Command, place: Path) -> str | None:
+        """Take a hurt run up (or make it again, where it was done before); what is wrong with its end."""
+        code = end_of(launch(command.line(*command.resume, "--force"), place))
         if code:
             return f"it does not go on (exit {code}): {tail(place)}"
         return self.differs(command, place)
@@ -147,8 +147,7 @@ class Programme:
                 wrong = wrong or f"{known} was acknowledged, and {now} is left"
             known = now
             tally.note(command.name, wrong)
-        again = () if command.resume else ("--force",)
-        tally.note(f"{command.name}, taken up", self.finished(command, place, *again))
+        tally.note(f"{command.name}, taken up", self.finished(command, place))
 
     def interrupt(self, command: Command, times: int, tries: int = 8) -> None:
         """Ctrl-C once, or twice: one line that says how to go on; and it goes on."""
@@ -179,8 +178,7 @@ class Programme:
         elif times > 1 and time.monotonic() - start > ANSWER:
             wrong = f"took {time.monotonic() - start:.0f} s to end"
         if wrong is None:
-            again = () if command.resume else ("--force",)
-            wrong = self.finished(command, place, *again)
+            wrong = self.finished(command, place)
         return self.tally(fault).note(command.name, wrong)
 
     def full_disk(self, command: Command) -> None:
@@ -196,10 +194,7 @@ class Programme:
             code = end_of(launch(command.line(), place))
             wrong = unless_one_line(code, place, "cannot be written") if code else None
             subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
-            again = () if command.resume else ("--force",)
-            tally.note(
-                f"{command.name} on {size} kB", wrong or self.finished(command, place, *again)
-            )
+            tally.note(f"{command.name} on {size} kB", wrong or self.finished(command, place))
         finally:
             subprocess.run(["umount", "--lazy", str(place)], check=True)
 

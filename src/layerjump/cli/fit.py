@@ -22,7 +22,7 @@ from layerjump.cli.options import (
     Trust,
     progress_bar,
 )
-from layerjump.cli.refine import check_refine, forget_tuning, tuned
+from layerjump.cli.refine import check_refine, tuned
 from layerjump.cli.show import print_jumps
 from layerjump.cli.writer import JUMPS, writes_folder
 from layerjump.errors import BadEstimator, LayerjumpError
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from layerjump.inputs.models import Model
 
 
+UNFINISHED = "unfinished-*"
+
+
 def _go_on(given: dict[str, Any]) -> str:
     if given["estimator"] == "jacobian":
         return "nothing was saved: run the same command to start anew"
@@ -43,7 +46,7 @@ def _go_on(given: dict[str, Any]) -> str:
 
 @writes_folder(
     _go_on,
-    holds={"unfinished-*": "an unfinished run, which --resume goes on with", **JUMPS},
+    holds={UNFINISHED: "an unfinished run, which --resume goes on with", **JUMPS},
 )
 def fit(
     model: Annotated[
@@ -127,7 +130,7 @@ def fit(
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
     from layerjump.fit.collected import Collected, merge
-    from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, check_pairs, plan_settings, solve_jumps
+    from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
     from layerjump.fit.group import Group
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
@@ -138,6 +141,7 @@ def fit(
         sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
         _refuse({**settings, **own, **sums})
         _write(_jacobian(model, where, text, column, tokens, split, seed), output, as_json=as_json)
+        _forget_unfinished(output)
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
     wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
@@ -153,9 +157,8 @@ def fit(
         wanted |= {"select": wanted["select"] or save_moments or refine is not None}
         wanted |= {"positions": positions, "tokens": tokens, "sizes": split, "seed": seed}
         chosen = plan(loaded, corpus, **wanted)
-        check_pairs(estimator, chosen.moments["fit"].pairs, loaded.n_blocks)
         checkpoint = Checkpoint(output, save_every, resume, group)
-        collected = _run(chosen, checkpoint)
+        collected = _run(chosen, checkpoint, estimator, refine)
     group.leave()
     if group.rank != 0:
         return
@@ -168,10 +171,7 @@ def fit(
     _write(jumps, output, as_json=as_json)
     if save_moments:
         collected.save(output / "moments.safetensors")
-    if not from_moments:
-        checkpoint.clear()
-    if refine is not None:
-        forget_tuning(output)
+    _forget_unfinished(output)
 
 
 def _opened(
@@ -203,6 +203,12 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
     jumps.save_pretrained(output)
     print_jumps(jumps, as_json=as_json)
     print(f"wrote {output}", file=sys.stderr)
+
+
+def _forget_unfinished(output: Path) -> None:
+    """Remove what an earlier run left to be taken up: its place is taken."""
+    for path in output.expanduser().glob(UNFINISHED):
+        path.unlink(missing_ok=True)
 
 
 def _refuse(closed_form: dict[str, Any]) -> None:
@@ -240,8 +246,14 @@ def _jacobian(
         )
 
 
-def _run(chosen: Plan, checkpoint: Any) -> Collected:
-    group = checkpoint.group
+def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> Collected:
+    from layerjump.fit.fit import check_pairs
+    from layerjump.lens.refine import check_tunable
+
+    pairs, group = chosen.moments["fit"].pairs, checkpoint.group
+    check_pairs(estimator, pairs, chosen.model.n_blocks)
+    if refine is not None:
+        check_tunable(estimator, pairs, chosen.model.n_blocks)
     if group.rank == 0:
         print(chosen.bill, file=sys.stderr)
     with progress_bar("collecting") as update:

@@ -232,9 +232,8 @@ def _coloured(model: Model, made: Generated, row: int) -> str:
     for end, level in enumerate(made.levels[row], start=1):
         text = str(tokenizer.decode(made.ids[row][:end], skip_special_tokens=True))
         piece, before = text[len(before) :], text
-        fade = round(
-            130 * level / made.n_blocks
-        )  # dark enough for a light terminal, and the other way round
+        # Dark enough for a light terminal, light enough for a dark one.
+        fade = round(130 * level / made.n_blocks)
         early = level < made.n_blocks
         pieces.append(f"\x1b[38;2;{fade};160;{fade}m{piece}\x1b[0m" if early else piece)
     # Decoded without their prompt, tokens may have lost a first blank.

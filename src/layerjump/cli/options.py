@@ -39,12 +39,12 @@ OtherWeights = Annotated[
 Column = Annotated[str | None, typer.Option(help="Column of a table to read.")]
 Split = Annotated[str, typer.Option(help="fit/select/test: percentages or documents.")]
 Seed = Annotated[int, typer.Option(help="Seed of splits and positions.")]
+Force = Annotated[bool, typer.Option("--force", help="Write over what the output holds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 BETWEEN_LINES = 30.0
 """Seconds between two lines of progress in a log."""
 SHORT = 16
 """Characters of a cell that stay on one line."""
-Force = Annotated[bool, typer.Option("--force", help="Write over what the output holds.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def print_table(title: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
@@ -54,6 +54,7 @@ def print_table(title: str, rows: list[dict[str, Any]], *, as_json: bool) -> Non
         return
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
@@ -65,6 +66,9 @@ def print_table(title: str, rows: list[dict[str, Any]], *, as_json: bool) -> Non
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     console = Console()
+    if all(column.no_wrap for column in table.columns):
+        wide = console.options.update(max_width=1000)
+        console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print(title, style="italic", markup=False, highlight=False)
     console.print(table)
 
@@ -111,17 +115,19 @@ def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int
 
 def _lines(what: str, unit: str) -> Callable[[int, int], None]:
     """Progress for a log: how far it is, every half a minute."""
-    start = last = time.monotonic()
-    before = 0
+    last = began = time.monotonic()
+    first = before = (
+        0  # done when this pass began (by the run that is taken up), and at the last update
+    )
 
     def update(done: int, total: int) -> None:
-        nonlocal start, last, before
+        nonlocal last, began, first, before
         now = time.monotonic()
-        if done < before:  # another pass
-            start = now
+        if before == 0 or done < before:
+            began, first = now, done
         before = done
-        if now - last >= BETWEEN_LINES and done:
-            last, left = now, (now - start) / done * (total - done)
+        if now - last >= BETWEEN_LINES and done > first:
+            last, left = now, (now - began) / (done - first) * (total - done)
             print(
                 f"{what}: {done:,} of {total:,} {unit}, about {left:.0f} s left",
                 file=sys.stderr,

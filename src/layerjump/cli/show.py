@@ -45,6 +45,7 @@ def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
     rows = []
     strengths = any(info.strength is not None for info in jumps.info.values())
     tuned = _tuned(jumps)
+    all_tuned = all(info.r2 is None for info in jumps.info.values())
     for source, target in jumps:
         info = jumps.info[source, target]
         mapped, kept = info.r2 or (None, None), info.r2_identity or (None, None)
@@ -55,9 +56,10 @@ def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
             "identity R²": kept[0],
             "identity weighted": kept[1],
         }
-        if tuned:  # what R² was is of the map before
+        if tuned:
             before, after = tuned.get((source, target), (None, None))
-            row = {"jump": row["jump"], "KL before": before, "KL tuned": after}
+            row = {"jump": row["jump"]} if all_tuned else row  # R² was that of the map before
+            row |= {"KL before": before, "KL tuned": after}
         if strengths:
             row["strength"] = info.strength
         if anatomy:

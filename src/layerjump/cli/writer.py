@@ -54,11 +54,11 @@ def writes_folder(
 
 
 def _require_free(folder: Path, holds: Mapping[str, str], given: dict[str, Any]) -> None:
-    """Refuse to write over what took somebody's time, unless told to, or to go on from it."""
-    if given.get("force") or given.get("resume"):
-        return
-    for pattern, what in holds.items():
-        if any(folder.expanduser().glob(pattern)):
+    """Refuse to write over what took somebody's time, unless told to, or to go on from the first of it."""
+    for place, (pattern, what) in enumerate(holds.items()):
+        if any(folder.expanduser().glob(pattern)) and not given["force"]:
+            if place == 0 and given.get("resume"):
+                return
             raise BadArtifact(
                 f"{folder} holds {what}; give another folder with -o, or --force to write over it"
             )

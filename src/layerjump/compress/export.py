@@ -81,6 +81,7 @@ def record_of(pruned: Pruned) -> dict[str, Any]:
 
 def check_free(folder: Path, *, force: bool) -> None:
     """Refuse to write over something, before the work is done rather than after."""
+    folder = folder.expanduser()
     if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadArtifact(
             f"{folder} exists and would be overwritten; give another folder, or --force"

@@ -26,7 +26,7 @@ from layerjump.errors import BadModel
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.pairs import Pair
 from layerjump.inputs.check import sample
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.sites import Site
 
 PARTS = {
@@ -47,6 +47,7 @@ def linearised(
 
     Blocks count from 1; all are taken unless told. The model is whole again afterwards, also after an exception.
     """
+    require_model(model)
     chosen = _checked(model, blocks)
     if parts == "block":
         spans = {(block - 1, block): jumps[block - 1, block] for block in chosen}
@@ -65,6 +66,7 @@ def linearised(
 @contextmanager
 def spliced(model: Model, jumps: Jumps, source: int, target: int) -> Iterator[Model]:
     """Run the model with one jump from a level to a later one; the blocks in between are not run."""
+    require_model(model)
     if not 0 <= source < target <= model.n_blocks:
         raise BadModel(
             f"a jump from level {source} to level {target} was given; give levels from 0 to {model.n_blocks}, the "

@@ -20,7 +20,7 @@ from layerjump.errors import BadPruning
 from layerjump.fit.moments import Moments
 from layerjump.fit.solve import solve
 from layerjump.inputs.corpus import Corpus
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.sites import FINAL, Site
 from layerjump.inputs.states import states
 
@@ -35,6 +35,7 @@ def truncate(
     seed: int = 0,
 ) -> Pruned:
     """Keep blocks 1 to `level`; what they give goes through one map straight to the vocabulary."""
+    require_model(model)
     _check(model, level)
     model.require_predictions()
     calibration = calibrate(model, text, tokens=tokens, sizes=sizes, seed=seed)

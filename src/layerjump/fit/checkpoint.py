@@ -77,8 +77,8 @@ class Checkpoint:
         if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):
             what = ", ".join(f"{key} {theirs.get(key)} → {mine[key]}" for key in changed) or "pairs"
             raise BadArtifact(
-                f"the unfinished run in {self.folder} had other settings ({what}); give the same, or leave out "
-                f"--resume to start anew"
+                f"the unfinished run in {self.folder} had other settings ({what}); give the same, or --force "
+                f"in place of --resume to start anew"
             )
         return saved, progress or steps
 

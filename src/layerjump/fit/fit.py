@@ -207,7 +207,7 @@ def _check_calibrated(collected: Collected, settings: dict[str, Any]) -> None:
 def check_pairs(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
     """Refuse pairs that an estimator cannot solve; before the pass over the text, where there is still time."""
     targets, last = {target for _, target in pairs}, Site(n_blocks)
-    lacking = [source for source, _ in pairs if (source, FINAL) not in pairs]
+    lacking = {source for source, _ in pairs} - {source for source, end in pairs if end == FINAL}
     if estimator == TO_PREDICTIONS and (lacking or targets - {FINAL, last}):
         raise BadEstimator(
             f"calibrated maps land after the final norm, but other pairs were given; give --pairs {PREDICTIONS} or "

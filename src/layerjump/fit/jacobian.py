@@ -27,7 +27,7 @@ from layerjump.fit.jumps import Jumps
 from layerjump.fit.reading import Reading
 from layerjump.inputs.batches import Batch, Batches
 from layerjump.inputs.corpus import Corpus
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.positions import Positions
 from layerjump.inputs.sites import Site
 from layerjump.inputs.states import Recorder
@@ -58,6 +58,7 @@ def jacobian(
     It reads `tokens` of the fit documents, which are those of `fit` with the same `sizes` and `seed`. `progress` is
     called after each batch with the tokens done and the tokens to do.
     """
+    require_model(model)
     sources = _sources(model, levels)
     reading = Reading.of(
         model,

@@ -26,7 +26,7 @@ from layerjump.fit.fingerprint import fingerprint
 from layerjump.fit.jumps import Jumps
 from layerjump.fit.modules import to_affine
 from layerjump.fit.records import Pair
-from layerjump.inputs.models import Model
+from layerjump.inputs.models import Model, require_model
 
 TENSORS, TEXT = "jumps.safetensors", "jumps.json"
 
@@ -179,6 +179,7 @@ def _check_finite(tensors: dict[str, Tensor], problem: str, remedy: str) -> None
 
 def check_model(jumps: Jumps, model: Model, allow_other_weights: bool) -> None:
     """Raise `WrongModel` if jumps were fitted on another model, or on other weights unless that is allowed."""
+    require_model(model)
     known = jumps.provenance
     if (known.n_blocks, known.width) != (model.n_blocks, model.width):
         raise WrongModel(

@@ -130,7 +130,8 @@ def _require_few_blocks(name: str, config: PretrainedConfig) -> None:
     for key, value in config.to_dict().items():
         if ("layer" in key or "group" in key) and type(value) is int and value > MOST_BLOCKS:
             raise BadModel(
-                f"the config.json of {name} says {key}: {str(value)[:20]}, but at most {MOST_BLOCKS:,} are made; mend it"
+                f"the config.json of {name} says {key}: {str(value)[:20]}, but at most {MOST_BLOCKS:,} are made; mend "
+                f"it"
             )
 
 

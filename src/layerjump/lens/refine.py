@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,23 +111,28 @@ def refine(
 def tunable(jumps: Jumps, model: Model) -> list[Pair]:
     """The jumps by which a lens reads levels; where it is left open how it does, all by which it could."""
     last = Site(model.n_blocks)
+    check_tunable(jumps.provenance.estimator, list(jumps), model.n_blocks)
     found = [pair for pair in jumps if pair[1] in (FINAL, last)]
     if jumps.provenance.settings.get("how") != TO_TUNE:
         found = [pair for pair in found if pair[1] == last or (pair[0], last) not in jumps]
-    if not found:
-        raise BadJumps(
-            f"{jumps} has no jump to the last level or to `final`, so there is no prediction to tune; fit with "
-            f"--pairs to-last or to-final"
-        )
-    if jumps.provenance.estimator == "ojfa":
-        raise BadEstimator(
-            "ojfa is one map for all levels, and tuning would make it many; refine another estimator"
-        )
     if not any(to_affine(jumps[pair]).n_parameters for pair in found):
         raise BadEstimator(
             f"{jumps.provenance.estimator} has no numbers to tune; refine affine or calibrated jumps"
         )
     return found
+
+
+def check_tunable(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
+    """Refuse what cannot be tuned; before a pass over the text, where one is still to be made."""
+    if not any(target in (FINAL, Site(n_blocks)) for _, target in pairs):
+        raise BadJumps(
+            "no jump leads to the last level or to `final`, so there is no prediction to tune; fit with --pairs "
+            "to-last or to-final"
+        )
+    if estimator == "ojfa":
+        raise BadEstimator(
+            "ojfa is one map for all levels, and tuning would make it many; refine another estimator"
+        )
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _require_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> No
     for name in ("model", "text", "other_texts", "settings", "level_pairs"):
         if before.get(name) != now[name]:
             raise BadArtifact(
-                f"{path} holds results with another {name} than this run's; leave --resume out, or give another folder"
+                f"{path} holds results with another {name} than this run's; give --force in place of --resume, or "
+                f"another folder"
             )
 
 

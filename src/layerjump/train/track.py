@@ -23,6 +23,7 @@ from layerjump.train.profile import Profile, profile
 
 Tables = dict[str, list[dict[str, Any]]]
 """`steps` (a row for each measurement), `blocks` and `levels` (one for each of those, too)."""
+NAMES = ("steps", "blocks", "levels")
 FILE = "track.json"
 
 
@@ -40,7 +41,7 @@ class Track(TrainerCallback):
     ) -> None:
         self._model = Model.wrap(hf, tokenizer, name="model")
         self._text, self._every, self._path = text, every, folder / FILE
-        self.tables: Tables = {"steps": [], "blocks": [], "levels": []}
+        self.tables: Tables = {name: [] for name in NAMES}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -74,7 +75,7 @@ class Track(TrainerCallback):
 def measured_before(path: Path, step: int) -> Tables:
     """What an earlier part of a run measured, up to a step."""
     kept = read_json(path)
-    tables: dict[str, Any] = {name: kept.get(name) for name in ("steps", "blocks", "levels")}
+    tables: dict[str, Any] = {name: kept.get(name) for name in NAMES}
     if not all(_is_table(rows) for rows in tables.values()):
         raise BadArtifact(
             f"{path} does not hold what a training measured; remove {path.parent} to begin that training anew"

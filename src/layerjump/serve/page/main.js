@@ -12,6 +12,7 @@ import { element, fillSelect, listed, number, percent } from "./words.js";
 
 const MOST_PINS = 16;
 const $ = (id) => document.getElementById(id);
+const fresh = !location.hash; // nobody's link: the page has a prompt of its own
 let state = fromHash(location.hash);
 let models = new Map(); // name → what the server says of it
 let fittedHere = []; // lenses that the server can fit
@@ -33,7 +34,9 @@ function go(change, { push = true } = {}) {
 }
 
 addEventListener("popstate", () => {
-  state = withDefaults(fromHash(location.hash));
+  state = fromHash(location.hash);
+  if (!models.size) return; // the start takes it from there
+  state = withDefaults(state);
   $("text").value = state.text;
   show();
 });
@@ -282,7 +285,7 @@ try {
   fittedHere = said.fitted_here;
   generating = new GeneratePanel(pageForPanel, said.limits.new_tokens);
   state = withDefaults(state);
-  if (!state.text && !location.hash) {
+  if (!state.text && fresh) {
     const model = models.get(state.model);
     state.text = model.mask ? `The capital of France is ${model.mask}.` : "The capital of France is the city of";
   }
