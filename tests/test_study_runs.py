@@ -75,7 +75,9 @@ def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup
 def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
     _, folder = whole
     other = study_setup.without_kept(settings=settings_of("ours", tokens=6_000, score=121))
-    with pytest.raises(BadArtifact, match="another settings than this run's; give --force in place of"):
+    with pytest.raises(
+        BadArtifact, match="another settings than this run's; give --force in place of"
+    ):
         run_studies(other, chosen("r2"), folder, resume=True)
     other = study_setup.without_kept(corpus=lj.read("pydoc", limit=150))
     with pytest.raises(BadArtifact, match="another text"):
