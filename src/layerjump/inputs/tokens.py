@@ -169,6 +169,8 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Iterable[int]) -> lis
     for token in new:
         alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
         known[token] = twice[len(alone) :] if twice.startswith(alone) else alone
+        if not alone and token >= len(tokenizer):
+            known[token] = f"<row {token}>"  # heads are filled up to a round number of rows
     return [known[token] for token in ids]
 
 
