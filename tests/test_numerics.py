@@ -40,7 +40,7 @@ def test_a_massive_coordinate_leaves_the_maps_exact(fresh, text):
     found = jumps[2, 4](torch.from_numpy(x).float()).detach().double().numpy()
     small = [column for column in range(y.shape[1]) if column != 3]
     error = np.abs(found - wanted)[:, small].max(0) / y[:, small].std(0)
-    assert error.max() < 1e-2
+    assert error.max() < 1e-3  # sums in float32 would be wrong by 1e-2
     read = lj.Lens(fresh, jumps)("Once upon a time", levels=[0, 2, 4])
     assert torch.isfinite(torch.as_tensor(read.kl)).all()
 
