@@ -169,6 +169,8 @@ def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
         "truncate": lambda: lj.truncate(bare, text, 1),
         "export": lambda: lj.export_lens(jumps, bare, "x", "mat"),
         "splice": lambda: lj.spliced(bare, jumps, 0, 4).__enter__(),
+        "states": lambda: next(lj.states(bare, [], [0])),
+        "check": lambda: lj.self_check(bare),
         "load": lambda: check_model(jumps, bare, False),
     }
     for ask in asked.values():

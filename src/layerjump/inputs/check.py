@@ -41,6 +41,9 @@ class Check:
 
 def self_check(model: Model) -> list[Check]:
     """Run every check and return what was found; nothing is raised."""
+    from layerjump.inputs.models import require_model  # which imports this module
+
+    require_model(model)
     with torch.no_grad(), hooks_as_before(model.hf):
         return [
             *_states_checks(model),

@@ -46,6 +46,9 @@ def states(
     own logits of the picks. With `room` (picks of the largest batch) every batch's states are written over the last
     one's: over many batches of ever new sizes, memory taken and given back would fray.
     """
+    from layerjump.inputs.models import require_model  # which imports this module
+
+    require_model(model)
     wanted = [Site.parse(site) for site in sites]
     anatomy = model.anatomy
     last = Site(anatomy.n_blocks)
