@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from layerjump.inputs.models import Model
 
 
-UNFINISHED = "unfinished-*"
-
-
 def _go_on(given: dict[str, Any]) -> str:
     if given["estimator"] == "jacobian":
         return "nothing was saved: run the same command to start anew"
@@ -46,7 +43,7 @@ def _go_on(given: dict[str, Any]) -> str:
 
 @writes_folder(
     _go_on,
-    holds={UNFINISHED: "an unfinished run, which --resume goes on with", **JUMPS},
+    holds={"unfinished-*": "an unfinished run, which --resume goes on with", **JUMPS},
 )
 def fit(
     model: Annotated[
@@ -129,6 +126,7 @@ def fit(
     [bold]layerjump fit MODEL --estimator jacobian --tokens 4000[/]           by backward passes, d for each batch
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
+    from layerjump.fit.checkpoint import Checkpoint
     from layerjump.fit.collected import Collected, merge
     from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
     from layerjump.fit.group import Group
@@ -141,7 +139,7 @@ def fit(
         sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
         _refuse({**settings, **own, **sums})
         _write(_jacobian(model, where, text, column, tokens, split, seed), output, as_json=as_json)
-        _forget_unfinished(output)
+        Checkpoint(output).clear()
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
     wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
@@ -150,7 +148,6 @@ def fit(
         collected = merge([Collected.load(path) for path in from_moments])
         loaded = None if model is None else _same_model(model, where, collected)
     else:
-        from layerjump.fit.checkpoint import Checkpoint
         from layerjump.fit.collect import plan
 
         loaded, corpus = _opened(model, where, text, column)
@@ -171,7 +168,7 @@ def fit(
     _write(jumps, output, as_json=as_json)
     if save_moments:
         collected.save(output / "moments.safetensors")
-    _forget_unfinished(output)
+    Checkpoint(output).clear()
 
 
 def _opened(
@@ -203,12 +200,6 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
     jumps.save_pretrained(output)
     print_jumps(jumps, as_json=as_json)
     print(f"wrote {output}", file=sys.stderr)
-
-
-def _forget_unfinished(output: Path) -> None:
-    """Remove what an earlier run left to be taken up: its place is taken."""
-    for path in output.expanduser().glob(UNFINISHED):
-        path.unlink(missing_ok=True)
 
 
 def _refuse(closed_form: dict[str, Any]) -> None:

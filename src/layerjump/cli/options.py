@@ -116,9 +116,8 @@ def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int
 def _lines(what: str, unit: str) -> Callable[[int, int], None]:
     """Progress for a log: how far it is, every half a minute."""
     last = began = time.monotonic()
-    first = before = (
-        0  # done when this pass began (by the run that is taken up), and at the last update
-    )
+    # Done when this pass began (by the run that is taken up), and at the last update.
+    first = before = 0
 
     def update(done: int, total: int) -> None:
         nonlocal last, began, first, before

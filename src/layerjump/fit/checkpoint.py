@@ -96,6 +96,6 @@ class Checkpoint:
         self._cost = self._saved - start
 
     def clear(self) -> None:
-        """Remove what a finished run no longer needs, all processes' files."""
-        for path in self.folder.glob("unfinished-*-of-*.safetensors"):
+        """Remove what a finished run no longer needs: all processes' sums, and a tuning that has come to its end."""
+        for path in self.folder.glob("unfinished-*"):
             path.unlink(missing_ok=True)
