@@ -162,5 +162,6 @@ def test_what_a_draft_must_achieve():
 
 
 def test_candidates_are_levels_below_the_last():
-    assert candidates(4) == (0, 1, 2, 3)
-    assert candidates(30) == (0, 1, 2, 3, 4, 6, 9, 14, 20, 29)
+    assert candidates(range(4)) == (0, 1, 2, 3)
+    assert candidates(range(30)) == (0, 1, 2, 3, 4, 6, 9, 14, 20, 29)
+    assert candidates(range(1, 30)) == (1, 2, 3, 4, 5, 7, 10, 14, 20, 29)

@@ -9,14 +9,17 @@ import lenses
 import pytest
 import torch
 from lenses import ALL_PAIRS, TO_LAST, D, L, drawn, jacobian_content, same_maps, tuned_folder
+from stories import stories
 from typer.testing import CliRunner
 
 import layerjump as lj
 from layerjump.cli.app import app
-from layerjump.errors import BadEstimator
+from layerjump.errors import BadEstimator, BadJumps
 from layerjump.fit.fingerprint import fingerprint
 from layerjump.inputs.sites import Site
+from layerjump.lens.trajectory import read
 
+TEXT = "Once upon a time"
 model = lenses.model  # a fixture
 
 # What is read
@@ -42,7 +45,7 @@ def test_a_tuned_lens_adds_its_translators_to_the_state(model, tmp_path, caplog)
         0,
         0,
     )
-    assert known.settings == {"imported_from": "lens", **config}
+    assert known.settings == {"imported_from": "lens", "said": config}
     assert known.fingerprint == fingerprint(model.hf)
     assert "unknown text" in repr(jumps)
 
@@ -77,7 +80,7 @@ def test_a_jacobian_files_layer_is_what_leaves_that_block(model, tmp_path):
         assert torch.equal(jumps[layer + 1, L].weight, matrix.float())
     known = jumps.provenance
     assert (known.estimator, known.text, known.skip_first) == ("jacobian", "wiki", 16)
-    assert known.settings["n_prompts"] == 12
+    assert known.settings["said"]["n_prompts"] == 12
     assert "x" not in known.settings
 
 
@@ -149,20 +152,74 @@ def test_thin_factors_are_multiplied_out(model, tmp_path):
 
 
 def test_an_imported_lens_works_from_a_saved_folder(data_folder, tmp_path):
-    """Read, read with, generated with: as any fitted one."""
+    """Read, generated with: as any fitted one."""
     model = lj.load(data_folder / "tiny-gpt2")
     fitted = lj.fit(model, "pydoc", tokens=3000, sizes="100/0/0")
     lj.export_lens(fitted, model, tmp_path / "lens", "tuned-lens")
     lj.import_lens(tmp_path / "lens", model).save_pretrained(tmp_path / "jumps")
     jumps = lj.Jumps.from_pretrained(tmp_path / "jumps", model=model)
-    text = "Once upon a time"
-    ours, theirs = lj.Lens(model, fitted)(text), lj.Lens(model, jumps)(text)
+    ours, theirs = lj.Lens(model, fitted)(TEXT), lj.Lens(model, jumps)(TEXT)
     assert (ours.top == theirs.top).all()
     written = [
-        lj.generate(model, each, text, exit="gap:0.2", max_new_tokens=8).ids
+        lj.generate(model, each, TEXT, exit="gap:0.2", max_new_tokens=8).ids
         for each in (fitted, jumps)
     ]
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("format", "path", "pairs", "levels"),
+    [
+        ("jacobian", "lens.pt", "to-last", (1, 2, 3, 4)),  # such files have no level 0
+        ("mat", "linreg", "0:4,3:4", (0, 3, 4)),
+    ],
+)
+def test_a_lens_that_reads_some_levels_alone_works_too(
+    data_folder, tmp_path, format, path, pairs, levels
+):
+    """Read with, beside another, calibrated and generated with: at the levels that it has."""
+    model = lj.load(data_folder / "tiny-gpt2")
+    fitted = lj.fit(model, "pydoc", tokens=3000, pairs=pairs, sizes="100/0/0")
+    lj.export_lens(fitted, model, tmp_path / path, format)
+    jumps = lj.import_lens(tmp_path / path, model)
+    lens, names = lj.Lens(model, jumps), tuple(map(str, levels))
+    assert lens.levels == levels
+    ours = lj.Lens(model, fitted)(TEXT, levels=levels)
+    theirs = lens(TEXT)
+    assert theirs.levels == names
+    assert (ours.top == theirs.top).all()
+    both = read(model, {"identity": lj.Lens(model), "theirs": lens}, TEXT)
+    assert both["identity"].levels == both["theirs"].levels == names
+    found = lj.calibrate(model, jumps, stories(300, seed=1), target=0.8)
+    assert set(found.rule.at or ()) <= set(levels)
+    made = lj.generate(model, jumps, TEXT, exit=found.rule, max_new_tokens=8)
+    assert {level for level in made.levels[0] if level is not None} <= set(levels)
+    jumps.save_pretrained(tmp_path / "jumps")
+    done = CliRunner().invoke(
+        app,
+        ["lens", str(data_folder / "tiny-gpt2"), TEXT, "--jumps", str(tmp_path / "jumps")],
+    )
+    assert done.exit_code == 0, done.stderr
+
+
+def test_jumps_that_read_no_level_say_so(data_folder):
+    model = lj.load(data_folder / "tiny-gpt2")
+    jumps = lj.fit(model, "pydoc", tokens=1000, pairs="0:2", sizes="100/0/0")
+    with pytest.raises(BadJumps, match="no level can be read; fit with --pairs to-last"):
+        lj.Lens(model, jumps)(TEXT)
+
+
+def test_what_a_file_says_of_itself_is_not_taken_for_a_setting(data_folder, tmp_path):
+    model = lj.load(data_folder / "tiny-gpt2")
+    fitted = lj.fit(model, "pydoc", tokens=3000, sizes="100/0/0")
+    lj.export_lens(fitted, model, tmp_path / "lens.pt", "jacobian")
+    content = torch.load(tmp_path / "lens.pt")
+    content["metadata"] |= {"temperature": 0.7, "how": "to-tune", "imported_from": "elsewhere"}
+    torch.save(content, tmp_path / "lens.pt")
+    jumps = lj.import_lens(tmp_path / "lens.pt", model)
+    assert jumps.provenance.settings["imported_from"] == "lens.pt"
+    assert jumps.provenance.settings["said"]["temperature"] == 0.7
+    lj.refine(model, jumps, stories(60), steps=2)
 
 
 # The command line
@@ -205,6 +262,6 @@ def test_the_jacobian_lens_is_fitted_by_command(data_folder, tmp_path):
     model = lj.load(data_folder / "tiny-gpt2")
     wanted = lj.jacobian(model, "pydoc", tokens=100, seed=2)
     assert same_maps(lj.Jumps.from_pretrained(tmp_path, model=model), wanted)
-    refused = run.invoke(app, [*command, "--rank", "3"])
+    refused = run.invoke(app, [*command, "-o", str(tmp_path / "other"), "--rank", "3"])
     assert isinstance(refused.exception, BadEstimator)
     assert "--rank was given" in str(refused.exception)

@@ -115,6 +115,17 @@ def test_damaged_bytes_never_escape_as_other_errors(model, tmp_path):
         (jacobian_content(J={0: "text"}), BadForeignLens, "a str"),
         (jacobian_content(metadata={"target_layer": 1}), WrongModel, "target_layer 1"),
         ({"jacobian_sum": {0: torch.zeros(D, D)}, "n_done": 0}, BadForeignLens, "how many prompts"),
+        (
+            {"jacobian_sum": {0: torch.zeros(D, D)}, "n_done": 10**30},
+            BadForeignLens,
+            "how many prompts",
+        ),
+        (
+            jacobian_content(J=dict.fromkeys((0, "00"), torch.eye(D))),
+            BadForeignLens,
+            "two matrices",
+        ),
+        (jacobian_content(J={0: torch.empty(D, D, device="meta")}), BadForeignLens, "a dense"),
     ],
 )
 def test_wrong_jacobian_files(model, tmp_path, content, kind, message):
@@ -179,6 +190,42 @@ def test_a_file_too_large_for_the_model_is_not_read(model, tmp_path):
         lj.import_lens(tmp_path / "bomb.pt", model)
 
 
+def test_numbers_that_unpack_to_more_than_a_map_are_not_read(model, tmp_path):
+    numbers = io.BytesIO()
+    torch.save(torch.zeros(1 << 24), numbers)
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(numbers) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for item in plain.infolist():
+            small.writestr(item.filename, plain.read(item))
+
+    class Storage:
+        def __reduce__(self):
+            return torch.storage._load_from_bytes, (packed.getvalue(),)
+
+    (tmp_path / "0_3.pickle").write_bytes(pickle.dumps(Storage()))
+    assert (tmp_path / "0_3.pickle").stat().st_size < 1 << 20
+    with pytest.raises(BadForeignLens, match="67,1.* bytes"):
+        lj.import_lens(tmp_path, model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_of_tensors_is_refused(model, tmp_path):
+    ragged = torch.nested.nested_tensor([torch.zeros(D), torch.zeros(D + 1)])
+    torch.save(jacobian_content(J={0: ragged}), tmp_path / "lens.pt")
+    with pytest.raises(BadForeignLens, match="a dense tensor was wanted"):
+        lj.import_lens(tmp_path / "lens.pt", model)
+
+
+def test_two_files_of_one_map_are_refused(model, tmp_path):
+    for name in ("0_3", "00_3"):
+        (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps(torch.zeros(D, D)))
+    with pytest.raises(BadForeignLens, match="two matrices 0 → 3"):
+        lj.import_lens(tmp_path, model)
+
+
 def test_a_tensor_that_claims_more_numbers_than_it_has_is_refused(model, tmp_path):
     content = pickle.dumps(torch.randn(D, D), protocol=4)
     claimed = content.replace(b"K K \x86", b"M\xff\xffM\xff\xff\x86")  # 65535 × 65535
@@ -193,6 +240,12 @@ def test_what_no_format_can_say_is_refused(model, tmp_path):
         lj.export_lens(drawn(model, [(1, 3)]), model, tmp_path / "a", "tuned-lens")
     with pytest.raises(BadForeignLens, match="has a bias"):
         lj.export_lens(drawn(model, TO_LAST, bias=True), model, tmp_path / "b.pt", "jacobian")
+    broken = drawn(model, TO_LAST)
+    with torch.no_grad():
+        broken[1, 3].weight[0, 0] = torch.nan
+    for format in ("mat", "tuned-lens", "jacobian"):
+        with pytest.raises(BadForeignLens, match="1 → 3 holds NaN"):
+            lj.export_lens(broken, model, tmp_path / f"nan-{format}", format)
     with pytest.raises(BadForeignLens, match="no format 'onnx'"):
         lj.export_lens(drawn(model, TO_LAST), model, tmp_path / "c", "onnx")
     with pytest.raises(WrongModel, match="fitted on"):

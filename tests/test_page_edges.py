@@ -9,8 +9,10 @@ import pytest
 import torch
 from pages import LAPTOP, PHONE, TEXT, ask, reading, wait_read
 from serving import serving
+from stories import stories
 
 import layerjump as lj
+from layerjump.decode.rules import SoftmaxGap
 
 opened = pages.opened  # a fixture
 
@@ -42,9 +44,38 @@ def hostile(data_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(data_folder, hostile, tmp_path_factory):
     models = [data_folder / "tiny-gpt2", data_folder / "tiny-bert", hostile]
-    with serving(*models, home=tmp_path_factory.mktemp("home")) as running:
+    some = tmp_path_factory.mktemp("jumps") / "some"
+    lj.fit(lj.load(models[0]), stories(60), pairs="1:4,3:4").save_pretrained(some)
+    home = tmp_path_factory.mktemp("home")
+    with serving(*models, "--jumps", f"some={some}", home=home) as running:
         running.fit("tiny-gpt2", ["mat", "affine", "ridge"])
         yield running
+
+
+@pytest.mark.parametrize("strength", [0.05, 0.3])
+def test_a_lens_of_some_levels_has_their_rows_and_leaves_at_them(opened, server, strength):
+    page = opened("model=tiny-gpt2&lens=some")
+    ask(page, TEXT, "some")
+    assert page.locator("tbody th").all_inner_texts() == ["4", "3", "1"]
+    page.locator("#strength").fill(str(strength))
+    wanted = reading(server, TEXT, "some")
+    lead = torch.full((5, len(wanted["positions"]) - 1), -1.0, dtype=torch.float64)
+    lead[[1, 3, 4]] = torch.tensor(wanted["confidence"], dtype=torch.float64)[:, 1:]
+    position = torch.arange(1, lead.shape[1] + 1)
+    rule = SoftmaxGap(strength, float((position + 1).double().mean()))
+    levels = rule.replay(lead, position).tolist()
+    assert {1, 3} & set(levels)
+    ringed = page.evaluate(
+        "[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)"
+    )
+    rows = {1: 0, 3: 1}
+    assert sorted(ringed) == sorted(
+        f"{rows[level]},{c}" for c, level in enumerate(levels, 1) if level < 4
+    )
+    saved = 4 - sum(levels) / len(levels)
+    said = page.inner_text("#savings")
+    assert f"would save {float(f'{saved:.2g}'):g} of 4 blocks" in said
+    assert f"({float(f'{25 * saved:.3g}'):g} %)" in said
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,15 @@ def test_any_map_with_numbers_is_tuned(model, estimator, settings):
     assert mean_kl(model, tuned) < mean_kl(model, closed)
 
 
-def test_gradients_are_finite_differences(model, jumps):
+@pytest.mark.parametrize("landing", [FINAL, Site(4)])
+def test_gradients_are_finite_differences(model, jumps, landing):
+    """Of maps that the head alone decodes, and of those that the final norm follows."""
+    if landing != FINAL:
+        jumps = lj.fit(model, TEXT, estimator="affine", tokens=4_000)
     work = _Work(model, jumps, tunable(jumps, model))
     fit, _ = work.documents(TEXT, 0, None)
     rows = work.step(fit, 0, 12)
-    pair = Site(1), FINAL
+    pair = Site(1), landing
     tuned = Tuned(jumps[pair], rows.at[pair[0]])
     work.gradients(rows, {pair: tuned}, (0,))
     draw = torch.Generator().manual_seed(0)
@@ -230,6 +234,7 @@ few = Rows({site: at[:2]}, at[:2])
 work.gradients(few, tuned, (0,))  # what is loaded on first use
 before = peak()
 work.gradients(Rows({site: at}, at), tuned, (0,))
+work.kl(Rows({site: at}, at), tuned)
 print(peak() - before)
 """
 

@@ -34,6 +34,7 @@ from layerjump.inputs.batches import Batch, batches
 from layerjump.inputs.corpus import Corpus
 from layerjump.inputs.models import Model, require_model
 from layerjump.inputs.positions import Positions
+from layerjump.lens.lens import Lens
 from layerjump.measure.bootstrap import mean_interval
 
 KINDS = ("gap", "gate", "two-stage")
@@ -94,7 +95,7 @@ def calibrate(
             f"a guarantee of {target:g} with confidence {confidence:g} needs {need} documents for its threshold, but "
             f"{len(dealt['thresholds'])} of {len(free)} are there for it; give more text, or ask for less"
         )
-    levels = candidates(model.n_blocks)
+    levels = candidates(Lens(model, jumps).levels[:-1])
     among = _looked_at(model, text, dealt)
     costs = costs or measure(model, jumps, among)
     say(f"costs in milliseconds: {costs}")

@@ -72,7 +72,8 @@ def measure(model: Model, jumps: Jumps | None, among: Among | None = None) -> Co
     runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(context)[None], Counts())
     ids = torch.full((1, context + TOGETHER), 1, device=model.device)
     _climb(runner, ids[:, :context])
-    lens, level = Lens(with_lean_head(model), jumps), model.n_blocks // 2
+    lens = Lens(with_lean_head(model), jumps)
+    level = min(lens.levels, key=lambda each: abs(each - model.n_blocks // 2))
     state = torch.randn(1, model.width, device=model.device, dtype=model.hf.dtype)
     position = torch.tensor([context], device=model.device)
     gate = Gate(torch.randn(1, model.width + 3), (level,), 0.5)

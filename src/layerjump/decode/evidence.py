@@ -41,13 +41,14 @@ class Evidence:
         return len(self.document)
 
 
-def candidates(n_blocks: int) -> tuple[int, ...]:
-    """Levels worth considering: all of a shallow model, else ten from 0 to L − 1, closest where most is saved."""
-    last = n_blocks - 1
+def candidates(levels: Sequence[int]) -> tuple[int, ...]:
+    """Those worth considering: all if they are few, else ten from first to last, closest where most is saved."""
+    last = len(levels) - 1
     if last < CANDIDATES:
-        return tuple(range(n_blocks))
+        return tuple(levels)
     steps = (step / (CANDIDATES - 3) for step in range(CANDIDATES - 2))
-    return tuple(sorted({0, 1} | {round(2 * (last / 2) ** step) for step in steps}))
+    places = {0, 1} | {round(2 * (last / 2) ** step) for step in steps}
+    return tuple(levels[place] for place in sorted(places))
 
 
 def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:

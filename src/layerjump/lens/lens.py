@@ -47,6 +47,11 @@ class Reader(Protocol):
         """The first position that its maps were fitted on."""
         ...
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels that it can read."""
+        ...
+
     def route(self, site: SiteName) -> Route:
         """How a site is read; an error if it cannot be."""
         ...
@@ -101,8 +106,8 @@ class Lens:
     ) -> Trajectory | list[Trajectory]:
         """Read a text, or each of several: the k best tokens and more at every position and level.
 
-        `levels` are levels or other sites (all levels unless told), `tokens` are followed through them, `js` asks for
-        the Jensen–Shannon divergence too.
+        `levels` are levels or other sites (all levels that it reads unless told), `tokens` are followed through them,
+        `js` asks for the Jensen–Shannon divergence too.
         """
         from layerjump.lens.trajectory import read_all
 
@@ -122,6 +127,21 @@ class Lens:
     def fitted_from(self) -> int:
         """The first position that its jumps were fitted on; 0 where nothing was fitted."""
         return 0 if self.jumps is None else self.jumps.provenance.skip_first
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels that it can read: other tools' lenses, and jumps of chosen pairs, need not lead from every one."""
+        last, jumps = self.model.n_blocks, self.jumps
+        if jumps is None:
+            return tuple(range(last + 1))
+        ends = (Site(last), FINAL)
+        found = [level for level in range(last) if any((Site(level), end) in jumps for end in ends)]
+        if not found:
+            raise BadJumps(
+                f"{jumps} has no jump from a level to the last one or to `final`, so no level can be read; fit with "
+                f"--pairs to-last"
+            )
+        return (*found, last)
 
     def logits(self, site: SiteName, states: Tensor) -> Tensor:
         """Logits of states at a level or another site; at level L they are the model's own."""
@@ -203,6 +223,10 @@ class Between:
     @property
     def fitted_from(self) -> int:
         return self.lens.fitted_from
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return (self.source.index,) if self.source.part == "level" else ()
 
     def __call__(
         self, text: str, k: int = 10, tokens: Sequence[str | int] = (), js: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ def read_all(
     """Read each of several texts through several lenses; texts of like length share a forward pass."""
     if k < 1:
         raise BadText(f"the number of best tokens given is {k}; give 1 or more")
-    chosen = range(model.n_blocks + 1) if levels is None else levels
+    chosen = _read_by_all(lenses.values()) if levels is None else levels
     sites = tuple(dict.fromkeys(Site.parse(site) for site in chosen))
     if not sites:
         raise BadText("no level was given to read; give at least one")
@@ -80,6 +80,11 @@ def read_all(
                 for name, lens in lenses.items()
             }
     return made
+
+
+def _read_by_all(lenses: Iterable[Reader]) -> list[int]:
+    """Trajectories that are held against each other have the same levels."""
+    return sorted(set.intersection(*(set(lens.levels) for lens in lenses)))
 
 
 def token_id(model: Model, token: str | int) -> int:

@@ -24,6 +24,8 @@ _LOWER = 1e-3
 """Of the mean KL: what counts as lowering it."""
 _SLOWER = 0.4
 """What a map's rate is multiplied by when it has got worse."""
+_ROUNDING = 1e-3
+"""How far below zero a KL can be computed."""
 
 
 class _Scaled(nn.Module):
@@ -82,6 +84,12 @@ def _numbers(one: Tuned) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in one.state_dict().items()}
 
 
+def _has_finite_gradient(one: Tuned) -> bool:
+    """Squares too: the optimiser would keep what is infinite for good, whatever the map goes back to."""
+    found = [each.grad for each in one.parameters() if each.grad is not None]
+    return all(bool(grad.square().sum().isfinite()) for grad in found)
+
+
 def _mean(values: Sequence[float]) -> float:
     """Of those that are numbers."""
     known = [value for value in values if math.isfinite(value)]
@@ -118,9 +126,9 @@ class Tuning:
         self._optimiser = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
 
     def take(self, losses: Mapping[Pair, float]) -> None:
-        """One step along the gradients that are there; a map whose loss is no number is left alone."""
+        """One step along the gradients that are there; a map whose loss or gradient is no number is left alone."""
         for pair, one in self.tuned.items():
-            if not math.isfinite(losses[pair]):
+            if not math.isfinite(losses[pair]) or not _has_finite_gradient(one):
                 one.zero_grad(set_to_none=True)
         now = self.rate * min(1.0, 2 * (1 - self.step / self.steps))
         for group, pace in zip(self._optimiser.param_groups, self._pace, strict=True):
@@ -195,8 +203,9 @@ class Tuning:
             self.step, self.history, self.best = state["step"], state["history"], state["best"]
             self._pace = state["pace"]
             for pair, one in self.tuned.items():
+                one.load_state_dict(state["kept"][_name(pair)])
+                self._best[pair] = _numbers(one)
                 one.load_state_dict(state["now"][_name(pair)])
-                self._best[pair] = state["kept"][_name(pair)]
             settings_now = [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in self._optimiser.param_groups
@@ -206,6 +215,7 @@ class Tuning:
             for group, own in zip(self._optimiser.param_groups, settings_now, strict=True):
                 group.update(own)
             _check_optimiser(self._optimiser)
+            _check_kept(self._best)
         except BadArtifact:
             raise
         except Exception as error:  # torch's readers raise whatever the bytes lead them to
@@ -229,8 +239,16 @@ def _check_course(state: Mapping[str, Any], n_maps: int, steps: int) -> None:
         known = row if isinstance(row, list) else []
         if len(known) != n_maps or not all(isinstance(value, float) for value in known):
             raise ValueError(f"a KL for each of {n_maps} maps was wanted at every look")
+    if not all(value > -_ROUNDING for value in best):
+        raise ValueError("a map's lowest KL is below 0")
     if not all(0 < value <= 1 for value in state["pace"]):
         raise ValueError("a map's pace is no number from 0 to 1")
+
+
+def _check_kept(best: Mapping[Pair, Mapping[str, Tensor]]) -> None:
+    for pair, numbers in best.items():
+        if not all(bool(value.isfinite().all()) for value in numbers.values()):
+            raise ValueError(f"the best map {_name(pair)} holds NaN or infinite values")
 
 
 def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:

@@ -29,6 +29,7 @@ from layerjump.inputs.models import Model
 from layerjump.inputs.sites import Site
 
 _THEIR_NAME = "jacobian_lens"
+_MOST_PROMPTS = 1 << 53  # what a sum in double precision can be divided by
 
 
 def recognises(path: Path) -> bool:
@@ -52,6 +53,10 @@ def read(path: Path, model: Model) -> ForeignLens:
     maps: dict[Pair, Affine] = {}
     for key, matrix in matrices.items():
         level = _level(key, model, path)
+        if (Site(level), last) in maps:
+            raise BadForeignLens(
+                f"{path} has two matrices for layer {level - 1}; give a file that has one for each"
+            )
         found = checked(matrix, (model.width, model.width), f"layer {key}", path)
         maps[Site(level), last] = Affine.of(found / scale)
     return ForeignLens(maps, _estimator(said), _text(said), _skipped(said), said)
@@ -80,7 +85,7 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
 
 def _content(jumps: Jumps, model: Model, maps: dict[int, Affine]) -> dict[str, Any]:
     known = jumps.provenance
-    count = known.settings.get("n_prompts")
+    count = {**known.settings, **known.settings.get("said", {})}.get("n_prompts")
     return {
         "J": {layer: affine.weight.float() for layer, affine in maps.items()},
         "n_prompts": count if type(count) is int else 0,
@@ -106,7 +111,7 @@ def _matrices(content: Any, path: Path) -> tuple[dict[Any, Any], int]:
             f"{path} holds no Jacobian lens: a dictionary `J` (or `jacobian_sum`) of matrices was wanted; give another"
         )
     count = held.get("n_prompts", 0) if "J" in held else held.get("n_done")
-    if type(count) is not int or count < ("J" not in held):
+    if type(count) is not int or not ("J" not in held) <= count <= _MOST_PROMPTS:
         raise BadForeignLens(
             f"{path} does not say how many prompts its matrices come from (n_prompts, n_done); give another file"
         )

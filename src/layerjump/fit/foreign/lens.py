@@ -53,7 +53,7 @@ def to_jumps(lens: ForeignLens, model: Model, source: Path) -> Jumps:
         n_test=0,
         seed=0,
         estimator=lens.estimator,
-        settings={"imported_from": source.name, **lens.said},
+        settings={"imported_from": source.name, "said": lens.said},
         layerjump=__version__,
     )
     return Jumps.of(lens.maps, infos, known)
@@ -82,7 +82,8 @@ def too_large(path: Path, size: int, most: int) -> BadForeignLens:
 
 def checked(tensor: Any, shape: tuple[int, ...], name: str, path: Path) -> Tensor:
     """A tensor found in a file, in double precision; an error if it is not what a map is made of."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    if not plain or tensor.device.type != "cpu":  # `meta` tensors have a shape and no numbers
         raise BadForeignLens(
             f"{path}: {name} is a {type(tensor).__name__}, but a dense tensor was wanted; give another file"
         )
@@ -139,4 +140,8 @@ def plain_map(jumps: Jumps, pair: Pair) -> Affine:
             f"say; export jumps that read raw states"
         )
     affine = to_affine(jumps[pair]).to(torch.float64)
+    if not all(bool(part.isfinite().all()) for part in jumps[pair].parameters()):
+        raise BadForeignLens(
+            f"the jump {info.source} → {info.target} holds NaN or infinite values; fit it again"
+        )
     return Affine.of(affine.weight.cpu(), bias=None if affine.bias is None else affine.bias.cpu())

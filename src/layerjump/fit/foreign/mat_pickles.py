@@ -61,9 +61,17 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
 def _files(path: Path) -> dict[Pair, Path]:
     listed = path.iterdir() if path.is_dir() else [path] if path.is_file() else []
     named = {file: _NAME.fullmatch(file.name) for file in listed}
-    return {
-        (Site(int(match[1])), Site(int(match[2]))): file for file, match in named.items() if match
-    }
+    found: dict[Pair, Path] = {}
+    for file, match in named.items():
+        if match is None:
+            continue
+        pair = Site(int(match[1])), Site(int(match[2]))
+        if pair in found:
+            raise BadForeignLens(
+                f"{path} has two matrices {pair[0]} → {pair[1]}, {found[pair].name} and {file.name}; remove one"
+            )
+        found[pair] = file
+    return found
 
 
 def _map(path: Path, pair: Pair, model: Model) -> Affine:

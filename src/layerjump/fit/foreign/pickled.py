@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from layerjump.errors import BadForeignLens, UnsafePickle, one_line
 from layerjump.fit import files
-from layerjump.fit.foreign.lens import check_size
+from layerjump.fit.foreign import torch_file
+from layerjump.fit.foreign.lens import check_size, too_large
 
 
 def read(path: Path, most: int) -> Any:
@@ -29,7 +31,7 @@ def read(path: Path, most: int) -> Any:
         # From memory, of which there is enough for all of it: for what a file only claims to hold there may not be.
         data = path.read_bytes()
         _check_memo(data)
-        return _TensorsOnly(io.BytesIO(data), path).load()
+        return _TensorsOnly(io.BytesIO(data), path, most).load()
     except BadForeignLens:
         raise
     except Exception as error:
@@ -57,9 +59,9 @@ def _check_memo(data: bytes) -> None:
 
 
 class _TensorsOnly(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, path: Path) -> None:
+    def __init__(self, file: io.BytesIO, path: Path, most: int) -> None:
         super().__init__(file)
-        self._path = path
+        self._path, self._most = path, most
 
     def find_class(self, module: str, name: str) -> Any:
         # Functions made anew for every name: a pickle can set attributes of whatever it is given.
@@ -83,9 +85,13 @@ class _TensorsOnly(pickle.Unpickler):
         )
 
     def _storage(self, data: bytes) -> Any:
-        # torch's own function of this name would unpickle anything.
+        # torch's own function of this name would unpickle anything, and of any size.
+        file = io.BytesIO(data)
+        if zipfile.is_zipfile(file) and (size := torch_file.unpacked(file)) > self._most:
+            raise too_large(self._path, size, self._most)
+        file.seek(0)
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise UnsafePickle(
                 f"{self._path} has something else than numbers inside a tensor; nothing of it was run: get the "

@@ -6,7 +6,7 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -19,8 +19,7 @@ def read(path: Path, most: int) -> Any:
     """What the file holds: tensors, numbers, text, lists and dictionaries, of at most so many bytes."""
     check_size(path, most)
     try:
-        with zipfile.ZipFile(path) as packed:
-            size = sum(item.file_size for item in packed.infolist())
+        size = unpacked(path)
     except Exception as error:  # a damaged list of members fails in ways that zipfile does not name
         raise BadForeignLens(
             f"{path} is no file of torch.save: cut short, of another kind, or older than torch 1.6 "
@@ -36,6 +35,12 @@ def read(path: Path, most: int) -> Any:
         raise BadForeignLens(
             f"{path} cannot be read, so it is cut short or damaged ({one_line(error)}); get it again"
         ) from error
+
+
+def unpacked(file: Path | IO[bytes]) -> int:
+    """How many bytes a file of torch.save unpacks to; an error if it is no such file."""
+    with zipfile.ZipFile(file) as packed:
+        return sum(item.file_size for item in packed.infolist())
 
 
 def _refused(path: Path, error: Exception) -> BadForeignLens:

@@ -173,7 +173,7 @@ function draw() {
   for (const grid of grids) {
     grid.paint(measure, most);
     const exits = exitsOf(grid.reading, state.strength, from);
-    grid.ring(exits?.levels);
+    grid.ring(exits?.rows);
     $("savings").append(element("p", { text: savingSaid(grid, exits) }));
     grid.choose(state.level, state.column);
   }
