@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from layerjump.decode.generate import generate as generate
     from layerjump.fit.collect import collect as collect
     from layerjump.fit.collected import Collected as Collected
+    from layerjump.fit.descent import train_n_njtc as train_n_njtc
     from layerjump.fit.fit import fit as fit
     from layerjump.fit.foreign.convert import export_lens as export_lens
     from layerjump.fit.foreign.convert import import_lens as import_lens
@@ -95,6 +96,7 @@ _HOME = {
     "split": "inputs.corpus",
     "spliced": "compress.linearised",
     "states": "inputs.states",
+    "train_n_njtc": "fit.descent",
     "truncate": "compress.truncate",
 }
 

@@ -25,7 +25,7 @@ from layerjump.cli.options import (
 from layerjump.cli.refine import check_refine, tuned
 from layerjump.cli.show import print_jumps
 from layerjump.cli.writer import JUMPS, writes_folder
-from layerjump.errors import BadEstimator, LayerjumpError
+from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
 
 if TYPE_CHECKING:
     from layerjump.fit.collect import Plan
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from layerjump.inputs.models import Model
 
 
+BY_GRADIENTS = {"jacobian": (), "n-njtc-trained": ("rank",)}
+"""What is not solved from sums, and the options that it shares with what is."""
+
+
 def _go_on(given: dict[str, Any]) -> str:
-    if given["estimator"] == "jacobian":
+    if given["estimator"] in BY_GRADIENTS:
         return "nothing was saved: run the same command to start anew"
     return "run the same command with --resume to go on"
 
@@ -67,14 +71,16 @@ def fit(
     estimator: Annotated[
         str,
         typer.Option(
-            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; or "
-            "jacobian."
+            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; or by "
+            "gradients: jacobian, n-njtc-trained."
         ),
     ] = "mat",
     strength: Annotated[
         float | None, typer.Option(help="ridge: its strength (default: chosen on select).")
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="low-rank, ojfa: the rank.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="low-rank, ojfa, n-njtc-trained: the rank.")
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="low-rank: `unembedding` weighs errors as logits see them.")
     ] = None,
@@ -124,6 +130,7 @@ def fit(
     [bold]layerjump fit MODEL --estimator calibrated --refine kl --steps 200[/]   the best lens
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   no model needed
     [bold]layerjump fit MODEL --estimator jacobian --tokens 4000[/]           by backward passes, d for each batch
+    [bold]layerjump fit MODEL --estimator n-njtc-trained[/]                   narrow jumps as published, by descent
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
     from layerjump.fit.checkpoint import Checkpoint
@@ -134,11 +141,13 @@ def fit(
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     where |= {"device": device, "dtype": dtype, "device_map": device_map}
-    if estimator == "jacobian":
+    if estimator in BY_GRADIENTS:
         own = {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
         sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
-        _refuse({**settings, **own, **sums})
-        _write(_jacobian(model, where, text, column, tokens, split, seed), output, as_json=as_json)
+        _refuse(estimator, {**settings, **own, **sums})
+        given = {"tokens": tokens, "rank": rank, "sizes": split, "seed": seed}
+        made = _by_gradients(estimator, *_opened(model, where, text, column), given)
+        _write(made, output, as_json=as_json)
         Checkpoint(output).clear()
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
@@ -202,39 +211,27 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _refuse(closed_form: dict[str, Any]) -> None:
-    """The Jacobian lens has none of the options of estimators in closed form."""
+def _refuse(estimator: str, closed_form: dict[str, Any]) -> None:
+    """What gradients make has none of the options of estimators in closed form."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise BadEstimator(f"{estimator} runs in one process; start it without torchrun")
+    allowed = BY_GRADIENTS[estimator]
     for name, value in closed_form.items():
-        if value is not None and value is not False:
+        if name not in allowed and value is not None and value is not False:
             raise BadEstimator(
-                f"--{name} was given, but jacobian has no such option: it leads from every level to the last, at all "
-                f"positions but the first few; leave it out"
+                f"--{name} was given, but {estimator} has no such option: it leads from every level to the last, at "
+                f"all positions but the first or first few; leave it out"
             )
 
 
-def _jacobian(
-    model: str | None,
-    where: dict[str, Any],
-    text: str,
-    column: str | None,
-    tokens: int | None,
-    split: str,
-    seed: int,
-) -> Jumps:
-    from layerjump.fit.jacobian import TOKENS, jacobian
+def _by_gradients(estimator: str, model: Model, corpus: Corpus, given: dict[str, Any]) -> Jumps:
+    from layerjump.fit.descent import train_n_njtc
+    from layerjump.fit.jacobian import jacobian
 
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise BadEstimator("jacobian runs in one process; start it without torchrun")
-    loaded, corpus = _opened(model, where, text, column)
+    makes: Any = {"jacobian": jacobian, "n-njtc-trained": train_n_njtc}[estimator]
+    known = {name: value for name, value in given.items() if value is not None}
     with progress_bar("going backwards") as update:
-        return jacobian(
-            loaded,
-            corpus,
-            tokens=TOKENS if tokens is None else tokens,
-            sizes=split,
-            seed=seed,
-            progress=update,
-        )
+        return makes(model, corpus, **known, progress=update)
 
 
 def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> Collected:
@@ -245,6 +242,11 @@ def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> C
     check_pairs(estimator, pairs, chosen.model.n_blocks)
     if refine is not None:
         check_tunable(estimator, pairs, chosen.model.n_blocks)
+        if "select" not in chosen.batches or not chosen.batches["select"].n_tokens:
+            raise TextTooShort(
+                "--refine watches documents of the select split, and this text and --split leave it none; give more "
+                "text, or --split 80/10/10"
+            )
     if group.rank == 0:
         print(chosen.bill, file=sys.stderr)
     with progress_bar("collecting") as update:
