@@ -142,12 +142,12 @@ def fit(
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     where |= {"device": device, "dtype": dtype, "device_map": device_map}
     if estimator in BY_GRADIENTS:
-        own = {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
+        settings |= {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
         sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
-        _refuse(estimator, {**settings, **own, **sums})
+        _refuse(estimator, settings | sums)
         given = {"tokens": tokens, "rank": rank, "sizes": split, "seed": seed}
-        made = _by_gradients(estimator, *_opened(model, where, text, column), given)
-        _write(made, output, as_json=as_json)
+        opened = _opened(model, where, text, column)
+        _write(_by_gradients(estimator, *opened, given), output, as_json=as_json)
         Checkpoint(output).clear()
         return
     wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
@@ -163,8 +163,7 @@ def fit(
         wanted |= {"select": wanted["select"] or save_moments or refine is not None}
         wanted |= {"positions": positions, "tokens": tokens, "sizes": split, "seed": seed}
         chosen = plan(loaded, corpus, **wanted)
-        checkpoint = Checkpoint(output, save_every, resume, group)
-        collected = _run(chosen, checkpoint, estimator, refine)
+        collected = _run(chosen, Checkpoint(output, save_every, resume, group), estimator, refine)
     group.leave()
     if group.rank != 0:
         return
