@@ -19,6 +19,7 @@ from leaderboard.held_out import A_DOCUMENT, held_out, own_calibration
 from leaderboard.ours import Workshop
 from leaderboard.peers import record_scores, recorded_scores, sequences_of, write_job
 from leaderboard.scores import difference, score
+from leaderboard.show import name_sides
 
 POSITIONS = 120
 
@@ -164,3 +165,15 @@ def test_a_job_holds_the_fit_documents_and_a_check(causal, study_text, tmp_path)
         logits = again.hf(torch.tensor([job["check"]["ids"]])).logits[0, -1].log_softmax(-1)
     found = logits[job["check"]["tokens"]].tolist()
     assert found == pytest.approx(job["check"]["log_probabilities"], abs=1e-4)
+
+
+def test_names_of_lenses_that_are_alike_stand_apart():
+    """In the figure of quality against cost."""
+    kl = [2.0, 1.9, 2.1]
+    names = [f"lens {place}" for place in range(6)]
+    board = {name: {"kl": kl, "cost": 1.3} for name in names}
+    board["far"] = {"kl": [9.0, 8.0, 10.0], "cost": 50.0}
+    across = (-1.0, 2.5)
+    sides = name_sides(board, across)
+    assert len({sides[name] for name in names}) == len(names)
+    assert sides["far"] == "middle right"

@@ -17,8 +17,23 @@ MEASURES = {"kl": "KL", "p1": "P@1", "p5": "P@5", "p10": "P@10", "surprisal": "s
 MEASURES |= {"ece": "ECE", "marginal_kl": "marginal KL"}
 CHEAPEST = 0.05
 """Where a lens that costs nothing is drawn: a logarithm has no zero."""
-SIDES = ("bottom right", "top left", "top right", "bottom left")
-"""Of a point, where its name may stand."""
+SIDES = {
+    "middle right": (1, 0),
+    "middle left": (-1, 0),
+    "top right": (1, 1),
+    "bottom right": (1, -1),
+}
+SIDES |= {
+    "top left": (-1, 1),
+    "bottom left": (-1, -1),
+    "top center": (0, 1),
+    "bottom center": (0, -1),
+}
+"""Of a point, where its name may stand, the first choice first; and the way there."""
+WIDTH, HEIGHT, LETTER, LINE = 900, 400, 7.5, 16
+"""Of the figure's field and of a name, about, in pixels."""
+Box = tuple[float, float, float, float]
+"""Left, right, bottom, top."""
 
 
 def ranked(board: Board) -> list[tuple[str, dict[str, Any]]]:
@@ -96,15 +111,53 @@ def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Fi
         height=560,
     )
     kinds = {"ours": BLUE, "peers": ORANGE, "recorded": GREY}
+    costs = [max(found["cost"], CHEAPEST) for found in board.values()]
+    # Room at both ends for names that stand beside their points.
+    across = (math.log10(min(costs) / 4), math.log10(max(costs) * 4))
+    sides = name_sides(board, across)
     for kind, colour in kinds.items():
         mine = [row for row in ranked(board) if kind_of(*row, peers) == kind]
         if mine:
-            _add_points(made, kind, colour, mine)
-    costs = [max(found["cost"], CHEAPEST) for found in board.values()]
-    # Room at both ends for names that stand beside their points.
-    made.update_xaxes(type="log", range=[math.log10(min(costs) / 4), math.log10(max(costs) * 4)])
+            _add_points(made, kind, colour, mine, [sides[name] for name, _ in mine])
+    made.update_xaxes(type="log", range=across)
     made.update_yaxes(type="log")  # the good ones are close to each other
     return made
+
+
+def name_sides(board: Board, across: tuple[float, float]) -> dict[str, str]:
+    """Where each name covers the least of points, intervals and names that stand already."""
+    low, high = (
+        f(math.log10(found["kl"][i]) for found in board.values()) for f, i in ((min, 1), (max, 2))
+    )
+    unit_x, unit_y = WIDTH / (across[1] - across[0]), HEIGHT / (high - low or 1)
+    places: dict[str, tuple[float, float]] = {}
+    taken: list[Box] = []
+    for name, found in ranked(board):
+        x = math.log10(max(found["cost"], CHEAPEST)) * unit_x
+        middle, bottom, top = (math.log10(value) * unit_y for value in found["kl"])
+        places[name] = x, middle
+        taken += [(x - 6, x + 6, middle - 6, middle + 6), (x - 3, x + 3, bottom, top)]
+    sides: dict[str, str] = {}
+    for name, (x, y) in places.items():
+        boxes = {side: _name_box(name, x, y, way) for side, way in SIDES.items()}
+        sides[name] = min(
+            boxes, key=lambda side: sum(_shared(boxes[side], other) for other in taken)
+        )
+        taken.append(boxes[sides[name]])
+    return sides
+
+
+def _name_box(name: str, x: float, y: float, way: tuple[int, int]) -> Box:
+    width = LETTER * len(name)
+    middle, height = x + way[0] * (width / 2 + 8), y + way[1] * LINE * 0.8
+    return middle - width / 2, middle + width / 2, height - LINE / 2, height + LINE / 2
+
+
+def _shared(one: Box, other: Box) -> float:
+    """The area that both cover."""
+    wide = min(one[1], other[1]) - max(one[0], other[0])
+    high = min(one[3], other[3]) - max(one[2], other[2])
+    return max(0.0, wide) * max(0.0, high)
 
 
 def kind_of(name: str, found: dict[str, Any], peers: tuple[str, ...]) -> str:
@@ -114,7 +167,11 @@ def kind_of(name: str, found: dict[str, Any], peers: tuple[str, ...]) -> str:
 
 
 def _add_points(
-    made: go.Figure, kind: str, colour: str, rows: list[tuple[str, dict[str, Any]]]
+    made: go.Figure,
+    kind: str,
+    colour: str,
+    rows: list[tuple[str, dict[str, Any]]],
+    sides: list[str],
 ) -> None:
     kl = [found["kl"] for _, found in rows]
     made.add_scatter(
@@ -129,10 +186,7 @@ def _add_points(
         },
         mode="markers+text",
         text=[safe(name) for name, _ in rows],
-        # Neighbours in rank are neighbours in the figure: their names go to different sides.
-        textposition=[SIDES[place % len(SIDES)] for place in range(len(rows))]
-        if kind == "ours"
-        else "bottom left",
+        textposition=sides,
         name=kind,
         marker={"color": colour, "size": 9},
         customdata=[[found["cost"], found["cpu_seconds"]] for _, found in rows],
