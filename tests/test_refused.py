@@ -64,6 +64,7 @@ def sums(model, text):
         (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "give --pairs pred"),
         (["fit", "MODEL", "--estimator", "ojfa", "--refine", "kl"], "ojfa is one map for all"),
         (["fit", "MODEL", "--refine", "kl", "--pairs", "1:2"], "there is no prediction to tune"),
+        (["fit", "MODEL", "--refine", "kl", "--split", "100/0/0"], "leave it none; give more text"),
         (["lens", "MODEL", "a", "--compare", "matt"], "no estimator 'matt'"),
         (["lens", "smolm2", "a"], "did you mean the built-in smollm2?"),
         (["study", "MODEL", "--estimators", "calibrated"], "give another first, such as mat"),

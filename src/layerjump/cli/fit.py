@@ -241,9 +241,9 @@ def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> C
     check_pairs(estimator, pairs, chosen.model.n_blocks)
     if refine is not None:
         check_tunable(estimator, pairs, chosen.model.n_blocks)
-        if "select" not in chosen.batches or not chosen.batches["select"].n_tokens:
+        if not any(part.n_tokens for name, part in chosen.batches.items() if name != "fit"):
             raise TextTooShort(
-                "--refine watches documents of the select split, and this text and --split leave it none; give more "
+                "--refine watches documents that are not fitted on, and this text and --split leave it none; give more "
                 "text, or --split 80/10/10"
             )
     if group.rank == 0:
