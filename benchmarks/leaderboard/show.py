@@ -22,8 +22,6 @@ SIDES = {
     "middle left": (-1, 0),
     "top right": (1, 1),
     "bottom right": (1, -1),
-}
-SIDES |= {
     "top left": (-1, 1),
     "bottom left": (-1, -1),
     "top center": (0, 1),
@@ -126,9 +124,8 @@ def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Fi
 
 def name_sides(board: Board, across: tuple[float, float]) -> dict[str, str]:
     """Where each name covers the least of points, intervals and names that stand already."""
-    low, high = (
-        f(math.log10(found["kl"][i]) for found in board.values()) for f, i in ((min, 1), (max, 2))
-    )
+    low = min(math.log10(found["kl"][1]) for found in board.values())
+    high = max(math.log10(found["kl"][2]) for found in board.values())
     unit_x, unit_y = WIDTH / (across[1] - across[0]), HEIGHT / (high - low or 1)
     places: dict[str, tuple[float, float]] = {}
     taken: list[Box] = []
