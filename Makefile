@@ -23,8 +23,8 @@ coverage: $(READY)
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/programme.py --rounds 20 --seed 1
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py --inputs 10000
-	OMP_NUM_THREADS=1 EXAMPLES=1000 $(BIN)/python -m pytest --timeout 7200 tests/test_serve_described.py
-	$(BIN)/python benchmarks/page.py --load --seconds 600 --model tests/data/tiny-gpt2
+	OMP_NUM_THREADS=1 EXAMPLES=1000 $(BIN)/python -m pytest --timeout 7200 tests/server/test_openapi.py
+	$(BIN)/python benchmarks/page.py --load --seconds 600 --model tests/fixtures/tiny-gpt2
 
 check: $(READY)
 	$(BIN)/ruff format --check .

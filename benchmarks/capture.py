@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import layerjump as lj
-from layerjump.measure.timing import alternate, machine, ratio
+from layerjump.metrics.timing import alternate, machine, ratio
 
 TEXTS = {
     "sentences": "leipzig/eng_wikipedia_2016_10K-sentences.txt",

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import layerjump as lj
-from layerjump.decode.calibrate import Calibration
-from layerjump.decode.result import Generated
-from layerjump.measure.timing import machine
-from layerjump.studies import exits
+from layerjump.generation.calibration.calibrate import Calibration
+from layerjump.generation.result import Generated
+from layerjump.metrics.timing import machine
+from layerjump.studies import early_exit
 from layerjump.studies.setup import Setup, settings_of
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -125,7 +125,7 @@ def replayed(
         estimators=("mat", JUMPS),
     )
     setup = Setup(model, text, settings)
-    headline = exits.run(setup).headline
+    headline = early_exit.run(setup).headline
     saved = {
         name: float(headline[f"dynamic_{name}_at_0.95"]) / model.n_blocks
         for name in ("identity", "mat", JUMPS)

@@ -25,12 +25,12 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 import layerjump as lj
-from layerjump.fit.collect import plan
-from layerjump.fit.fit import solve_jumps
-from layerjump.fit.moments import Moments
-from layerjump.fit.pairs import Pair, parse_pairs
-from layerjump.fit.solve import solve
-from layerjump.measure.timing import alternate, machine, ratio
+from layerjump.jumps.collect import plan
+from layerjump.jumps.estimators.registry import solve
+from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.pairs import Pair, parse_pairs
+from layerjump.jumps.statistics import Moments
+from layerjump.metrics.timing import alternate, machine, ratio
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS = {

@@ -44,7 +44,7 @@ from leaderboard.show import Board, beside, condensed, figure, markdown, table, 
 from mixture import mixture
 
 import layerjump as lj
-from layerjump.measure.timing import machine
+from layerjump.metrics.timing import machine
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = {

@@ -19,7 +19,7 @@ import torch
 
 import layerjump as lj
 from layerjump.errors import LayerjumpError
-from layerjump.measure.timing import machine
+from layerjump.metrics.timing import machine
 
 SHARED = Path(__file__).parents[2] / "shared"
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -32,8 +32,8 @@ import psutil
 import torch
 
 import layerjump as lj
-from layerjump.fit.kept import kept_jumps
-from layerjump.measure.timing import alternate, machine, ratio
+from layerjump.jumps.cache import kept_jumps
+from layerjump.metrics.timing import alternate, machine, ratio
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories15M"
 TOKENS, CLIENTS = 32, 32

@@ -7,7 +7,7 @@ no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on i
 rxn-bert (masked) on reactions; maps that land after the final norm beside the paper's (500 sentences less to fit on,
 to choose their features by). Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
 rxn-bert, and `finetune` as in its Table 1. What differs from the papers is the model and, but for the news, the text.
-`architecture` is our own: nine kinds of transformer of the size of tests/data/tiny-gpt2, trained three times each.
+`architecture` is our own: nine kinds of transformer of the size of tests/fixtures/tiny-gpt2, trained three times each.
 `budget` is the test tokens of the costly studies; `demo` is what `make demo` runs, for the README.
 """
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import layerjump as lj
-from layerjump.measure.timing import machine
-from layerjump.show.report import write_report
-from layerjump.studies.run import run_studies
+from layerjump.metrics.timing import machine
+from layerjump.report.report import write_report
+from layerjump.studies.registry import MAIN, chosen
+from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Setup, settings_of
-from layerjump.studies.table import MAIN, chosen
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS, TEXTS = SHARED / "models", SHARED / "text"
@@ -32,7 +32,7 @@ NEWS = TEXTS / "leipzig/eng_news_2020_10K-sentences.txt"
 STORIES = TEXTS / "tinystories/tinystories_valid_sample.txt"
 REACTIONS = TEXTS / "reactions.txt"
 TASKS = TEXTS / "eval"
-TINY = Path(__file__).parents[1] / "tests/data/tiny-gpt2"
+TINY = Path(__file__).parents[1] / "tests/fixtures/tiny-gpt2"
 
 PAPER = "r2,predictions,exits"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {

@@ -29,16 +29,16 @@ from typing import Any
 import torch
 
 import layerjump as lj
-from layerjump.compress.loss import losses
-from layerjump.compress.prune import EVERY
-from layerjump.evaluate.run import evaluate
-from layerjump.inputs.batches import batches
-from layerjump.inputs.corpus import Corpus
-from layerjump.inputs.models import Model
-from layerjump.measure.timing import machine
-from layerjump.train.architectures import Shape
-from layerjump.train.pretrain import pretrain, together
-from layerjump.train.recipe import Recipe
+from layerjump.data.batches import batches
+from layerjump.data.corpus import Corpus
+from layerjump.evaluation.lm_eval import evaluate
+from layerjump.metrics.timing import machine
+from layerjump.metrics.token_loss import losses
+from layerjump.models.model import Model
+from layerjump.pruning.prune import EVERY
+from layerjump.training.model import Shape
+from layerjump.training.pretrain import pretrain, together
+from layerjump.training.trainer import Recipe
 
 SHARED = Path(__file__).parents[2] / "shared"
 STORIES = SHARED / "text/tinystories"

@@ -30,14 +30,13 @@ from mixture import mixture
 from transformers import AutoModelForCausalLM
 
 import layerjump as lj
-from layerjump.compress.choose import Choosing, choose, order_by_loss
-from layerjump.compress.cuts import Span, must_stay, spans
-from layerjump.compress.distil import distil
-from layerjump.compress.loss import Losses, losses
-from layerjump.compress.prune import EVERY, Calibration, Pruned, calibrate, cut_out, least_loss
-from layerjump.inputs.batches import Batches, batches
-from layerjump.inputs.models import Model
-from layerjump.measure.timing import alternate, machine, ratio
+from layerjump.data.batches import Batches, batches
+from layerjump.metrics.timing import alternate, machine, ratio
+from layerjump.metrics.token_loss import Losses, losses
+from layerjump.models.model import Model
+from layerjump.pruning.distill import distil
+from layerjump.pruning.prune import EVERY, Calibration, Pruned, calibrate, cut_out, least_loss
+from layerjump.pruning.select import Choosing, Span, choose, must_stay, order_by_loss, spans
 
 SHARED = Path(__file__).parents[2] / "shared"
 WIKI, STORIES = SHARED / "text/wikitext-2", SHARED / "text/tinystories"

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import layerjump as lj
+from layerjump.lens.evaluate import read_levels
 from layerjump.lens.lens import Lens, rows_at_once
-from layerjump.lens.readings import read_levels
-from layerjump.measure.timing import alternate, machine, ratio
+from layerjump.metrics.timing import alternate, machine, ratio
 
 TEXTS = Path(__file__).parents[2] / "shared/text"
 CASES = {

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parent / "cli.md"
 
 def page() -> str:
     """The command line's help as Markdown."""
-    command = [sys.executable, "-m", "typer", "layerjump.cli.app", "utils", "docs"]
+    command = [sys.executable, "-m", "typer", "layerjump.cli.main", "utils", "docs"]
     made = subprocess.run(
         [*command, "--name", "layerjump", "--title", "Command line"],
         capture_output=True,

@@ -10,12 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerjump as lj
-from layerjump.inputs.tokens import Tokens
-from layerjump.train.levels import Levels
-from layerjump.train.packing import pack
-from layerjump.train.penalties import cosine
-from layerjump.train.profile import profile
-from layerjump.train.vocabulary import train_tokenizer
+from layerjump.data.tokenization import Tokens
+from layerjump.training.data import pack, train_tokenizer
+from layerjump.training.monitor import profile
+from layerjump.training.regularizers import cosine
+from layerjump.training.trainer import Levels
 
 text, steps, length = lj.read("pydoc"), 60, 64
 tokenizer = train_tokenizer(text.documents, 512, length, masked=False)

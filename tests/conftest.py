@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,7 +55,7 @@ def real_folder():
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """Small trained checkpoints that are part of the repository."""
-    return ROOT / "tests" / "data"
+    return ROOT / "tests" / "fixtures"
 
 
 @pytest.fixture(scope="session")
@@ -99,3 +100,16 @@ def browser():
         chromium = play.chromium.launch(executable_path=program, args=ARGUMENTS)
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real disk of 64 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    # Lazily, because what was read from it may still be mapped into memory.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

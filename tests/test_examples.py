@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stories import stories
+from helpers.story_text import stories
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import layerjump as lj
-from layerjump.lens.readings import read_levels
-from layerjump.measure.calibration import calibration_error, marginal_kl
+from layerjump.lens.evaluate import read_levels
+from layerjump.metrics.calibration import calibration_error, marginal_kl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

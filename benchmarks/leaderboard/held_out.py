@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import layerjump as lj
-from layerjump.measure.bootstrap import Floats
-from layerjump.measure.calibration import calibration_error
+from layerjump.metrics.bootstrap import Floats
+from layerjump.metrics.calibration import calibration_error
 
 A_DOCUMENT = 4
 """Positions of one document: intervals are by document, so few of many say more than many of few."""

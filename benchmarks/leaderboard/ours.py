@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 import layerjump as lj
-from layerjump.fit.collect import Plan, plan
-from layerjump.fit.descent import train_n_njtc
-from layerjump.fit.fit import TO_TUNE, plan_settings, solve_jumps
-from layerjump.fit.modules import FeatureKind
-from layerjump.inputs.positions import MASKED_SHARE
+from layerjump.data.positions import MASKED_SHARE
+from layerjump.jumps.collect import Plan, plan
+from layerjump.jumps.estimators.gradient import train_n_njtc
+from layerjump.jumps.fit import TO_TUNE, plan_settings, solve_jumps
+from layerjump.jumps.maps import FeatureKind
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import layerjump as lj
-from layerjump.compress.export import save_checkpoint
 from layerjump.errors import BadModel
+from layerjump.pruning.checkpoint import save_checkpoint
 from leaderboard.held_out import HeldOut
 from leaderboard.ours import Made, Workshop
 from leaderboard.scores import Scores

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import layerjump as lj
-from layerjump.inputs.sites import FINAL, Site
-from layerjump.measure.bootstrap import Floats, document_weights, mean_interval, statistic_interval
-from layerjump.measure.calibration import calibration_error, marginal_kl
-from layerjump.measure.metrics import KS, agreement, truth
+from layerjump.metrics.bootstrap import Floats, document_weights, mean_interval, statistic_interval
+from layerjump.metrics.calibration import calibration_error, marginal_kl
+from layerjump.metrics.logits import KS, agreement, truth
+from layerjump.models.structure import FINAL, Site
 from leaderboard.held_out import HeldOut
 
 GROUPS = 25

@@ -31,81 +31,80 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerjump.compress.linearised import linearised as linearised
-    from layerjump.compress.linearised import spliced as spliced
-    from layerjump.compress.load import load as load
-    from layerjump.compress.prune import prune as prune
-    from layerjump.compress.truncate import truncate as truncate
-    from layerjump.decode.calibrate import calibrate as calibrate
-    from layerjump.decode.generate import early_exit as early_exit
-    from layerjump.decode.generate import generate as generate
-    from layerjump.fit.collect import collect as collect
-    from layerjump.fit.collected import Collected as Collected
-    from layerjump.fit.descent import train_n_njtc as train_n_njtc
-    from layerjump.fit.fit import fit as fit
-    from layerjump.fit.foreign.convert import export_lens as export_lens
-    from layerjump.fit.foreign.convert import import_lens as import_lens
-    from layerjump.fit.jacobian import jacobian as jacobian
-    from layerjump.fit.jumps import Jumps as Jumps
-    from layerjump.fit.moments import Moments as Moments
-    from layerjump.inputs.batches import Batch as Batch
-    from layerjump.inputs.batches import Batches as Batches
-    from layerjump.inputs.batches import batches as batches
-    from layerjump.inputs.batches import one_batch as one_batch
-    from layerjump.inputs.check import self_check as self_check
-    from layerjump.inputs.corpus import Corpus as Corpus
-    from layerjump.inputs.corpus import read as read
-    from layerjump.inputs.corpus import split as split
-    from layerjump.inputs.models import Model as Model
-    from layerjump.inputs.positions import Positions as Positions
-    from layerjump.inputs.sites import Site as Site
-    from layerjump.inputs.states import states as states
+    from layerjump.data.batches import Batch as Batch
+    from layerjump.data.batches import Batches as Batches
+    from layerjump.data.batches import batches as batches
+    from layerjump.data.batches import one_batch as one_batch
+    from layerjump.data.corpus import Corpus as Corpus
+    from layerjump.data.corpus import read as read
+    from layerjump.data.corpus import split as split
+    from layerjump.data.positions import Positions as Positions
+    from layerjump.generation.calibration.calibrate import calibrate as calibrate
+    from layerjump.generation.generate import early_exit as early_exit
+    from layerjump.generation.generate import generate as generate
+    from layerjump.interventions.linearize import linearised as linearised
+    from layerjump.interventions.linearize import spliced as spliced
+    from layerjump.jumps.collect import Collected as Collected
+    from layerjump.jumps.collect import collect as collect
+    from layerjump.jumps.convert.convert import export_lens as export_lens
+    from layerjump.jumps.convert.convert import import_lens as import_lens
+    from layerjump.jumps.estimators.gradient import jacobian as jacobian
+    from layerjump.jumps.estimators.gradient import train_n_njtc as train_n_njtc
+    from layerjump.jumps.fit import fit as fit
+    from layerjump.jumps.jumps import Jumps as Jumps
+    from layerjump.jumps.statistics import Moments as Moments
     from layerjump.lens.lens import Lens as Lens
-    from layerjump.lens.refine import refine as refine
     from layerjump.lens.trajectory import Trajectory as Trajectory
+    from layerjump.lens.tuning import refine as refine
+    from layerjump.models.activations import states as states
+    from layerjump.models.model import Model as Model
+    from layerjump.models.self_check import self_check as self_check
+    from layerjump.models.structure import Site as Site
+    from layerjump.pruning.checkpoint import load as load
+    from layerjump.pruning.draft_model import truncate as truncate
+    from layerjump.pruning.prune import prune as prune
 
 __version__ = "0.1.0.dev0"
 
 _HOME = {
-    "Batch": "inputs.batches",
-    "Batches": "inputs.batches",
-    "Collected": "fit.collected",
-    "Corpus": "inputs.corpus",
-    "Jumps": "fit.jumps",
+    "Batch": "data.batches",
+    "Batches": "data.batches",
+    "Collected": "jumps.collect",
+    "Corpus": "data.corpus",
+    "Jumps": "jumps.jumps",
     "Lens": "lens.lens",
-    "Model": "inputs.models",
-    "Moments": "fit.moments",
-    "Positions": "inputs.positions",
-    "Site": "inputs.sites",
+    "Model": "models.model",
+    "Moments": "jumps.statistics",
+    "Positions": "data.positions",
+    "Site": "models.structure",
     "Trajectory": "lens.trajectory",
-    "batches": "inputs.batches",
-    "calibrate": "decode.calibrate",
-    "collect": "fit.collect",
-    "early_exit": "decode.generate",
-    "export_lens": "fit.foreign.convert",
-    "generate": "decode.generate",
-    "import_lens": "fit.foreign.convert",
-    "jacobian": "fit.jacobian",
-    "linearised": "compress.linearised",
-    "load": "compress.load",
-    "one_batch": "inputs.batches",
-    "prune": "compress.prune",
-    "read": "inputs.corpus",
-    "refine": "lens.refine",
-    "self_check": "inputs.check",
-    "split": "inputs.corpus",
-    "spliced": "compress.linearised",
-    "states": "inputs.states",
-    "train_n_njtc": "fit.descent",
-    "truncate": "compress.truncate",
+    "batches": "data.batches",
+    "calibrate": "generation.calibration.calibrate",
+    "collect": "jumps.collect",
+    "early_exit": "generation.generate",
+    "export_lens": "jumps.convert.convert",
+    "fit": "jumps.fit",
+    "generate": "generation.generate",
+    "import_lens": "jumps.convert.convert",
+    "jacobian": "jumps.estimators.gradient",
+    "linearised": "interventions.linearize",
+    "load": "pruning.checkpoint",
+    "one_batch": "data.batches",
+    "prune": "pruning.prune",
+    "read": "data.corpus",
+    "refine": "lens.tuning",
+    "self_check": "models.self_check",
+    "split": "data.corpus",
+    "spliced": "interventions.linearize",
+    "states": "models.activations",
+    "train_n_njtc": "jumps.estimators.gradient",
+    "truncate": "pruning.draft_model",
 }
 
-__all__ = sorted([*_HOME, "fit"])
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fit":
-        return importlib.import_module("layerjump.fit")  # a room that can be called
     if name not in _HOME:
         raise AttributeError(f"module 'layerjump' has no attribute {name!r}")
     return getattr(importlib.import_module(f"layerjump.{_HOME[name]}"), name)

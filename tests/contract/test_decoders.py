@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import CASES, tiny_model
+from helpers.tiny_models import CASES, tiny_model
 from transformers import DynamicCache
 
 import layerjump as lj
-from layerjump.decode.blocks import HuggingFaceBlocks
-from layerjump.decode.climb import Climber
-from layerjump.decode.generate import generate
-from layerjump.decode.result import Counts
-from layerjump.decode.rules import Fixed, Never
-from layerjump.decode.runner import Runner
-from layerjump.inputs.anatomy import Anatomy
-from layerjump.inputs.families import FAMILIES
-from layerjump.inputs.models import Model
+from layerjump.generation.block_runner import HuggingFaceBlocks, Runner
+from layerjump.generation.generate import generate
+from layerjump.generation.loop import Climber
+from layerjump.generation.result import Counts
+from layerjump.generation.rules import Fixed, Never
 from layerjump.lens.lens import Lens
+from layerjump.models.families import FAMILIES
+from layerjump.models.model import Model
+from layerjump.models.structure import Anatomy
 
 DECODERS = [case for case in CASES if FAMILIES[case[0]].task == "causal"]
 END, NEW = 2, 14

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import CASES, tiny_model
+from helpers.tiny_models import CASES, tiny_model
 
-from layerjump.inputs.anatomy import Anatomy
-from layerjump.inputs.batches import Batch
-from layerjump.inputs.check import readings, reassembly, sample, self_check
-from layerjump.inputs.models import Model
-from layerjump.inputs.sites import FINAL, Site
-from layerjump.inputs.states import Recorder, states
+from layerjump.data.batches import Batch
+from layerjump.models.activations import Recorder, states
+from layerjump.models.model import Model
+from layerjump.models.self_check import readings, reassembly, sample, self_check
+from layerjump.models.structure import FINAL, Anatomy, Site
 
 EXACT = 1e-12
 

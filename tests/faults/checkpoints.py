@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from tiny import tiny_model
+from helpers.tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -10,7 +10,7 @@ import torch
 
 import layerjump as lj
 from faults.small import D, L, model
-from layerjump.fit import store
+from layerjump.jumps import serialization
 
 
 def make_tuned_lens(folder: Path) -> None:
@@ -39,4 +39,4 @@ def make_jacobian(folder: Path) -> None:
 
 def read(kind: str, path: Path) -> None:
     source = path.parent if kind == "tuned-lens" else path
-    store.save(lj.import_lens(source, model(), format=kind), "imported")
+    serialization.save(lj.import_lens(source, model(), format=kind), "imported")

@@ -12,31 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import made
 import torch
-from reported import ANY_TABLES, small_run
+from helpers import synthetic_jumps
+from helpers.study_results import ANY_TABLES, small_run
 from safetensors.torch import load as tensors_of
 
 import layerjump as lj
 from faults import checkpoints, foreign, mutate, mutate_pickles, records, texts
 from faults.mutate import Way
 from faults.small import D, model
-from layerjump.decode import kept
-from layerjump.decode.calibrate import Calibration
-from layerjump.decode.contenders import Contender, Probes
-from layerjump.decode.rules import Drafting
-from layerjump.fit import files, store
-from layerjump.fit.collected import Collected, merge
-from layerjump.fit.fingerprint import fingerprint
-from layerjump.fit.fit import solve_jumps
-from layerjump.fit.moments import Moments
-from layerjump.inputs.sites import FINAL, Site
+from layerjump import io
+from layerjump.generation.calibration import serialization as calibration_file
+from layerjump.generation.calibration.calibrate import Calibration
+from layerjump.generation.calibration.search import Contender, Probes
+from layerjump.generation.rules import Drafting
+from layerjump.jumps import serialization
+from layerjump.jumps.collect import Collected, merge
+from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.statistics import Moments
 from layerjump.lens.tuning import NAME as UNFINISHED
 from layerjump.lens.tuning import Tuned, Tuning
-from layerjump.show.report import write_report
-from layerjump.studies.run import load_results
+from layerjump.models.fingerprint import fingerprint
+from layerjump.models.structure import FINAL, Site
+from layerjump.report.report import write_report
+from layerjump.studies.runner import load_results
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def resealed(chance: Random, data: bytes) -> bytes:
     else:
         name = chance.choice(sorted(tensors))
         _spoil(chance, tensors, name)
-    files.write_tensors(place, tensors, metadata)
+    io.write_tensors(place, tensors, metadata)
     return place.read_bytes()
 
 
@@ -105,7 +106,7 @@ SEALED = (resealed, resealed, resealed, *mutate.SAFETENSORS)
 
 
 def _read_jumps(path: Path) -> None:
-    jumps = store.load(path.parent)
+    jumps = serialization.load(path.parent)
     for pair in jumps:
         jumps.anatomy(*pair)
     repr(jumps)
@@ -119,7 +120,7 @@ def _make_moments(folder: Path) -> None:
         splits[split] = Moments([(sites[0], sites[2]), (sites[1], sites[2])], reservoir=4)
         states = {site: torch.randn(20, 4, generator=draw) for site in sites}
         splits[split].add(states, keys=torch.arange(20))
-    known = vars(made.provenance(n_blocks=2, width=4))
+    known = vars(synthetic_jumps.provenance(n_blocks=2, width=4))
     own = ("n_fit", "n_select", "n_test", "estimator", "settings", "layerjump")
     about = {key: value for key, value in known.items() if key not in own}
     Collected(splits, about | {"max_length": 512}).save(folder / "moments.safetensors")
@@ -145,11 +146,11 @@ def _make_exit(folder: Path) -> None:
         "test": test,
     }
     rules = first.rule(0.9), Drafting(second.rule(0.8), 0.3)
-    kept.save(Calibration(*rules, 4, about), folder)
+    calibration_file.save(Calibration(*rules, 4, about), folder)
 
 
 def _read_exit(path: Path) -> None:
-    found = kept.load(path.parent, model=model())
+    found = calibration_file.load(path.parent, model=model())
     str(found)
     prompt = {
         "input_ids": torch.tensor([[5, 6]]),
@@ -180,7 +181,7 @@ def _make_results(folder: Path) -> None:
     }
     studies = whole["studies"] | {"unknown": empty | {"tables": ANY_TABLES}}
     for name, study in studies.items():
-        files.write_json(folder / f"{name}.json", whole | {"studies": {name: study}})
+        io.write_json(folder / f"{name}.json", whole | {"studies": {name: study}})
 
 
 def _read_results(path: Path) -> None:
@@ -215,7 +216,7 @@ GGUF = (*(mutate.in_the_first(1500, way) for way in mutate.BYTES), *mutate.BYTES
 
 FORMATS: dict[str, Format] = {
     "jumps": Format(
-        lambda folder: made.jumps().save_pretrained(folder),
+        lambda folder: synthetic_jumps.jumps().save_pretrained(folder),
         _read_jumps,
         {".safetensors": SEALED, ".json": mutate.JSON},
         may_lack="jumps.json",

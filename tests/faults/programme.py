@@ -27,6 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import runs
+from helpers.story_text import stories
 from runs import (
     COMMANDS,
     OUT,
@@ -41,7 +42,6 @@ from runs import (
     tail,
     unless_one_line,
 )
-from stories import stories
 
 ANSWER = 20.0
 """Seconds in which a run that was told twice to stop must have ended, on a machine that is busy."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import lenses
 import torch
+from helpers import foreign_lenses
 
 import layerjump as lj
 from faults.small import model
-from layerjump.compress.export import BASE, LINEAR
-from layerjump.evaluate.tasks import chosen, items_of
-from layerjump.fit.fingerprint import fingerprint
-from layerjump.studies import sheet
-from layerjump.studies.marks import comparison, shares, shares_by_level
-from layerjump.train.tasks import read_task
-from layerjump.train.track import measured_before
+from layerjump.evaluation.tasks import chosen, items_of
+from layerjump.models.fingerprint import fingerprint
+from layerjump.pruning.checkpoint import BASE, LINEAR
+from layerjump.studies import human_evaluation
+from layerjump.studies.human_evaluation import comparison, shares, shares_by_level
+from layerjump.training.finetune import read_task
+from layerjump.training.monitor import measured_before
 
 GOOD = Path("good")
 ITEMS = {
@@ -33,7 +33,7 @@ def make_linear(folder: Path) -> None:
     """As `prune --method linear` writes it: a checkpoint, and maps to put into it."""
     base = model()
     base.hf.save_pretrained(folder / BASE)
-    lenses.drawn(base, [(1, 2)], bias=True).save_pretrained(folder)
+    foreign_lenses.drawn(base, [(1, 2)], bias=True).save_pretrained(folder)
     head = {"kind": "layerjump linear model", "format": 1, "cuts": [[1, 2]]}
     (folder / LINEAR).write_text(json.dumps(head | {"fingerprint": fingerprint(base.hf)}))
 
@@ -50,18 +50,18 @@ def make_sheet(folder: Path) -> None:
     """A marked sheet and its key."""
     words = ("a", "b", "c", "d", "e")
     items = [
-        sheet.Item(f"sentence {sentence}", words, lens, level, sentence)
+        human_evaluation.Item(f"sentence {sentence}", words, lens, level, sentence)
         for sentence in range(3)
         for level in (0, 1)
         for lens in ("mat", "identity")
     ]
-    filled = sheet.write_sheet(items).replace(",\n", ",1\n")
-    (folder / sheet.SHEET).write_text(filled, "utf-8")
-    (folder / sheet.KEY).write_text(sheet.write_key(items, "model"))
+    filled = human_evaluation.write_sheet(items).replace(",\n", ",1\n")
+    (folder / human_evaluation.SHEET).write_text(filled, "utf-8")
+    (folder / human_evaluation.KEY).write_text(human_evaluation.write_key(items, "model"))
 
 
 def read_sheet(path: Path) -> None:
-    marks = sheet.read_marks(path.parent)
+    marks = human_evaluation.read_marks(path.parent)
     for count in (shares, comparison, shares_by_level):
         count(marks)
 

@@ -27,7 +27,7 @@ from typing import Any
 import layerjump as lj
 from layerjump.cli import main
 
-TINY = Path(__file__).resolve().parents[1] / "data" / "tiny-gpt2"
+TINY = Path(__file__).resolve().parents[1] / "fixtures" / "tiny-gpt2"
 OUT, TEXT, LOG = "out", "stories.txt", "log.txt"
 _SHAPE = " --layers 2 --hidden 32 --vocab 300 --length 32 --batch 4 --steps 12 --every 3"
 _TIMES = ("seconds", "minutes", "machine", "command", "log")

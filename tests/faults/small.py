@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from tiny import tiny_model
+from helpers.tiny_models import tiny_model
 
 import layerjump as lj
 

@@ -13,13 +13,13 @@ import torch
 import layerjump as lj
 from faults import formats, fuzz, mutate, mutate_pickles
 from faults.formats import FORMATS, Format
-from layerjump.decode import kept
+from layerjump import io
 from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError, NewerFormat
-from layerjump.fit import files
-from layerjump.fit.collected import Collected
-from layerjump.fit.fit import solve_jumps
-from layerjump.show.report import write_report
-from layerjump.studies.run import load_results
+from layerjump.generation.calibration import serialization
+from layerjump.jumps.collect import Collected
+from layerjump.jumps.fit import solve_jumps
+from layerjump.report.report import write_report
+from layerjump.studies.runner import load_results
 
 INPUTS = {"results": 12, "model": 40, "gguf": 60, "unfinished-refine": 60}
 """Of formats whose reading takes long; of all others 200."""
@@ -87,7 +87,7 @@ def test_a_pickle_that_asks_for_much_memory_is_refused_before_it_gets_any(tmp_pa
 def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
     path = tmp_path / "moments.safetensors"
     FORMATS["moments"].make(tmp_path)
-    tensors, metadata = files.read_tensors(path)
+    tensors, metadata = io.read_tensors(path)
     head = json.loads(metadata["head"])
     for about in (
         {key: value for key, value in head["about"].items() if key != "fingerprint"},
@@ -96,14 +96,14 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
         [],
     ):
         said = json.dumps(head | {"about": about})
-        files.write_tensors(path, tensors, metadata | {"head": said})
+        io.write_tensors(path, tensors, metadata | {"head": said})
         with pytest.raises(BadArtifact):
             Collected.load(path)
-    files.write_tensors(path, {}, metadata)
+    io.write_tensors(path, {}, metadata)
     with pytest.raises(BadArtifact, match="no sums"):
         Collected.load(path)
     none = json.dumps(head | {"n": dict.fromkeys(head["n"], 0)})
-    files.write_tensors(path, {}, metadata | {"head": none})
+    io.write_tensors(path, {}, metadata | {"head": none})
     with pytest.raises(BadMoments, match="no positions"):
         solve_jumps(Collected.load(path), "mat")
 
@@ -123,20 +123,20 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
 )
 def test_an_exit_rule_that_could_not_be_followed(tmp_path, change):
     FORMATS["exit"].make(tmp_path)
-    tensors, metadata = files.read_tensors(tmp_path / kept.NAME)
+    tensors, metadata = io.read_tensors(tmp_path / serialization.NAME)
     about = json.loads(metadata["exit"]) | change
-    files.write_tensors(tmp_path / kept.NAME, tensors, {"exit": json.dumps(about)})
+    io.write_tensors(tmp_path / serialization.NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(BadArtifact, match="does not hold together"):
-        kept.load(tmp_path)
+        serialization.load(tmp_path)
 
 
 def test_a_format_of_any_length_is_said_in_one_line(tmp_path):
     FORMATS["exit"].make(tmp_path)
-    tensors, metadata = files.read_tensors(tmp_path / kept.NAME)
+    tensors, metadata = io.read_tensors(tmp_path / serialization.NAME)
     about = json.loads(metadata["exit"]) | {"format_version": "a" * 2_000}
-    files.write_tensors(tmp_path / kept.NAME, tensors, {"exit": json.dumps(about)})
+    io.write_tensors(tmp_path / serialization.NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(NewerFormat) as refused:
-        kept.load(tmp_path)
+        serialization.load(tmp_path)
     assert len(str(refused.value)) < 500
 
 
@@ -184,9 +184,9 @@ def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
 def test_sums_whose_account_makes_no_sense(tmp_path, change, said):
     FORMATS["moments"].make(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
-    tensors, metadata = files.read_tensors(path)
+    tensors, metadata = io.read_tensors(path)
     head = json.dumps(json.loads(metadata["head"]) | change)
-    files.write_tensors(path, tensors, metadata | {"head": head})
+    io.write_tensors(path, tensors, metadata | {"head": head})
     with pytest.raises(LayerjumpError, match=said) as refused:
         Collected.load(path)
     assert len(str(refused.value)) < 500
@@ -195,9 +195,9 @@ def test_sums_whose_account_makes_no_sense(tmp_path, change, said):
 def test_a_shift_that_claims_to_be_wide_takes_no_room(tmp_path):
     FORMATS["moments"].make(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
-    tensors, head = files.read_tensors(path)
+    tensors, head = io.read_tensors(path)
     wide = {name: torch.zeros(10**6) for name in tensors if "|shift/" in name}
-    files.write_tensors(path, tensors | wide, head)
+    io.write_tensors(path, tensors | wide, head)
     with pytest.raises(BadArtifact, match="not those of its pairs"):
         Collected.load(path)
 
@@ -206,9 +206,9 @@ def test_results_that_lack_what_a_page_is_made_of(tmp_path):
     study = {"tables": {"levels": [3]}, "skipped": None, "headline": {}, "settings": {}}
     whole = {"kind": "layerjump results", "studies": {"predictions": study}, "command": ""}
     whole |= {"model": {"name": "tiny"}, "text": {}}
-    files.write_json(tmp_path / "results.json", whole)
+    io.write_json(tmp_path / "results.json", whole)
     with pytest.raises(BadArtifact, match="the study predictions cannot be shown"):
         write_report(load_results(tmp_path), tmp_path / "report")
-    files.write_json(tmp_path / "results.json", whole | {"format": "new"})
+    io.write_json(tmp_path / "results.json", whole | {"format": "new"})
     with pytest.raises(BadArtifact, match="a number was wanted"):
         load_results(tmp_path)

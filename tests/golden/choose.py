@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import layerjump as lj
-from layerjump.inputs.positions import PAPER
+from layerjump.data.positions import PAPER
 
 HERE = Path(__file__).resolve().parent
 SPLIT = {"gpt2": "90/0/40", "bert": "400/0/120"}
@@ -78,7 +78,7 @@ def main() -> None:
     for name, sizes in SPLIT.items():
         parts = lj.split(len(texts), sizes)
         examples[name] = {"split": sizes, "fit": parts.fit, "test": parts.test}
-    tokens = lj.load(HERE.parent / "data" / "tiny-bert").tokens
+    tokens = lj.load(HERE.parent / "fixtures" / "tiny-bert").tokens
     position = [0] * len(texts)
     for batch in lj.batches(lj.read(texts), tokens, PAPER):
         for document, place in zip(batch.document.tolist(), batch.position.tolist(), strict=True):

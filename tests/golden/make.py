@@ -1,6 +1,6 @@
 """Reference numbers for every metric, in the plainest way: numpy, scikit-learn, Hugging Face; nothing of layerjump.
 
-Reads `examples.json`, runs the two small models of `tests/data` in float64 one sentence at a time, keeps all states,
+Reads `examples.json`, runs the two small models of `tests/fixtures` in float64 one sentence at a time, keeps states,
 and writes `gpt2.json`, `bert.json` and `thresholds.json` beside this file. Formulas are written out as in the papers.
 
     python tests/golden/make.py
@@ -17,7 +17,7 @@ from sklearn.metrics import r2_score
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
-MODELS = HERE.parent / "data"
+MODELS = HERE.parent / "fixtures"
 EXAMPLES = json.loads((HERE / "examples.json").read_text(encoding="utf-8"))
 GRID = [-1.112, *np.arange(11) / 10, 1.112]
 FINE = [1 + 0.112 * step / 10 for step in range(1, 10)]

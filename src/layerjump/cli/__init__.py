@@ -1,3 +1,3 @@
-"""The command line: parse, call one function, print. Nothing heavy is imported until a command needs it."""
+"""The command line. Nothing heavy is imported until a command needs it."""
 
-from layerjump.cli.app import main as main
+from layerjump.cli.main import main as main

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli.options import (
+from layerjump.cli._options import (
     AsJson,
     Device,
     Dtype,
@@ -22,7 +22,7 @@ from layerjump.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from layerjump.inputs.models import Model
+    from layerjump.models.model import Model
 
 Folder = Annotated[Path | None, typer.Option("--jumps", help="Folder of jumps.")]
 
@@ -82,9 +82,9 @@ def evaluate(
     [bold]layerjump eval smollm2 --tasks piqa --data eval --jumps jumps --exit gap:0.9[/]  stopping early
     [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]    perplexity
     """
-    from layerjump.compress.load import load
-    from layerjump.evaluate.how import how
-    from layerjump.studies.result import plain
+    from layerjump.evaluation.early_exit import how
+    from layerjump.pruning.checkpoint import load
+    from layerjump.studies.results import plain
 
     _check(tasks, data, limit, wikitext)
     text = None if wikitext is None else _read(wikitext)
@@ -97,7 +97,7 @@ def evaluate(
     settings |= {"wikitext": wikitext, "rule": str(asked.rule)}
     record: dict[str, Any] = {"scores": [], **_about(loaded, settings)}
     if tasks is not None and data is not None:
-        from layerjump.evaluate.run import evaluate as score
+        from layerjump.evaluation.lm_eval import evaluate as score
 
         with progress_bar("scoring", "requests") as update:
             found = score(
@@ -105,7 +105,7 @@ def evaluate(
             )
         record |= asdict(found)
     if text is not None:
-        from layerjump.evaluate.wikitext import perplexity
+        from layerjump.evaluation.perplexity import perplexity
 
         with progress_bar("reading") as update:
             measured = perplexity(
@@ -115,7 +115,7 @@ def evaluate(
     record = plain(record)
     _print(record, as_json=as_json)
     if output is not None:
-        from layerjump.fit.files import write_json
+        from layerjump.io import write_json
 
         write_json(output, record)
         print(f"wrote {output}", file=sys.stderr)
@@ -124,8 +124,8 @@ def evaluate(
 def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Path | None) -> None:
     """What can be said before a model is loaded."""
     from layerjump.errors import BadEvaluation
-    from layerjump.evaluate.run import require_harness
-    from layerjump.evaluate.tasks import chosen, items_of
+    from layerjump.evaluation.lm_eval import require_harness
+    from layerjump.evaluation.tasks import chosen, items_of
 
     if tasks is None and wikitext is None:
         raise BadEvaluation("nothing was asked for; give --tasks with --data, or --wikitext")
@@ -139,8 +139,8 @@ def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Pa
 
 
 def _read(path: Path) -> str:
+    from layerjump.data.corpus import short
     from layerjump.errors import BadEvaluation
-    from layerjump.inputs.tables import short
 
     try:
         return path.expanduser().read_text(encoding="utf-8")
@@ -155,8 +155,8 @@ def _about(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
     from layerjump import __version__
-    from layerjump.fit.fingerprint import fingerprint
-    from layerjump.measure.timing import machine
+    from layerjump.metrics.timing import machine
+    from layerjump.models.fingerprint import fingerprint
 
     try:
         harness = version("lm_eval")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli.options import AsJson, Device, Dtype, Revision, Trust, print_table
+from layerjump.cli._options import AsJson, Device, Dtype, Revision, Trust, print_table
 
 
 def families(
@@ -28,8 +28,8 @@ def families(
     if model is None:
         _print_families(as_json)
         return
-    from layerjump.inputs.check import self_check
-    from layerjump.inputs.loading import load
+    from layerjump.models.loading import load
+    from layerjump.models.self_check import self_check
 
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
@@ -48,7 +48,7 @@ def families(
 
 
 def _print_families(as_json: bool) -> None:
-    from layerjump.inputs.families import FAMILIES
+    from layerjump.models.families import FAMILIES
 
     rows = [
         {

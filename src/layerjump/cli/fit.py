@@ -1,4 +1,7 @@
-"""`layerjump fit`."""
+"""The part of `layerjump fit` that tunes: `--refine kl`.
+
+`layerjump fit`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli.options import (
+from layerjump.cli._options import (
     AsJson,
     Column,
     Device,
@@ -22,17 +25,88 @@ from layerjump.cli.options import (
     Trust,
     progress_bar,
 )
-from layerjump.cli.refine import check_refine, tuned
-from layerjump.cli.show import print_jumps
-from layerjump.cli.writer import JUMPS, writes_folder
+from layerjump.cli._output_dir import JUMPS, writes_folder
+from layerjump.cli.inspect import print_jumps
 from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
 
 if TYPE_CHECKING:
-    from layerjump.fit.collect import Plan
-    from layerjump.fit.collected import Collected
-    from layerjump.fit.jumps import Jumps
-    from layerjump.inputs.corpus import Corpus
-    from layerjump.inputs.models import Model
+    from layerjump.data.corpus import Corpus
+    from layerjump.jumps.collect import Collected, Plan
+    from layerjump.jumps.jumps import Jumps
+    from layerjump.models.model import Model
+
+
+def check_refine(
+    refine: str | None, steps: int, how: str | None, from_moments: list[Path] | None, world: int
+) -> None:
+    """Refuse what a tuning cannot do, before any work."""
+    from layerjump.jumps.fit import TO_TUNE
+
+    if how == TO_TUNE:
+        raise LayerjumpError(
+            f"--how {TO_TUNE} was given; --refine kl takes it by itself, leave it out"
+        )
+    if refine is None:
+        return
+    if refine != "kl":
+        raise LayerjumpError(f"--refine was given {refine!r}; the one way there is is kl")
+    if from_moments or world > 1:
+        raise LayerjumpError(
+            "--refine runs the model in one process; give a model, without torchrun"
+        )
+    if steps < 1:
+        raise LayerjumpError(f"--steps given is {steps}; give 1 or more")
+
+
+def tuned(
+    model: Model,
+    jumps: Jumps,
+    corpus: Corpus,
+    steps: int,
+    tokens: int | None,
+    seed: int,
+    output: Path,
+    resume: bool,
+) -> Jumps:
+    """Tune jumps, and say how each level's KL falls."""
+    from layerjump.lens.tuning import refine
+
+    if not resume:
+        forget_tuning(output)
+    with progress_bar("tuning", unit="steps") as update:
+
+        def told(done: int, whole: int, kl: list[float]) -> None:
+            update(done, whole)
+            levels = " ".join(f"{one:.3f}" for one in kl)
+            mean = sum(kl) / len(kl)
+            print(f"step {done}: held-out KL {mean:.4f} (mean); by level {levels}", file=sys.stderr)
+
+        found = refine(
+            model,
+            jumps,
+            corpus,
+            steps=steps,
+            tokens=tokens,
+            seed=seed,
+            progress=told,
+            folder=output,
+        )
+    said = found.provenance.settings["refine"]
+    before, after = (_mean(said[name]) for name in ("kl_before", "kl_after"))
+    print(f"held-out KL {before:.4f} → {after:.4f}, mean over levels", file=sys.stderr)
+    return found
+
+
+def _mean(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def forget_tuning(output: Path) -> None:
+    """Remove what an earlier tuning has left to be taken up."""
+    from layerjump.lens.tuning import NAME
+
+    (output / NAME).unlink(missing_ok=True)
 
 
 BY_GRADIENTS = {"jacobian": (), "n-njtc-trained": ("rank",)}
@@ -133,10 +207,8 @@ def fit(
     [bold]layerjump fit MODEL --estimator n-njtc-trained[/]                   narrow jumps as published, by descent
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
-    from layerjump.fit.checkpoint import Checkpoint
-    from layerjump.fit.collected import Collected, merge
-    from layerjump.fit.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
-    from layerjump.fit.group import Group
+    from layerjump.jumps.collect import Checkpoint, Collected, Group, merge
+    from layerjump.jumps.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -157,7 +229,7 @@ def fit(
         collected = merge([Collected.load(path) for path in from_moments])
         loaded = None if model is None else _same_model(model, where, collected)
     else:
-        from layerjump.fit.collect import plan
+        from layerjump.jumps.collect import plan
 
         loaded, corpus = _opened(model, where, text, column)
         wanted |= {"select": wanted["select"] or save_moments or refine is not None}
@@ -182,8 +254,8 @@ def fit(
 def _opened(
     model: str | None, where: dict[str, Any], text: str, column: str | None
 ) -> tuple[Model, Corpus]:
-    from layerjump.inputs.corpus import read
-    from layerjump.inputs.loading import load
+    from layerjump.data.corpus import read
+    from layerjump.models.loading import load
 
     if model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
@@ -193,8 +265,8 @@ def _opened(
 def _same_model(model: str, where: dict[str, Any], collected: Collected) -> Model:
     """The model that sums are of; loaded, since some estimators hold their maps against it."""
     from layerjump.errors import WrongModel
-    from layerjump.fit.fingerprint import fingerprint
-    from layerjump.inputs.loading import load
+    from layerjump.models.fingerprint import fingerprint
+    from layerjump.models.loading import load
 
     loaded = load(model, **where)
     if fingerprint(loaded.hf) != collected.about["fingerprint"]:
@@ -224,8 +296,7 @@ def _refuse(estimator: str, closed_form: dict[str, Any]) -> None:
 
 
 def _by_gradients(estimator: str, model: Model, corpus: Corpus, given: dict[str, Any]) -> Jumps:
-    from layerjump.fit.descent import train_n_njtc
-    from layerjump.fit.jacobian import jacobian
+    from layerjump.jumps.estimators.gradient import jacobian, train_n_njtc
 
     makes: Any = {"jacobian": jacobian, "n-njtc-trained": train_n_njtc}[estimator]
     known = {name: value for name, value in given.items() if value is not None}
@@ -234,8 +305,8 @@ def _by_gradients(estimator: str, model: Model, corpus: Corpus, given: dict[str,
 
 
 def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> Collected:
-    from layerjump.fit.fit import check_pairs
-    from layerjump.lens.refine import check_tunable
+    from layerjump.jumps.fit import check_pairs
+    from layerjump.lens.tuning import check_tunable
 
     pairs, group = chosen.moments["fit"].pairs, checkpoint.group
     check_pairs(estimator, pairs, chosen.model.n_blocks)
@@ -254,7 +325,7 @@ def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> C
 
 
 def _features(given: str | None) -> str | None:
-    from layerjump.fit.modules import FEATURES
+    from layerjump.jumps.maps import FEATURES
 
     if given is not None and given not in FEATURES:
         raise LayerjumpError(f"features given are {given!r}; give {', '.join(FEATURES)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli.options import (
+from layerjump.cli._options import (
     AsJson,
     Column,
     Device,
@@ -22,13 +22,13 @@ from layerjump.cli.options import (
     Trust,
     print_table,
 )
-from layerjump.cli.writer import writes_folder
+from layerjump.cli._output_dir import writes_folder
 
 if TYPE_CHECKING:
-    from layerjump.decode.calibrate import Calibration
-    from layerjump.decode.result import Generated
-    from layerjump.fit.jumps import Jumps
-    from layerjump.inputs.models import Model
+    from layerjump.generation.calibration.calibrate import Calibration
+    from layerjump.generation.result import Generated
+    from layerjump.jumps.jumps import Jumps
+    from layerjump.models.model import Model
 
 Folder = Annotated[
     Path | None,
@@ -85,9 +85,9 @@ def generate(
     """
     import torch
 
-    from layerjump.compress.load import load
-    from layerjump.decode.generate import generate as write
-    from layerjump.decode.settings import check_ranges
+    from layerjump.generation.generate import check_ranges
+    from layerjump.generation.generate import generate as write
+    from layerjump.pruning.checkpoint import load
 
     drawn = {"temperature": temperature, "top_p": top_p}
     check_ranges({"max_new_tokens": max_new_tokens, **drawn})  # before a model is loaded
@@ -156,11 +156,11 @@ def calibrate(
     [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --own 64[/]
     [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]
     """
-    from layerjump.decode import kept
-    from layerjump.decode.calibrate import calibrate as find
-    from layerjump.fit.jumps import Jumps
-    from layerjump.inputs.corpus import read
-    from layerjump.inputs.loading import load
+    from layerjump.data.corpus import read
+    from layerjump.generation.calibration import serialization
+    from layerjump.generation.calibration.calibrate import calibrate as find
+    from layerjump.jumps.jumps import Jumps
+    from layerjump.models.loading import load
 
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
@@ -178,7 +178,7 @@ def calibrate(
         seed=seed,
         say=lambda line: print(line, file=sys.stderr),
     )
-    path = kept.save(found, jumps)
+    path = serialization.save(found, jumps)
     print_table(str(found), _rows(found), as_json=as_json)
     print(f"wrote {path}", file=sys.stderr)
 
@@ -187,16 +187,16 @@ def _rule(
     model: Model, folder: Path | None, given: str | None, verify: bool, other_weights: bool
 ) -> tuple[Jumps | None, Any, int]:
     """The jumps, the rule asked for or calibrated, and how many tokens may wait for verification."""
-    from layerjump.decode import kept
-    from layerjump.decode.generate import UNVERIFIED
-    from layerjump.fit.jumps import Jumps
+    from layerjump.generation.calibration import serialization
+    from layerjump.generation.generate import UNVERIFIED
+    from layerjump.jumps.jumps import Jumps
 
     jumps = None
     if folder is not None:
         jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
-    if given is not None or folder is None or not (folder / kept.NAME).is_file():
+    if given is not None or folder is None or not (folder / serialization.NAME).is_file():
         return jumps, given or "never", UNVERIFIED
-    found = kept.load(folder, model=model)
+    found = serialization.load(folder, model=model)
     return jumps, found.lossless if verify else found.rule, found.unverified
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerjump.cli.options import (
+from layerjump.cli._options import (
     AsJson,
     Device,
     DeviceMap,
@@ -22,9 +22,9 @@ from layerjump.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from layerjump.fit.jumps import Jumps
-    from layerjump.inputs.models import Model
+    from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Reader
+    from layerjump.models.model import Model
 
 
 def lens(
@@ -67,8 +67,8 @@ def lens(
     [bold]layerjump lens MODEL "…" --jumps jumps --levels 0,4.mid,8-12[/]    a set fitted before, sub-module sites
     [bold]layerjump lens MODEL - --json < text.txt[/]                        one object for every lens
     """
-    from layerjump.inputs.loading import load
     from layerjump.lens.trajectory import read
+    from layerjump.models.loading import load
 
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(
@@ -94,7 +94,7 @@ def lens(
 def _lenses(
     model: Model, compare: str | None, folder: Path | None, other_weights: bool
 ) -> dict[str, Reader]:
-    from layerjump.fit.jumps import Jumps
+    from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Lens
 
     names = [] if compare is None and folder else (compare or "mat").split(",")
@@ -110,8 +110,8 @@ def _lenses(
 
 
 def _kept(model: Model, names: list[str]) -> dict[str, Jumps]:
-    from layerjump.fit.fit import selects
-    from layerjump.fit.kept import TEXT, TOKENS, has_kept, kept_jumps
+    from layerjump.jumps.cache import TEXT, TOKENS, has_kept, kept_jumps
+    from layerjump.jumps.fit import selects
 
     for name in names:
         selects(name)  # an error if there is no such estimator, before anything is said or fitted

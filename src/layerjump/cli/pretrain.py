@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from layerjump.cli.options import AsJson, Column, Force, print_table
-from layerjump.cli.writer import writes_folder
+from layerjump.cli._options import AsJson, Column, Force, print_table
+from layerjump.cli._output_dir import writes_folder
 from layerjump.errors import BadTraining
 
 
@@ -78,11 +78,11 @@ def pretrain(
     Writes an ordinary checkpoint with its tokenizer, training.json (every number) and training.html (figures). A run
     that was stopped goes on with the same command: its checkpoints stand in OUTPUT-training.
     """
-    from layerjump.inputs.corpus import read
-    from layerjump.train.architectures import Shape
-    from layerjump.train.pretrain import pretrain as train
-    from layerjump.train.pretrain import together
-    from layerjump.train.recipe import Recipe
+    from layerjump.data.corpus import read
+    from layerjump.training.model import Shape
+    from layerjump.training.pretrain import pretrain as train
+    from layerjump.training.pretrain import together
+    from layerjump.training.trainer import Recipe
 
     recipe = Recipe(
         arch=arch,
@@ -115,7 +115,7 @@ def pretrain(
 
 
 def _page(record: dict[str, Any]) -> str:
-    from layerjump.show.training import training_page
+    from layerjump.studies.training_dynamics import training_page
 
     return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli.options import (
+from layerjump.cli._options import (
     AsJson,
     Column,
     Device,
@@ -21,11 +21,11 @@ from layerjump.cli.options import (
     Trust,
     print_table,
 )
-from layerjump.cli.writer import writes_folder
+from layerjump.cli._output_dir import writes_folder
 from layerjump.errors import BadPruning
 
 if TYPE_CHECKING:
-    from layerjump.compress.prune import Pruned
+    from layerjump.pruning.prune import Pruned
 
 
 def _go_on(given: dict[str, Any]) -> str:
@@ -101,14 +101,13 @@ def prune(
     [bold]layerjump prune MODEL --drop 3 --method linear --distil 200[/]    train the maps afterwards
     [bold]layerjump prune MODEL --first 12 -o draft[/]                      a shorter draft model
     """
-    from layerjump.compress.distil import distil as train
-    from layerjump.compress.export import check_free, record_of
-    from layerjump.compress.load import load
-    from layerjump.compress.prune import calibrate
-    from layerjump.compress.prune import prune as cut
-    from layerjump.compress.training import forget
-    from layerjump.compress.truncate import truncate
-    from layerjump.inputs.corpus import read
+    from layerjump.data.corpus import read
+    from layerjump.pruning.checkpoint import check_free, load, record_of
+    from layerjump.pruning.distill import distil as train
+    from layerjump.pruning.draft_model import truncate
+    from layerjump.pruning.prune import calibrate
+    from layerjump.pruning.prune import prune as cut
+    from layerjump.training.hf_trainer import forget
 
     check_free(output, force=force)
     if sum(value is not None for value in (drop, max_loss, first)) != 1:

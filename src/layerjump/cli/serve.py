@@ -33,8 +33,8 @@ def serve(
     [bold]layerjump serve gpt2 --jumps wiki=jumps --no-browser[/]   jumps that `layerjump fit` wrote
     """
     print("starting …", file=sys.stderr)  # the imports take some seconds
-    from layerjump.serve.run import serve as run
-    from layerjump.serve.shelves import Library, jump_sets
+    from layerjump.server.launch import serve as run
+    from layerjump.server.model_registry import Library, jump_sets
 
     library = Library(models or ["smollm2"], jump_sets(jumps or []))
     run(library, port=port, browser=browser, say=_say)

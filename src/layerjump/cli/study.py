@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli.options import (
+from layerjump.cli._options import (
     Column,
     Device,
     DeviceMap,
@@ -21,7 +21,7 @@ from layerjump.cli.options import (
     Trust,
     progress_bar,
 )
-from layerjump.cli.writer import writes_folder
+from layerjump.cli._output_dir import writes_folder
 
 Folder = Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")]
 
@@ -101,13 +101,13 @@ def study(
     [bold]layerjump study MODEL --study dynamics --checkpoint step1000 --checkpoint step8000[/]
     [bold]layerjump study MODEL --study finetune --task boolq.jsonl --text wiki.txt[/]
     """
-    from layerjump.evaluate.tasks import chosen as chosen_tasks
-    from layerjump.inputs.corpus import read
-    from layerjump.inputs.loading import load
-    from layerjump.show.report import write_report
-    from layerjump.studies.run import run_studies
+    from layerjump.data.corpus import read
+    from layerjump.evaluation.tasks import chosen as chosen_tasks
+    from layerjump.models.loading import load
+    from layerjump.report.report import write_report
+    from layerjump.studies.registry import chosen
+    from layerjump.studies.runner import run_studies
     from layerjump.studies.setup import Setup, settings_of
-    from layerjump.studies.table import chosen
 
     studies = chosen(names)
     settings = settings_of(
@@ -156,8 +156,8 @@ def report(
     [bold]layerjump report study -o study[/]             the page of one run, made anew
     [bold]layerjump report smollm2 stories -o both[/]    two runs side by side
     """
-    from layerjump.show.report import write_comparison, write_report
-    from layerjump.studies.run import load_results
+    from layerjump.report.report import write_comparison, write_report
+    from layerjump.studies.runner import load_results
 
     loaded = [load_results(path) for path in results]
     one = len(loaded) == 1

@@ -1,1 +1,1 @@
-"""What hidden levels already predict."""
+"""Predictions from hidden levels."""

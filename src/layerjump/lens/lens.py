@@ -1,4 +1,4 @@
-"""A lens: states at a site → logits, through a jump and the model's own norm and head.
+"""Lens: hidden states at a site to logits, through a jump and the model's own unembedding.
 
 lens = Lens(model, jumps)             # without jumps: the logit lens
 trajectory = lens("The capital of")   # every position at every level
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from layerjump.errors import BadJumps, BadModel
-from layerjump.fit.jumps import Jumps
-from layerjump.inputs.models import Model, require_model
-from layerjump.inputs.sites import FINAL, Site
+from layerjump.jumps.jumps import Jumps
+from layerjump.models.model import Model, require_model
+from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
-    from layerjump.lens.direction import Removed
+    from layerjump.lens.token_direction import Removed
     from layerjump.lens.trajectory import Trajectory
 
 MEMORY = 1 << 30
@@ -182,7 +182,7 @@ class Lens:
 
     def direction(self, token: str | int, site: SiteName) -> Tensor:
         """The direction at a site, of unit length, along which the lens reads more of a token."""
-        from layerjump.lens.direction import direction
+        from layerjump.lens.token_direction import direction
 
         return direction(self, token, site)
 
@@ -190,7 +190,7 @@ class Lens:
         self, tokens: str | int | Sequence[str | int], level: int, texts: str | Sequence[str]
     ) -> Removed:
         """Take tokens' directions out of a level and run on: does the model change as the lens says?"""
-        from layerjump.lens.direction import remove
+        from layerjump.lens.token_direction import remove
 
         tokens = [tokens] if isinstance(tokens, str | int) else tokens
         return remove(self, tokens, level, [texts] if isinstance(texts, str) else texts)

@@ -1,8 +1,15 @@
-"""A trajectory: what a lens reads at every level of every position of one text."""
+"""Trajectory: what a lens predicts at every level and position of one text.
+
+A text as a lens reads it: its ids, the positions that are read, and batches of several.
+
+What lenses read in every cell (a level at a position) of one text, in one sweep and within a memory budget.
+
+A trajectory: what a lens reads at every level of every position of one text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,20 +17,205 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadText
-from layerjump.inputs.models import Model
-from layerjump.inputs.sites import Site
-from layerjump.inputs.states import states
-from layerjump.inputs.tokens import token_texts
-from layerjump.lens.cells import Asked, TextStates, read_cells
-from layerjump.lens.lens import Reader, SiteName, wide
-from layerjump.lens.prompt import Prompt, grouped, prompts
-from layerjump.measure.sweep import Said
+from layerjump.data.batches import Batch
+from layerjump.data.tokenization import token_texts
+from layerjump.errors import BadModel, BadText
+from layerjump.lens.lens import MEMORY, Reader, Route, SiteName, rows_at_once, wide
+from layerjump.metrics.logits import Said, Sweep, truth
+from layerjump.models.activations import states
+from layerjump.models.model import Model
+from layerjump.models.structure import Site
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects as go
     from rich.console import RenderableType
+
+CELLS = 4096
+"""Cells of a batch, padding included, unless one text alone has more."""
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One text, special tokens and all, and where it is read."""
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    targets: Tensor
+    """(positions,) the token that really comes next; −1 where none does."""
+
+
+def prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list[Prompt]:
+    """Tokenize texts. A causal model is read everywhere, a masked one at its masks, or everywhere if there is none.
+
+    `last` asks for no more than so many positions, the last ones; the model sees the whole text all the same.
+    """
+    if model.task not in ("causal", "masked"):
+        raise BadModel(
+            f"{model.name} is an encoder–decoder, and one text does not say what each of the two reads; read its "
+            f"levels with `lens.readings.read_levels` and batches that hold both"
+        )
+    tokens = model.tokens
+    rows = [tuple(tokens.wrap(ids)) for ids in tokens.encode(list(texts))]
+    for text, ids in zip(texts, rows, strict=True):
+        _check(text, len(ids), tokens.max_length)
+    mask = tokens.mask if model.masked else None
+    return [_prompt(ids, mask, model.causal, last) for ids in rows]
+
+
+def _prompt(ids: tuple[int, ...], mask: int | None, causal: bool, last: int | None) -> Prompt:
+    masked = tuple(place for place, token in enumerate(ids) if token == mask)
+    following = [*ids[1:], -1] if causal else [-1] * len(ids)
+    positions = masked or tuple(range(len(ids)))
+    positions = positions if last is None else positions[-last:]
+    return Prompt(ids, positions, torch.tensor(following)[list(positions)])
+
+
+def _check(text: str, length: int, longest: int) -> None:
+    said = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+    if length > longest:
+        raise BadText(
+            f"the text {said} has {length:,} tokens, but the model reads at most {longest:,}; shorten it"
+        )
+    if length == 0:
+        raise BadText(f"the text {said} has no tokens; give at least one word")
+
+
+def grouped(
+    found: Sequence[Prompt], padding: int, cells: int = CELLS
+) -> Iterator[tuple[list[int], Batch]]:
+    """Batches of prompts of like length, each with the prompts' indices; picks are the positions read."""
+    order = sorted(range(len(found)), key=lambda index: len(found[index].ids))
+    group: list[int] = []
+    for index in order:
+        if group and (len(group) + 1) * len(found[index].ids) > cells:
+            yield group, _batch([found[each] for each in group], padding)
+            group = []
+        group.append(index)
+    if group:
+        yield group, _batch([found[each] for each in group], padding)
+
+
+def _batch(found: Sequence[Prompt], padding: int) -> Batch:
+    longest = max(len(prompt.ids) for prompt in found)
+    ids = torch.full((len(found), longest), padding)
+    attention = torch.zeros_like(ids)
+    for place, prompt in enumerate(found):
+        ids[place, : len(prompt.ids)] = torch.tensor(prompt.ids)
+        attention[place, : len(prompt.ids)] = 1
+    position = torch.tensor([place for prompt in found for place in prompt.positions])
+    counts = torch.tensor([len(prompt.positions) for prompt in found])
+    row = torch.arange(len(found)).repeat_interleave(counts)
+    return Batch(ids, attention, row, position, row, ids[row, position])
+
+
+POSITIONS = 64
+"""Positions whose truth is held at once; products are of all levels' states there, stacked."""
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """One text's states: what all lenses share."""
+
+    sites: tuple[Site, ...]
+    states: tuple[Tensor, ...]
+    """(positions, d) at each site."""
+    last: Tensor
+    """(positions, d) at level L: what the model itself says."""
+    targets: Tensor
+    """(positions,) the token that really comes next; −1 where none does."""
+
+    @property
+    def n_positions(self) -> int:
+        return len(self.last)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted of every cell."""
+
+    k: int
+    follow: tuple[int, ...] = ()
+    js: bool = False
+
+
+@torch.no_grad()
+def read_cells(
+    model: Model,
+    routes: Mapping[str, Sequence[Route]],
+    text: TextStates,
+    asked: Asked,
+    *,
+    memory: int = MEMORY,
+) -> tuple[Tensor, dict[str, Said]]:
+    """The model's own best tokens, and every site of a text read through every lens.
+
+    Tensors of `Said` are (levels, positions, …) here. A lens is given by its route from each site of the text. At
+    level L all lenses are the model.
+    """
+    rows = rows_at_once(model, memory)
+    at_once = min(rows, POSITIONS)
+    best: list[Tensor] = []
+    parts: dict[str, list[Said]] = {name: [] for name in routes}
+    for start in range(0, text.n_positions, at_once):
+        own, found = _read(model, routes, text, asked, slice(start, start + at_once), rows)
+        best.append(own.top[:, 0])
+        for name, said in found.items():
+            parts[name].append(said)
+    return torch.cat(best), {name: _joined(found) for name, found in parts.items()}
+
+
+def _read(
+    model: Model,
+    routes: Mapping[str, Sequence[Route]],
+    text: TextStates,
+    asked: Asked,
+    part: slice,
+    rows: int,
+) -> tuple[Said, dict[str, Said]]:
+    """What the model says at some positions, and all lenses at all sites there."""
+    true = truth(wide(model.logits(text.last[part])))
+    targets = text.targets[part].to(true.logits.device)
+    follow = torch.tensor(asked.follow, dtype=torch.long, device=true.logits.device)
+
+    sweep = Sweep(true, k=asked.k, targets=targets, follow=follow, js=asked.js)
+
+    def said(logits: Tensor) -> Said:
+        return Said(*(each.cpu() for each in sweep(logits)))
+
+    own = said(true.logits)
+    last = Site(model.n_blocks)
+    jobs = [
+        (name, place, route)
+        for name, mine in routes.items()
+        for place, (site, route) in enumerate(zip(text.sites, mine, strict=True))
+        if site != last
+    ]
+    cells = {(name, place): own for name in routes for place in range(len(text.sites))}
+    for group in _groups(jobs, max(1, rows // len(true.logits))):
+        # One product of many rows costs far less than many of few.
+        final = torch.cat([route(text.states[place][part]) for _, place, route in group])
+        logits = wide(model.anatomy.decode(final)).split(len(true.logits))
+        for (name, place, _), mine in zip(group, logits, strict=True):
+            cells[name, place] = said(mine)
+    places = range(len(text.sites))
+    return own, {name: _stacked([cells[name, place] for place in places]) for name in routes}
+
+
+def _groups(
+    jobs: Sequence[tuple[str, int, Route]], size: int
+) -> Iterator[Sequence[tuple[str, int, Route]]]:
+    return (jobs[start : start + size] for start in range(0, len(jobs), size))
+
+
+def _stacked(levels: Sequence[Said]) -> Said:
+    return Said(*(torch.stack(column) for column in zip(*levels, strict=True)))
+
+
+def _joined(parts: Sequence[Said]) -> Said:
+    """Positions beside each other."""
+    return Said(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
 
 
 def read(
@@ -233,35 +425,35 @@ class Trajectory:
 
     def to_dict(self) -> dict[str, Any]:
         """The trajectory as JSON holds it: numbers with five digits, null where there is none."""
-        from layerjump.lens.export import to_dict
+        from layerjump.lens.render.tabular import to_dict
 
         return to_dict(self)
 
     def to_pandas(self) -> pandas.DataFrame:
         """A row for every cell."""
-        from layerjump.lens.export import to_pandas
+        from layerjump.lens.render.tabular import to_pandas
 
         return to_pandas(self)
 
     def plot(self, value: str = "probability") -> go.Figure:
         """A heat map of levels and positions; colour is the best token's probability, or entropy, kl, confidence …"""
-        from layerjump.lens.picture import plot
+        from layerjump.lens.render.html import plot
 
         return plot(self, value)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The heat map as one HTML page that needs no network; written to a file if a path is given."""
-        from layerjump.lens.picture import to_html
+        from layerjump.lens.render.html import to_html
 
         return to_html(self, path)
 
     def _repr_html_(self) -> str:
-        from layerjump.lens.picture import to_table
+        from layerjump.lens.render.html import to_table
 
         return to_table(self)
 
     def __rich__(self) -> RenderableType:
-        from layerjump.lens.terminal import whole
+        from layerjump.lens.render.terminal import whole
 
         return whole(self)
 

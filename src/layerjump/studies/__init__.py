@@ -1,1 +1,1 @@
-"""One file per study: a protocol, its numbers, what they say."""
+"""Experiments: each module is one study, with its protocol, numbers and figures."""

@@ -3,23 +3,37 @@
 Models as deep and wide as the one given, with its tokenizer, are trained from scratch on the same text, in the same
 order, for as many steps; they differ in where positions come from, how far attention reaches, or where the norms stand.
 What varies is compared within rows that share all else. The authors of "Jump to Conclusions" leave the question open.
+
+Figures of `architecture`: variants beside each other.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from layerjump.inputs.corpus import Corpus
-from layerjump.inputs.models import Model
-from layerjump.studies.result import Result, Row
+import plotly.graph_objects as go
+
+from layerjump.data.corpus import Corpus
+from layerjump.models.model import Model
+from layerjump.studies.charts import (
+    BLUE,
+    Panel,
+    Study,
+    bars,
+    colours,
+    empty_figure,
+    number,
+    unique,
+)
+from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
-from layerjump.train.architectures import VARIED, Architecture, Shape, new_model
-from layerjump.train.loop import arguments, train
-from layerjump.train.packing import pack
-from layerjump.train.profile import profile
-from layerjump.train.recipe import Recipe
+from layerjump.training.data import pack
+from layerjump.training.model import VARIED, Architecture, Shape, new_model
+from layerjump.training.monitor import profile
+from layerjump.training.trainer import Recipe, arguments, train
 
 LENGTH, BATCH = 128, 16
 LEARNING_RATE = 1e-3
@@ -126,3 +140,46 @@ def _headline(rows: list[Row]) -> Row:
         for row in rows
         for name in ("gain", "without residual held out")
     }
+
+
+_SHOWN = (
+    ("gain", "gain of the map over the identity in own tokens"),
+    ("without residual held out", "linearity without residual, held out"),
+    ("r2", "R² of the map to the last level"),
+    ("perplexity", "held-out perplexity"),
+)
+
+
+def variants(study: Study) -> list[Panel]:
+    """One bar a variant; the whiskers are a standard deviation over seeds."""
+    rows = study["tables"].get("variants")
+    if not rows:
+        return []
+    named = [row | {"name": f"{row['varies']}: {row['variant']}"} for row in rows]
+    figures = [_bars(named, column, title) for column, title in _SHOWN]
+    most, least = (end(rows, key=lambda row: row["gain"]) for end in (max, min))
+    reading = (
+        f"A map to the last level gains most over the identity with {most['varies']} {most['variant']} "
+        f"({number(most['gain'])}), least with {least['varies']} {least['variant']} ({number(least['gain'])}); only "
+        "variants of one kind differ in that alone."
+    )
+    return [Panel("Architectures", reading, ("variants", "runs"), figures)]
+
+
+def _bars(rows: Sequence[Row], column: str, title: str) -> go.Figure:
+    figure = empty_figure(title, height=360)
+    kinds = unique(row["varies"] for row in rows)
+    paint = colours(kinds) if len(kinds) > 1 else dict.fromkeys(kinds, BLUE)
+    for kind in kinds:
+        mine = [row for row in rows if row["varies"] == kind]
+        bars(
+            mine,
+            "name",
+            column,
+            name=kind,
+            colour=paint[kind],
+            figure=figure,
+            low=f"{column} low",
+            high=f"{column} high",
+        )
+    return figure.update_yaxes(autorange="reversed")

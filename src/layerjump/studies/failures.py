@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerjump.fit.jumps import Jumps
-from layerjump.inputs.batches import Batches
-from layerjump.inputs.positions import Positions
-from layerjump.inputs.states import states
-from layerjump.inputs.tokens import token_text
-from layerjump.lens.readings import Readings
+from layerjump.data.batches import Batches
+from layerjump.data.positions import Positions
+from layerjump.data.tokenization import token_text
+from layerjump.jumps.jumps import Jumps
+from layerjump.lens.evaluate import Readings
+from layerjump.models.activations import states
 from layerjump.studies.examples import context
-from layerjump.studies.result import Result, Row
+from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 
 WORST = 20

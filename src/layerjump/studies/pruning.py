@@ -4,27 +4,43 @@ Blocks are chosen once, greedily by the loss on select documents with a full map
 on the same cuts and measured on test documents, beside the whole model on the same tokens. Time is of a forward pass
 over one batch, whole and pruned models in turn. A row is on the front if no other is at least as good in parameters,
 time and loss, and better in one of them. Where tasks are given, every model is scored on them through lm-eval.
+
+Figures of `pruning`: what dropping blocks costs, in loss and in tasks, and what it buys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import plotly.graph_objects as go
 import torch
 
-from layerjump.compress.blocks import cannot_drop
-from layerjump.compress.choose import Choosing, order_by_loss
-from layerjump.compress.cuts import must_stay, spans
-from layerjump.compress.loss import Losses, losses
-from layerjump.compress.projections import cannot_fold, cannot_turn
-from layerjump.compress.prune import Calibration, Pruned, calibrate, compared, cut_out
-from layerjump.compress.stand_ins import parameters
 from layerjump.errors import TextTooShort
-from layerjump.evaluate.run import evaluate
-from layerjump.inputs.models import Model
-from layerjump.measure.timing import alternate, ratio
-from layerjump.studies.alternation import with_select
-from layerjump.studies.result import Result, Row
+from layerjump.evaluation.lm_eval import evaluate
+from layerjump.metrics.timing import alternate, ratio
+from layerjump.metrics.token_loss import Losses, losses
+from layerjump.models.model import Model
+from layerjump.pruning.drop_layers import cannot_drop
+from layerjump.pruning.prune import Calibration, Pruned, calibrate, compared, cut_out
+from layerjump.pruning.replace import parameters
+from layerjump.pruning.residual_weights import cannot_fold, cannot_turn
+from layerjump.pruning.select import Choosing, must_stay, order_by_loss, spans
+from layerjump.studies.charts import (
+    Panel,
+    Study,
+    add_line,
+    colours,
+    empty_figure,
+    level_axis,
+    mean,
+    number,
+    safe,
+    unique,
+    where,
+)
+from layerjump.studies.layer_skipping import with_select
+from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 
 TOKENS = 16_000
@@ -184,3 +200,108 @@ def _headline(rows: list[Row]) -> dict[str, object]:
     return {"dropped": most, "best_method": min(last, key=lambda name: last[name])} | {
         f"ratio_{method}": value for method, value in last.items()
     }
+
+
+def pruned(study: Study) -> list[Panel]:
+    """Perplexity over the whole model's against blocks dropped, and the front over parameters and time."""
+    rows = study["tables"].get("pruned")
+    if not rows or len(rows) < 2:
+        return []
+    methods = [name for name in unique(row["method"] for row in rows) if name != "whole model"]
+    figures = [_ratios(rows, methods), _front(rows, methods)]
+    return [Panel("Fewer blocks", _reading(rows, methods), ("pruned",), figures)]
+
+
+def tasks(study: Study) -> list[Panel]:
+    """Each task's score against blocks dropped."""
+    rows = study["tables"].get("tasks")
+    if not rows:
+        return []
+    figures = []
+    for task in unique(row["task"] for row in rows):
+        mine = where(rows, task=task)
+        figures.append(_task(where(mine, metric=mine[0]["metric"])))
+    return [Panel("Tasks", _task_reading(rows), ("tasks",), figures)]
+
+
+def _task(rows: Sequence[Row]) -> go.Figure:
+    title = f"{rows[0]['task']}: {rows[0]['metric']} of {rows[0]['items']:,} items"
+    figure = empty_figure(title, x="blocks dropped", height=300)
+    methods = [name for name in unique(row["method"] for row in rows) if name != "whole model"]
+    paint, whole = colours(methods), where(rows, method="whole model")
+    for name in methods:
+        mine = whole + where(rows, method=name)
+        add_line(figure, mine, "dropped", "score", name=name, colour=paint[name], band=False)
+    return level_axis(figure, rows, "dropped")
+
+
+def _task_reading(rows: Sequence[Row]) -> str:
+    """The mean accuracy over tasks of the whole model, and of the best method with the most blocks out."""
+    first = [row for row in rows if row["metric"] == "acc"]
+    most = max(row["dropped"] for row in first)
+    means = {
+        name: mean(row["score"] for row in where(first, method=name, dropped=most))
+        for name in unique(row["method"] for row in first if row["dropped"] == most)
+    }
+    whole = mean(row["score"] for row in where(first, method="whole model"))
+    if not most:
+        return f"The whole model is right in {number(whole)} of items, on average over tasks."
+    best = max(means, key=lambda name: means[name])
+    return (
+        f"The whole model is right in {number(whole)} of items, on average over tasks; with {most} blocks dropped "
+        f"{best} keeps {number(means[best])}."
+    )
+
+
+def _ratios(rows: Sequence[Row], methods: Sequence[str]) -> go.Figure:
+    figure = empty_figure("perplexity over the whole model's", x="blocks dropped", height=360)
+    paint = colours(methods)
+    whole = where(rows, method="whole model")
+    for name in methods:
+        mine = whole + where(rows, method=name)
+        add_line(figure, mine, "dropped", "ratio", name=name, colour=paint[name])
+    worst = max(row["ratio"] for row in rows)
+    if worst > 4:
+        figure.update_yaxes(type="log")
+    return level_axis(figure, rows, "dropped")
+
+
+def _front(rows: Sequence[Row], methods: Sequence[str]) -> go.Figure:
+    figure = empty_figure(
+        "loss against time; full marks: no other is better in parameters, time and loss",
+        x="time of a forward pass over the whole model's",
+        y="loss, nats a token",
+        height=360,
+    )
+    names = ["whole model", *methods]
+    paint = colours(names)
+    for name in names:
+        mine = where(rows, method=name)
+        figure.add_scatter(
+            x=[row["time"] for row in mine],
+            y=[row["loss"] for row in mine],
+            mode="markers",
+            name=safe(name),
+            marker={
+                "color": paint[name],
+                "size": 9,
+                "symbol": ["circle" if row["front"] else "circle-open" for row in mine],
+            },
+            customdata=[[row["dropped"], row["parameters"]] for row in mine],
+            hovertemplate=f"<b>{safe(name)}</b><br>%{{customdata[0]}} blocks dropped, %{{customdata[1]:,}} parameters"
+            "<br>time %{x:.2f}, loss %{y:.3f}<extra></extra>",
+        )
+    return figure
+
+
+def _reading(rows: Sequence[Row], methods: Sequence[str]) -> str:
+    most = max(row["dropped"] for row in rows)
+    last = [row for row in rows if row["dropped"] == most and row["method"] in methods]
+    best, removed = min(last, key=lambda row: row["ratio"]), where(last, method="remove")
+    beside = (
+        f" against {number(removed[0]['ratio'])} with nothing in their place" if removed else ""
+    )
+    return (
+        f"With {most} blocks dropped, perplexity is {number(best['ratio'])} times the whole model's through "
+        f"{best['method']}{beside}; a forward pass takes {number(best['time'])} of the time."
+    )

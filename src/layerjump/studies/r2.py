@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from layerjump.fit.affine import Affine
-from layerjump.fit.collected import Collected
-from layerjump.fit.fit import TO_PREDICTIONS
-from layerjump.fit.jumps import Jumps
-from layerjump.fit.modules import to_affine
-from layerjump.fit.score import r2
-from layerjump.inputs.sites import Site
-from layerjump.studies.result import Result, Row
+from layerjump.jumps.collect import Collected
+from layerjump.jumps.fit import TO_PREDICTIONS
+from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.scoring import r2
+from layerjump.models.structure import Site
+from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 
 

@@ -1,4 +1,16 @@
-"""What the studies of one run share: the model, the text, and fits that are made once and kept."""
+"""What the studies of one run share: model, text, settings, and fits made once.
+
+What the studies of one run share: the model, the text, and fits that are made once and kept.
+
+Fits for maps that are applied at every position: position 0 and special tokens are fitted on too.
+
+A masked model sees the same share of [MASK]s as it is asked about, but is fitted on all positions of that text, not
+on the masks alone: its maps must carry the context as well.
+
+Scores that several studies give to a set of jumps to the last level.
+
+What a run with `--protocol paper` does otherwise than the authors did, so that a report can say so.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +19,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from layerjump.data.batches import Batch, Batches, batches
+from layerjump.data.corpus import Corpus, Splits, split
+from layerjump.data.positions import MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
-from layerjump.evaluate.run import require_harness
-from layerjump.evaluate.tasks import chosen, items_of
-from layerjump.fit.collect import Plan, plan
-from layerjump.fit.collected import Collected
-from layerjump.fit.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
-from layerjump.fit.jumps import Jumps
-from layerjump.fit.pairs import PREDICTIONS
-from layerjump.inputs.batches import Batch, Batches, batches
-from layerjump.inputs.corpus import Corpus, Splits, split
-from layerjump.inputs.models import Model
-from layerjump.inputs.positions import MASKED_SHARE, Positions
+from layerjump.evaluation.lm_eval import require_harness
+from layerjump.evaluation.tasks import chosen, items_of
+from layerjump.jumps.collect import Collected, Plan, plan, sampled
+from layerjump.jumps.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
+from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.pairs import PREDICTIONS, Pair
+from layerjump.jumps.scoring import R2, r2
+from layerjump.jumps.statistics import Moments
+from layerjump.lens.evaluate import Readings, read_levels
 from layerjump.lens.lens import Lens
-from layerjump.lens.readings import Readings, read_levels
+from layerjump.models.model import Model
+from layerjump.studies.results import Row
 
 Progress = Callable[[int, int], None]
 """Called with the tokens done and the tokens to do."""
@@ -298,3 +315,117 @@ def _first_documents(whole: Batches, picks: int) -> list[int]:
     """As many documents as it takes for so many picks."""
     enough = int(np.searchsorted(np.cumsum(whole.sequences.picks), picks)) + 1
     return list(dict.fromkeys(whole.sequences.document[:enough]))
+
+
+EVERY = Positions("all", skip_first=0, special=True)
+
+
+def collect_all_positions(setup: Setup, pairs: str) -> Collected:
+    """Sums over every position (all pairs: over a sample of them), kept for all studies of a run."""
+
+    def make() -> Collected:
+        return _plan(setup, pairs).run(progress=setup.progress)
+
+    return setup.keep(f"everywhere {pairs}", make)
+
+
+def fit_all_positions(setup: Setup, estimator: str, pairs: str) -> Jumps:
+    """Every map of the pairs, solved once."""
+    return setup.keep(
+        f"everywhere {estimator} {pairs}",
+        lambda: solve_jumps(collect_all_positions(setup, pairs), estimator, model=setup.model),
+    )
+
+
+def _plan(setup: Setup, pairs: str) -> Plan:
+    # All pairs are for schedules, which are chosen on the select split.
+    settings: dict[str, Any] = {"select": True} if pairs == "all" else {}
+    if not setup.model.masked:
+        positions = _asked(setup) or EVERY
+        if pairs == "all" and positions == EVERY:
+            every = setup.plan(setup.corpus, pairs, positions=EVERY, **settings)
+            positions = sampled(every.batches["fit"].n_picks, setup.model.width, everywhere=True)
+        return setup.plan(setup.corpus, pairs, positions=positions, **settings)
+    masks = _asked(setup) or _parse(MASKED_SHARE)
+    made = setup.plan(setup.corpus, pairs, positions=masks, **settings)
+    look = EVERY
+    if pairs == "all":
+        every_fit = made.batches["fit"].look_at(EVERY)
+        look = sampled(every_fit.n_picks, setup.model.width, everywhere=True)
+    looking = {name: batches.look_at(look) for name, batches in made.batches.items()}
+    about = made.about | {"positions": f"{look}, {masks} of them masked"}
+    return replace(made, batches=looking, about=about)
+
+
+def _asked(setup: Setup) -> Positions | None:
+    """The positions the run was told to take, position 0 among them."""
+    if setup.settings.paper:
+        return PAPER
+    return _parse(setup.settings.positions) if setup.settings.positions else None
+
+
+def _parse(text: str) -> Positions:
+    return Positions.parse(text, skip_first=0, special=True)
+
+
+def maps_of(jumps: Jumps) -> dict[Pair, Affine]:
+    """The maps of a set of jumps, in float64 as sums are."""
+    return {pair: to_affine(jumps[pair]).to(torch.float64) for pair in jumps}
+
+
+def r2_on(maps: Mapping[Pair, Affine], sums: Moments) -> list[R2]:
+    """R² of each map on the text of some sums, in the order of the maps."""
+    return [r2(jump, sums.source(a), sums.target(a, b)) for (a, b), jump in maps.items()]
+
+
+def mean_r2(scores: Sequence[R2]) -> Row:
+    """Both averages of R², each averaged over the levels."""
+    return {
+        "r2": sum(score.uniform for score in scores) / len(scores),
+        "r2 weighted": sum(score.weighted for score in scores) / len(scores),
+    }
+
+
+def hits_below_last(readings: Readings) -> Tensor:
+    """The share of the levels below the last that give the model's token, (lenses, examples)."""
+    return readings.hits(1)[:, :-1].double().mean(1)
+
+
+FAMILIES = ("gpt2", "bert")
+FIT_SENTENCES, TEST_SENTENCES = 9_000, 3_000
+MAX_LENGTH = {"gpt2": 1024}
+OURS = 512
+
+
+def differences(setup: Setup) -> list[str]:
+    """Sentences, one a difference; none for a run that does not follow the paper."""
+    settings, model = setup.settings, setup.model
+    if not settings.paper:
+        return []
+    family, said = model.hf.config.model_type, []
+    if family not in FAMILIES:
+        said.append(f"The model is of the family {family}; the paper's are GPT-2 and BERT.")
+    said.append(
+        f"The text is {setup.corpus.name}; the paper's are Wikipedia (20220301.en, a paragraph's last sentence) and "
+        f"news of the Leipzig collection."
+    )
+    parts = setup.parts()
+    if len(parts.fit) != FIT_SENTENCES:
+        said.append(f"{len(parts.fit):,} sentences were for fitting; in the paper 9,000.")
+    if len(parts.test) != TEST_SENTENCES:
+        said.append(
+            f"{len(parts.test):,} sentences were for testing; in the paper 3,000 (1,000 of the news)."
+        )
+    if settings.tokens is not None:
+        said.append(f"Only {settings.tokens:,} tokens were run; the paper sets no such bound.")
+    if settings.positions != PAPER_SETTINGS.positions:
+        said.append(f"Positions are {settings.positions}; in the paper one a sentence.")
+    if settings.estimators != PAPER_SETTINGS.estimators:
+        said.append(f"Maps are {', '.join(settings.estimators)}; the paper's is mat.")
+    if not model.masked and model.tokens.around[0]:
+        said.append("A special token begins every text; the paper's GPT-2 sees none.")
+    longest = MAX_LENGTH.get(family, OURS)
+    if longest > OURS:
+        said.append(f"Sentences are cut at {OURS} tokens; in the paper at {longest:,}.")
+    said.append("Splits and positions are drawn with a seed of ours; the authors set none.")
+    return said

@@ -7,18 +7,17 @@ text itself.
 
 from __future__ import annotations
 
-from layerjump.fit.affine import Affine
-from layerjump.fit.fit import solve_jumps
-from layerjump.fit.moments import Moments
-from layerjump.fit.pairs import Pair
-from layerjump.fit.score import R2
-from layerjump.inputs.corpus import Corpus
+from layerjump.data.corpus import Corpus
+from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.maps import Affine
+from layerjump.jumps.pairs import Pair
+from layerjump.jumps.scoring import R2
+from layerjump.jumps.statistics import Moments
+from layerjump.lens.evaluate import Readings
 from layerjump.lens.lens import Lens
-from layerjump.lens.readings import Readings
-from layerjump.measure.bootstrap import mean_interval
-from layerjump.studies.result import Result, Row
-from layerjump.studies.scores import hits_below_last, maps_of, mean_r2, r2_on
-from layerjump.studies.setup import Setup
+from layerjump.metrics.bootstrap import mean_interval
+from layerjump.studies.results import Result, Row
+from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_on
 
 
 def unable(setup: Setup) -> str | None:

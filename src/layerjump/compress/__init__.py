@@ -1,1 +1,0 @@
-"""Put matrices in the place of parts of a model."""

@@ -1,0 +1,116 @@
+"""Select the positions of a sequence that enter a fit or an evaluation.
+
+A draw depends on the seed, the document, the sequence's number in it, its length and the settings,
+and on nothing else: batch size, order and number of processes do not change which tokens are seen.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerjump.errors import BadText
+
+Kind = Literal["one", "all", "sample", "share"]
+
+MASKED_SHARE = "15%"
+"""What a masked model is shown of itself unless told otherwise: the share it was trained with."""
+_WANTED = "give `one`, `all`, `sample=8` (so many a sequence) or `15%` (a share of each sequence)"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How positions are drawn: one a document, all, so many a sequence, or a share of each.
+
+    `amount` is the number for `sample` and the fraction for `share`. `skip_first` counts from the
+    sequence's first position, special tokens included; position 0 is an attention sink, unlike any
+    other. Special tokens around the text are drawn only if `special`.
+    """
+
+    kind: Kind
+    amount: float = 0
+    skip_first: int = 1
+    special: bool = False
+
+    def __post_init__(self) -> None:
+        if not _makes_sense(self.kind, self.amount):
+            raise BadText(f"positions given are {self.kind!r} with amount {self.amount}; {_WANTED}")
+        if self.skip_first < 0:
+            raise BadText(f"skip_first given is {self.skip_first}; give 0 or more")
+
+    @classmethod
+    def parse(cls, text: str, *, skip_first: int = 1, special: bool = False) -> "Positions":
+        """Read `one`, `all`, `sample=8` or `15%`."""
+        understood = _understood(text)
+        if understood is None or not _makes_sense(*understood):
+            raise BadText(f"positions given are {text!r}; {_WANTED}")
+        return cls(*understood, skip_first, special)
+
+    def __str__(self) -> str:
+        if self.kind == "sample":
+            return f"sample={int(self.amount)}"
+        # 12 digits, so that 0.07 is written as 7% and not as 7.000000000000001%
+        return f"{100 * self.amount:.12g}%" if self.kind == "share" else self.kind
+
+    @property
+    def first_sequence_only(self) -> bool:
+        """Whether a long document is cut off at its first sequence: `one` is one a document."""
+        return self.kind == "one"
+
+    def masks(self) -> bool:
+        """Whether a masked model sees [MASK] where we look; if all are, there is no context."""
+        return self.kind != "all"
+
+    def eligible(self, length: int, n_prefix: int, n_suffix: int) -> range:
+        """The positions that may be drawn from a sequence of this length, specials included."""
+        start = 0 if self.special else n_prefix
+        end = length if self.special else length - n_suffix
+        return range(max(start, self.skip_first), max(end, 0))
+
+    def count(self, length: int, n_prefix: int, n_suffix: int) -> int:
+        """How many positions `draw` gives for a sequence of this length."""
+        eligible = len(self.eligible(length, n_prefix, n_suffix))
+        wanted = {
+            "one": 1,
+            "all": eligible,
+            "sample": int(self.amount),
+            "share": max(1, round(self.amount * eligible)),
+        }
+        return min(wanted[self.kind], eligible)
+
+    def draw(
+        self, length: int, n_prefix: int, n_suffix: int, *, seed: int, document: int, sequence: int
+    ) -> NDArray[np.int64]:
+        """The positions that count, in order."""
+        eligible = self.eligible(length, n_prefix, n_suffix)
+        every = np.arange(eligible.start, eligible.stop)
+        count = self.count(length, n_prefix, n_suffix)
+        if count == len(every):
+            return every
+        # Raw bits, because numpy promises that these stay the same from version to version.
+        bits = np.random.Philox(np.random.SeedSequence([seed, document, sequence]))
+        return np.sort(every[np.argsort(bits.random_raw(len(every)))[:count]])
+
+
+def _understood(text: str) -> tuple[Kind, float] | None:
+    if text == "one":
+        return "one", 0
+    if text == "all":
+        return "all", 0
+    if match := re.fullmatch(r"sample=([0-9]+)", text):
+        return "sample", int(match[1])
+    if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text):
+        return "share", float(match[1]) / 100
+    return None
+
+
+def _makes_sense(kind: str, amount: float) -> bool:
+    if kind == "sample":
+        return amount >= 1 and float(amount).is_integer()
+    return 0 < amount <= 1 if kind == "share" else kind in ("one", "all") and amount == 0
+
+
+PAPER = Positions("one", skip_first=0, special=True)
+"""One position a document, any position: how the paper that brought `mat` drew them."""

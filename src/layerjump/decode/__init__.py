@@ -1,1 +1,0 @@
-"""Stopping early: rules, generation that follows them, and calibration that finds them."""

@@ -1,1 +1,0 @@
-"""Benchmarks: tasks through lm-eval, from local files; perplexity with a sliding window."""

@@ -1,0 +1,1 @@
+"""Benchmark tasks through lm-eval, and perplexity."""

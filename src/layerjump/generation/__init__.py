@@ -1,0 +1,1 @@
+"""Generation with early exit and verified drafts."""

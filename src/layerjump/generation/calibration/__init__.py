@@ -1,0 +1,1 @@
+"""Choose an exit rule that keeps a target agreement."""

@@ -1,1 +1,0 @@
-"""Models and text in, states out."""

@@ -1,0 +1,1 @@
+"""Activations replaced in a running model."""

@@ -1,0 +1,1 @@
+"""Linear maps between sites: second-moment sums, estimators, scores, files."""

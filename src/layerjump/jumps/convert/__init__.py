@@ -1,0 +1,1 @@
+"""Lenses of other tools, imported as jumps and exported from them."""

@@ -1,0 +1,1 @@
+"""Estimators: from second-moment sums to linear maps."""

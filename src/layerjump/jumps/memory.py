@@ -1,0 +1,104 @@
+"""Estimate the memory and arithmetic of a run before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from layerjump.data.batches import Batches
+from layerjump.errors import TooLarge
+from layerjump.jumps.statistics import Moments
+from layerjump.models.model import Model
+from layerjump.models.structure import FINAL, Site
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Bytes held at once, and floating-point operations of the sums and of the model's body."""
+
+    sums_bytes: int
+    batch_bytes: int
+    sums_flops: float
+    model_flops: float
+    tokens: int
+    positions: int
+
+    @property
+    def bytes(self) -> int:
+        return self.sums_bytes + self.batch_bytes
+
+    def __str__(self) -> str:
+        share = self.sums_flops / max(self.model_flops, 1)
+        return (
+            f"{self.tokens:,} tokens, {self.positions:,} positions; memory for sums {_size(self.sums_bytes)} and "
+            f"one batch's states {_size(self.batch_bytes)}; {self.sums_flops / 1e9:,.0f} GFLOP of sums, "
+            f"{share:.0%} of the model's own {self.model_flops / 1e9:,.0f}"
+        )
+
+    def require_memory(self) -> None:
+        """Refuse a run that would not fit in the memory that is free now."""
+        free = psutil.virtual_memory().available
+        if self.bytes > free:
+            raise TooLarge(
+                f"this run needs {_size(self.bytes)} ({_size(self.sums_bytes)} of it for sums), but only "
+                f"{_size(free)} are free; ask for fewer pairs (--pairs to-last or a list) or fewer positions a batch"
+            )
+
+
+def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill:
+    """The bill of summing `batches` (by split) as `moments` would."""
+    raw = {site: site_width(model, site) for site in moments.sites}
+    wider = 2 if moments.reads == "both" else 1
+    width = {site: raw[site] * (wider if site in moments.sources else 1) for site in raw}
+    products = [(site, site) for site in moments.squared] + moments.pairs
+    entries = sum(width[a] * width[b] for a, b in products)
+    kept = sum(raw[site] for site in moments.reservoir.sites) * moments.reservoir.size
+    positions = sum(split.n_picks for split in batches.values())
+    tokens = sum(split.n_tokens for split in batches.values())
+    most = max((int(split.most_picks) for split in batches.values()), default=0)
+    return Bill(
+        sums_bytes=len(batches) * (8 * entries + 4 * kept),
+        # states as captured, and their shifted copies in float64
+        batch_bytes=(4 + 8) * most * sum(width.values()),
+        sums_flops=2.0 * entries * positions,
+        model_flops=_model_flops(model, batches),
+        tokens=tokens,
+        positions=positions,
+    )
+
+
+def _model_flops(model: Model, batches: Mapping[str, Batches]) -> float:
+    """Two operations a weight and token; an encoder–decoder's tokens go through one stack each."""
+    tokens = sum(split.n_tokens for split in batches.values())
+    sources = sum(split.n_source_tokens for split in batches.values())
+    flops = 2.0 * _weights(model) * (tokens - sources)
+    return flops + 2.0 * _weights(model.encoder_side()) * sources if sources else flops
+
+
+def _weights(model: Model) -> int:
+    """The weights that a token goes through on its way from level 0 to level L."""
+    blocks = set(model.anatomy.blocks)
+    once = sum(p.numel() for block in blocks for p in block.parameters())
+    return once * (model.n_blocks // len(blocks))
+
+
+def site_width(model: Model, site: Site) -> int:
+    """How many coordinates a state has at a site."""
+    if site == FINAL:
+        return model.anatomy.head.get_parameter("weight").shape[1]
+    if site.part == "heads":
+        projection = model.anatomy.tap(site).module
+        # GPT-2's Conv1D keeps (in, out), Linear (out, in).
+        side = 0 if type(projection).__name__ == "Conv1D" else 1
+        return projection.get_parameter("weight").shape[side]
+    return model.width
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

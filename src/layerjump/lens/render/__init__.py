@@ -1,0 +1,1 @@
+"""Trajectories for the terminal, the browser and notebooks."""

@@ -1,1 +1,0 @@
-"""Numbers about states, predictions and time: tensors in, numbers out."""

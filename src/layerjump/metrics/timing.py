@@ -1,0 +1,58 @@
+"""Time rivals in one run and describe the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def alternate(
+    rivals: Mapping[str, Callable[[], object]], *, repeats: int = 5, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each rival, `repeats` times in turn after one untimed round.
+
+    Leave the warm-up out only where a run is so long that its start does not matter.
+
+    Taking turns, forwards then backwards, spreads whatever else the machine does over all of them alike.
+    """
+    if warm_up:
+        for rival in rivals.values():
+            rival()
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    for turn in range(repeats):
+        order = list(rivals) if turn % 2 == 0 else list(rivals)[::-1]
+        for name in order:
+            start = time.perf_counter()
+            rivals[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median over turns of our time over theirs: both of a turn ran under the same conditions."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def machine() -> str:
+    """One line that says what the numbers were measured on."""
+    return (
+        f"{os.cpu_count()} CPU cores ({_processor()}), {torch.get_num_threads()} threads, "
+        f"{'GPU ' + torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            ]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.machine()

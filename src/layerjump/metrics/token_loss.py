@@ -1,0 +1,79 @@
+"""Per-token loss of a model on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from layerjump.data.batches import Batch
+from layerjump.metrics.bootstrap import mean_interval
+from layerjump.models.activations import states
+from layerjump.models.model import Model
+
+ROWS = 256
+"""Positions that go through the vocabulary product at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """Nats of every predicted token, and the document it stands in."""
+
+    each: Tensor
+    document: Tensor
+
+    @property
+    def mean(self) -> float:
+        return float(self.each.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean)
+
+    def over(self, other: Losses) -> tuple[float, float, float]:
+        """Our perplexity over another's on the same tokens, with its 95 % interval over documents."""
+        found = mean_interval((self.each - other.each).numpy(), self.document.numpy())
+        ratio, low, high = (math.exp(float(value)) for value in found)
+        return ratio, low, high
+
+
+def losses(
+    model: Model, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
+) -> Losses:
+    """Run batches (all positions of a causal model, the masks of a masked one) and take each token's loss."""
+    last = model.n_blocks
+    found, documents = [], []
+    for one in states(model, batches, [last]):
+        each, document = losses_at(model, one.batch, one[last])
+        found.append(each)
+        documents.append(document)
+        if progress:
+            progress(one.batch.n_tokens)
+    return Losses(torch.cat(found), torch.cat(documents))
+
+
+@torch.no_grad()
+def losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses and documents of a batch, from its picks' states at level L."""
+    chosen, token = _predicted(model, batch)
+    # The empty one: in a batch of the shortest texts no pick may have a token behind it.
+    rows, parts = last[chosen.to(last.device)], [torch.zeros(0)]
+    for start in range(0, len(rows), ROWS):
+        part = slice(start, start + ROWS)
+        logits = model.logits(rows[part]).float()
+        parts.append(cross_entropy(logits, token[part].to(logits.device), reduction="none").cpu())
+    return torch.cat(parts).double(), batch.document[chosen]
+
+
+def _predicted(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which picks predict something, and what: the token that follows, or the one under the mask."""
+    if model.masked:
+        return torch.arange(batch.n_picks), batch.token
+    following = (batch.position + 1).clamp(max=batch.input_ids.shape[1] - 1)
+    there = batch.attention_mask[batch.row, following].bool() & (following > batch.position)
+    chosen = there.nonzero()[:, 0]
+    return chosen, batch.input_ids[batch.row[chosen], following[chosen]]

@@ -1,0 +1,1 @@
+"""One Hugging Face model: loading, structure, self-check, activations."""

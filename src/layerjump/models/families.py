@@ -1,0 +1,351 @@
+"""One row per model family: module paths and the order in which a block adds its parts.
+
+What is said of a model family: where it keeps its parts, and in what order a block adds them up.
+
+Paths of `ln1 … ffn_adds` start at a block, the others at the model. What a block of each kind computes:
+
+    pre        y = h + attn;       out = y + ffn         (each reads a norm of the stream)
+    parallel   out = h + attn + ffn
+    sandwich   as pre; attn and ffn are taken after a norm of their own outputs
+    post       y = ln1(h + attn);  out = ln2(y + ffn)
+
+A decoder beside an encoder adds cross-attention between the two in the same manner: y + xattn, or lnx(y + xattn).
+
+One row per model family (`family.py` says what its fields mean).
+
+Adding a family is adding a row to `FAMILIES`; the self-check at load and the contract tests then prove it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from layerjump.errors import UnsupportedModel
+
+Kind = Literal["pre", "parallel", "sandwich", "post"]
+Task = Literal["causal", "masked", "seq2seq", "encoder"]
+"""`encoder` is the encoder of a seq2seq model looked at alone; no row has it."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family keeps its parts."""
+
+    blocks: str
+    """The block list; `*` steps into each entry's own list (ALBERT's groups)."""
+    kind: Kind
+    ln1: str | None
+    ln2: str | None
+    """None: there is none, or it is the same module as ln1."""
+    attn: str
+    """The module that attention's input enters."""
+    attn_adds: str
+    """The module whose output is what attention adds to the stream."""
+    heads: str
+    """The attention output projection: its input holds one slice a head."""
+    ffn: str
+    ffn_adds: str
+    to_final: tuple[str, ...]
+    """Modules between level L and the vocabulary product; `@gelu` is the bare activation."""
+    head: str
+    """The vocabulary product."""
+    task: Task = "causal"
+    lnx: str | None = None
+    xattn: str | None = None
+    xattn_adds: str | None = None
+    """Cross-attention and its norm, as ln1, attn and attn_adds are self-attention's."""
+    encoder: Mapping[str, Any] | None = None
+    """Encoder–decoders: where the encoder keeps its parts, as far as they differ from the decoder's."""
+    final_scale: float = 1.0
+    """What the state is multiplied by just before the vocabulary product."""
+    logits_bias: str | None = None
+    """A buffer added to the logits."""
+    softcap: str | None = None
+    """The config field of a tanh soft-cap on the logits."""
+    needs_bos: bool = False
+    """Trained with BOS always: it is added even if the tokenizer forgets to."""
+    reserved_positions: int = 0
+    """Rows of the position table that no token can use."""
+    before: str = "token embedding"
+    """What stands before level 0 (said in `layerjump families`)."""
+    variant: Callable[[Any], dict[str, Any]] | None = None
+    """What differs by configuration: config → fields to replace."""
+
+    def of(self, config: Any) -> Family:
+        """This row with the configuration's variant applied."""
+        return replace(self, **self.variant(config)) if self.variant else self
+
+    def additions(self) -> list[tuple[str, str | None, str]]:
+        """What a block adds to the stream, one after another: (part, its norm, the stream's name afterwards)."""
+        cross = [("xattn", self.lnx, "mid2")] if self.xattn else []
+        return [("attn", self.ln1, "mid"), *cross, ("ffn", self.ln2, "level")]
+
+    def of_encoder(self) -> Family:
+        """The row of the encoder that an encoder–decoder has beside its decoder."""
+        if self.encoder is None:
+            raise UnsupportedModel("this family has one stack of blocks, so no encoder beside it")
+        bare = replace(self, lnx=None, xattn=None, xattn_adds=None, encoder=None, logits_bias=None)
+        return replace(bare, task="encoder", to_final=(), final_scale=1.0, **self.encoder)
+
+
+def _gpt_neox(config: Any) -> dict[str, Any]:
+    return {} if config.use_parallel_residual else {"kind": "pre"}
+
+
+def _opt(config: Any) -> dict[str, Any]:
+    tail: tuple[str, ...] = ()
+    if config.do_layer_norm_before and not config._remove_final_layer_norm:
+        tail += ("model.decoder.final_layer_norm",)
+    if config.word_embed_proj_dim != config.hidden_size:
+        tail += ("model.decoder.project_out",)
+    return {"kind": "pre" if config.do_layer_norm_before else "post", "to_final": tail}
+
+
+def _falcon(config: Any) -> dict[str, Any]:
+    if config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
+        return {"ln1": "ln_attn", "ln2": "ln_mlp"}
+    if config.new_decoder_architecture or config.parallel_attn:
+        return {}
+    return {"kind": "pre", "ln2": "post_attention_layernorm"}
+
+
+def _t5(config: Any) -> dict[str, Any]:
+    # The first T5 divides what it hands to its tied head; version 1.1 does not.
+    return {"final_scale": config.d_model**-0.5} if config.scale_decoder_outputs else {}
+
+
+_GPT2 = Family(
+    blocks="transformer.h",
+    kind="pre",
+    ln1="ln_1",
+    ln2="ln_2",
+    attn="attn",
+    attn_adds="attn",
+    heads="attn.c_proj",
+    ffn="mlp",
+    ffn_adds="mlp",
+    to_final=("transformer.ln_f",),
+    head="lm_head",
+    before="token + learned position embedding",
+)
+_OPT = Family(
+    blocks="model.decoder.layers",
+    kind="pre",
+    ln1="self_attn_layer_norm",
+    ln2="final_layer_norm",
+    attn="self_attn",
+    attn_adds="self_attn",
+    heads="self_attn.out_proj",
+    ffn="fc1",
+    ffn_adds="fc2",
+    to_final=("model.decoder.final_layer_norm",),
+    head="lm_head",
+    before="token (projected in the 350m) + learned position embedding",
+    variant=_opt,
+)
+_LLAMA = Family(
+    blocks="model.layers",
+    kind="pre",
+    ln1="input_layernorm",
+    ln2="post_attention_layernorm",
+    attn="self_attn",
+    attn_adds="self_attn",
+    heads="self_attn.o_proj",
+    ffn="mlp",
+    ffn_adds="mlp",
+    to_final=("model.norm",),
+    head="lm_head",
+)
+_GEMMA2 = replace(
+    _LLAMA,
+    kind="sandwich",
+    ln2="pre_feedforward_layernorm",
+    attn_adds="post_attention_layernorm",
+    ffn_adds="post_feedforward_layernorm",
+    softcap="final_logit_softcapping",
+    needs_bos=True,
+    before="token embedding × √d",
+)
+_BERT = Family(
+    blocks="bert.encoder.layer",
+    kind="post",
+    ln1="attention.output.LayerNorm",
+    ln2="output.LayerNorm",
+    attn="attention.self",
+    attn_adds="attention.output.dense",
+    heads="attention.output.dense",
+    ffn="intermediate",
+    ffn_adds="output.dense",
+    to_final=("cls.predictions.transform",),
+    head="cls.predictions.decoder",
+    task="masked",
+    before="token + position + type embedding, normed",
+)
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": _GPT2,
+    "gpt_neo": replace(_GPT2, heads="attn.attention.out_proj"),
+    "gptj": replace(
+        _GPT2, kind="parallel", ln2=None, heads="attn.out_proj", before="token embedding"
+    ),
+    "gpt_neox": Family(
+        blocks="gpt_neox.layers",
+        kind="parallel",
+        ln1="input_layernorm",
+        ln2="post_attention_layernorm",
+        attn="attention",
+        attn_adds="attention",
+        heads="attention.dense",
+        ffn="mlp",
+        ffn_adds="mlp",
+        to_final=("gpt_neox.final_layer_norm",),
+        head="lm_head",
+        variant=_gpt_neox,
+    ),
+    "opt": _OPT,
+    "bloom": Family(
+        blocks="transformer.h",
+        kind="pre",
+        ln1="input_layernorm",
+        ln2="post_attention_layernorm",
+        attn="self_attention",
+        # The modules' own outputs already contain the stream; their last layers' do not.
+        attn_adds="self_attention.dense",
+        heads="self_attention.dense",
+        ffn="mlp",
+        ffn_adds="mlp.dense_4h_to_h",
+        to_final=("transformer.ln_f",),
+        head="lm_head",
+        before="token embedding, normed",
+    ),
+    "falcon": Family(
+        blocks="transformer.h",
+        kind="parallel",
+        ln1="input_layernorm",
+        ln2=None,
+        attn="self_attention",
+        attn_adds="self_attention",
+        heads="self_attention.dense",
+        ffn="mlp",
+        ffn_adds="mlp",
+        to_final=("transformer.ln_f",),
+        head="lm_head",
+        variant=_falcon,
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": replace(_LLAMA, needs_bos=True, before="token embedding × √d"),
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "phi": replace(
+        _LLAMA,
+        kind="parallel",
+        ln2=None,
+        heads="self_attn.dense",
+        to_final=("model.final_layernorm",),
+    ),
+    "phi3": _LLAMA,
+    "olmo2": replace(
+        _LLAMA,
+        kind="sandwich",
+        ln1=None,
+        ln2=None,
+        attn_adds="post_attention_layernorm",
+        ffn_adds="post_feedforward_layernorm",
+    ),
+    "bert": _BERT,
+    "roberta": replace(
+        _BERT,
+        blocks="roberta.encoder.layer",
+        to_final=("lm_head.dense", "@gelu", "lm_head.layer_norm"),
+        head="lm_head.decoder",
+        reserved_positions=2,
+    ),
+    "distilbert": replace(
+        _BERT,
+        blocks="distilbert.transformer.layer",
+        ln1="sa_layer_norm",
+        ln2="output_layer_norm",
+        attn="attention",
+        attn_adds="attention",
+        heads="attention.out_lin",
+        ffn="ffn",
+        ffn_adds="ffn",
+        to_final=("vocab_transform", "activation", "vocab_layer_norm"),
+        head="vocab_projector",
+        before="token + position embedding, normed",
+    ),
+    "electra": replace(
+        _BERT,
+        blocks="electra.encoder.layer",
+        to_final=("generator_predictions",),
+        head="generator_lm_head",
+        before="token + position + type embedding, normed, projected",
+    ),
+    "albert": replace(
+        _BERT,
+        blocks="albert.encoder.albert_layer_groups.*.albert_layers",
+        ln1="attention.LayerNorm",
+        ln2="full_layer_layer_norm",
+        attn="attention",
+        attn_adds="attention.dense",
+        heads="attention.dense",
+        ffn="ffn",
+        ffn_adds="ffn_output",
+        to_final=("predictions.dense", "predictions.activation", "predictions.LayerNorm"),
+        head="predictions.decoder",
+        before="token + position + type embedding, normed, projected",
+    ),
+    "t5": Family(
+        blocks="decoder.block",
+        kind="pre",
+        ln1="layer.0.layer_norm",
+        ln2="layer.2.layer_norm",
+        attn="layer.0.SelfAttention",
+        attn_adds="layer.0.SelfAttention",
+        heads="layer.0.SelfAttention.o",
+        ffn="layer.2.DenseReluDense",
+        ffn_adds="layer.2.DenseReluDense",
+        to_final=("decoder.final_layer_norm",),
+        head="lm_head",
+        task="seq2seq",
+        lnx="layer.1.layer_norm",
+        xattn="layer.1.EncDecAttention",
+        xattn_adds="layer.1.EncDecAttention",
+        encoder={
+            "blocks": "encoder.block",
+            "ln2": "layer.1.layer_norm",
+            "ffn": "layer.1.DenseReluDense",
+            "ffn_adds": "layer.1.DenseReluDense",
+        },
+        variant=_t5,
+    ),
+    "bart": replace(
+        _OPT,
+        kind="post",
+        to_final=(),
+        task="seq2seq",
+        lnx="encoder_attn_layer_norm",
+        xattn="encoder_attn",
+        xattn_adds="encoder_attn",
+        encoder={"blocks": "model.encoder.layers"},
+        logits_bias="final_logits_bias",
+        before="token + learned position embedding, normed",
+        variant=None,
+    ),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The row of a configuration's family, its variant applied."""
+    row = FAMILIES.get(config.model_type)
+    if row is None:
+        raise UnsupportedModel(
+            f"models of type {config.model_type!r} are not supported; the supported types are "
+            f"{', '.join(FAMILIES)} (docs/families.md says how to add one)"
+        )
+    return row.of(config)

@@ -1,0 +1,319 @@
+"""Load a model from a hub id, a folder, a GGUF file or the bundled name.
+
+What a GGUF file states about itself, held against what it holds before anything of those sizes is built.
+
+How a model is loaded: from a hub id, a folder, a GGUF file or a built-in name.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, one_line
+from layerjump.models import bundled_model
+from layerjump.models.families import family_of
+from layerjump.models.model import Model
+
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Type of a value → its bytes; the other two are strings and lists."""
+_STRING, _LIST = 8, 9
+_MOST = 4_000_000
+"""Entries of a list: ten times those of the largest vocabulary."""
+
+
+def check_sizes(path: Path) -> None:
+    """Refuse a file that leaves out a size, or has fewer blocks than it says.
+
+    transformers would put in the size of a large model, take its time to build that, and only then miss the weights.
+    """
+    from gguf import GGUFReader
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        _Header(data, path).check()
+    reader = GGUFReader(path)
+    family = _stated(reader, "general.architecture", path)
+    shapes = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
+    found = {
+        "block_count": 1 + max((_block(name) for name in shapes), default=-1),
+        "embedding_length": _width(shapes, "token_embd.weight", 0),
+        "feed_forward_length": _width(shapes, "blk.0.ffn_up.weight", 1),
+    }
+    for name, size in found.items():
+        if size is None:
+            continue
+        stated = _stated(reader, f"{family}.{name}", path)
+        if stated != size:
+            raise BadModel(
+                f"{path} states {family}.{name} {stated!r}, but its tensors have {size}: it is incomplete; "
+                f"get it again"
+            )
+    # A table is made of so many angles before anything is compared with them.
+    rope = reader.get_field(f"{family}.rope.dimension_count")
+    width = found["embedding_length"]
+    if rope is not None and width is not None and not 0 <= int(rope.contents()) <= width:
+        raise BadModel(
+            f"{path} states {family}.rope.dimension_count {rope.contents()}, but the model is {width} wide: it is "
+            f"damaged; get it again"
+        )
+
+
+class _Header:
+    """A walk over the values before the tensors: every length must lie within the file.
+
+    The reader itself would go through a list of a trillion entries, all behind the end of the file.
+    """
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data, self._path, self._at = data, path, 4  # behind the mark
+        self._order = "<"
+
+    def check(self) -> None:
+        if self._number("I") & 0xFFFF == 0:  # the version, in the other order of bytes
+            self._order = ">"
+        self._number("Q")  # tensors
+        for _ in range(self._count(least=8)):
+            self._skip(self._count(least=1))
+            self._pass(self._number("I"))
+
+    def _pass(self, kind: int, inside: int = 0) -> None:
+        if kind in _SCALARS:
+            self._skip(_SCALARS[kind])
+        elif kind == _STRING:
+            self._skip(self._count(least=1))
+        elif kind == _LIST and inside < 4:
+            entries = self._number("I")
+            count = self._count(least=_SCALARS.get(entries, 8))
+            if count > _MOST:
+                self._damaged(f"a list has {count:,} entries")
+            if entries in _SCALARS:
+                self._skip(count * _SCALARS[entries])
+                return
+            for _ in range(count):
+                self._pass(entries, inside + 1)
+        else:
+            self._damaged(f"a value has the type {kind}")
+
+    def _count(self, least: int) -> int:
+        """A number of things that take so many bytes at least."""
+        count = self._number("Q")
+        if count * least > len(self._data) - self._at:
+            self._damaged(f"{count:,} entries cannot be in {len(self._data):,} bytes")
+        return count
+
+    def _number(self, kind: str) -> int:
+        form = struct.Struct(self._order + kind)
+        start = self._at
+        self._skip(form.size)
+        return int(form.unpack_from(self._data, start)[0])
+
+    def _skip(self, size: int) -> None:
+        self._at += size
+        if self._at > len(self._data):
+            self._damaged("it ends within its first part")
+
+    def _damaged(self, reason: str) -> NoReturn:
+        raise BadModel(f"{self._path} is cut short or damaged: {reason}; get it again")
+
+
+def _stated(reader: object, key: str, path: Path) -> object:
+    field = reader.get_field(key)  # type: ignore[attr-defined]
+    if field is None:
+        raise BadModel(
+            f"{path} does not state {key}: it is incomplete, or holds no language model; give another file"
+        )
+    return field.contents()
+
+
+def _block(name: str) -> int:
+    """The number in blk.7.attn_q.weight; −1 where there is none."""
+    start, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if start == "blk" and number.isdecimal() else -1
+
+
+def _width(shapes: dict[str, list[int]], name: str, axis: int) -> int | None:
+    shape = shapes.get(name, [])
+    return shape[axis] if axis < len(shape) else None
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+MOST_BLOCKS = 10_000
+"""More than any model has."""
+CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+
+
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
+
+    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own. A
+    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = str(source)
+    where: dict[str, Any] = {"revision": revision} if revision else {}
+    where |= {"trust_remote_code": True} if trust_remote_code else {}
+    place = _place(name, where)
+    with quiet_transformers():
+        config = _attempt(name, lambda: AutoConfig.from_pretrained(place, **where))
+        family = family_of(config)
+        _require_few_blocks(name, config)
+        hf, report = _attempt(
+            name,
+            lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
+                place,
+                dtype=_dtype(dtype, device),
+                device_map=device_map,
+                output_loading_info=True,
+                **where,
+            ),
+        )
+        tokenizer = _tokenizer(place, where)
+    no_predictions = _missing_weights(name, hf, report["missing_keys"])
+    if device_map is None:
+        hf = _attempt(name, lambda: hf.to(device))
+    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions, revision=revision)
+
+
+def _place(name: str, where: dict[str, Any]) -> str:
+    """Where transformers should look; a GGUF file also adds its name to the arguments."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise BadModel(
+                f"{name} is a file, but not a .gguf; give a model folder, a GGUF file or a hub id"
+            )
+        _attempt(name, lambda: check_sizes(path))
+        where["gguf_file"] = path.name
+        return str(path.parent)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(
+                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id (what `prune "
+                f"--method linear` wrote is a model and maps: `generate`, `eval` and `prune` take it)"
+            )
+        return str(path)
+    if name in bundled_model.NAMES:
+        return str(bundled_model.folder(name))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelNotFound(
+            f"there is no folder or file {name}; give a model folder, a GGUF file or a hub id"
+        )
+    return name
+
+
+def _attempt(name: str, action: Any) -> Any:
+    """Loading can fail in any of four libraries' ways; each becomes one line that names the model."""
+    try:
+        return action()
+    except LayerjumpError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and not Path(name).expanduser().exists():
+            near = get_close_matches(name, bundled_model.NAMES, n=1)
+            meant = f"did you mean the built-in {near[0]}? Else check" if near else "check"
+            raise ModelNotFound(
+                f"{name} is neither a local folder nor a model the hub gives us ({one_line(error)}); {meant} the name, "
+                f"the network, or give a local folder"
+            ) from error
+        raise BadModel(
+            f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}"
+        ) from error
+
+
+def _require_few_blocks(name: str, config: PretrainedConfig) -> None:
+    """transformers would make blocks until the memory is full."""
+    for key, value in config.to_dict().items():
+        if ("layer" in key or "group" in key) and type(value) is int and value > MOST_BLOCKS:
+            raise BadModel(
+                f"the config.json of {name} says {key}: {str(value)[:20]}, but at most {MOST_BLOCKS:,} are made; mend "
+                f"it"
+            )
+
+
+def _dtype(dtype: str | None, device: str) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise BadModel(f"dtype {dtype!r} is not known; give one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _tokenizer(place: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **where)
+    except Exception:
+        return None  # many checkpoints have none; `Model.tokens` says so when text is first given
+    # Where there are no tokenizer files, transformers may make one up that knows no words.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
+def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:
+    """Refuse a checkpoint whose body is incomplete; say why one without its head predicts nothing."""
+    # T5 has no base model: there all but the head is body.
+    bodiless = hf.base_model is hf
+    inside = [
+        key
+        for key in missing
+        if key.startswith(f"{hf.base_model_prefix}.")
+        or (bodiless and not key.startswith("lm_head."))
+    ]
+    if inside:
+        raise BadModel(
+            f"{name} lacks {len(inside)} weights of its body, {sorted(inside)[0]} among them; the checkpoint is "
+            f"incomplete"
+        )
+    if not missing:
+        return None
+    return (
+        f"{name} was saved without its prediction head ({sorted(missing)[0]} is missing), so its predictions would "
+        f"be random; load a checkpoint with the head, or use only what needs none (linearity, jumps)"
+    )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and loading tables: what matters of them is checked, and raised."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Drop blocks, replace them by maps, write plain checkpoints."""

@@ -1,0 +1,207 @@
+"""Write and load a pruned checkpoint.
+
+The model card of a pruned checkpoint: what was done, on what text, and what it costs.
+
+Write a pruned model, whole or not at all: an ordinary checkpoint, or base and jumps where no weight holds them.
+
+Load any model, also one that `prune` saved as base and jumps.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from layerjump import __version__
+from layerjump.errors import BadArtifact, WrongModel
+from layerjump.io import OLD, read_json, sync, write_json, write_text, writing
+from layerjump.jumps.jumps import Jumps
+from layerjump.models import loading
+from layerjump.models.fingerprint import fingerprint
+from layerjump.models.loading import quiet_transformers
+from layerjump.models.model import Model
+from layerjump.models.structure import Site
+from layerjump.pruning.prune import Pruned
+from layerjump.pruning.replace import METHODS, attach
+from layerjump.pruning.select import blocks_in
+
+TRUNCATED = "a jump to the state after the final norm, merged into an untied head"
+
+
+def card(record: dict[str, Any]) -> str:
+    """A README in the form the hub reads."""
+    return "\n\n".join([_head(record), _done(record), _measured(record), _use(record)]) + "\n"
+
+
+def _head(record: dict[str, Any]) -> str:
+    left = record["blocks"] - len(record["dropped"])
+    return (
+        "---\nlibrary_name: transformers\ntags:\n- layerjump\n- pruned\n---\n\n"
+        f"# {record['model']}, {left} of {record['blocks']} blocks"
+    )
+
+
+def _done(record: dict[str, Any]) -> str:
+    method = record["method"]
+    meaning = TRUNCATED if method == "truncate" else METHODS[method]
+    before, after = (record["parameters"][name] for name in ("before", "after"))
+    lines = [
+        f"Made from `{record['model']}` (weights {record['fingerprint'][:12]}) by layerjump {record['layerjump']}.",
+        f"- Blocks dropped, counted from 1: {', '.join(map(str, record['dropped']))} (chosen: {record['choice']}).",
+        f"- In their place (`{method}`): {meaning}.",
+        f"- Fitted in closed form on text `{record['text']}`: {record['tokens']:,} tokens in all, split "
+        f"{record['split']}, seed {record['seed']}.",
+        f"- Parameters: {before:,} before, {after:,} after.",
+    ]
+    if record["distilled"]:
+        told = ", ".join(f"{name} {value}" for name, value in record["distilled"].items())
+        lines.append(f"- Then distilled: {told}.")
+    return "\n".join(lines)
+
+
+def _measured(record: dict[str, Any]) -> str:
+    loss = record["loss"]
+    if not loss:
+        return "Its loss was not measured."
+    return (
+        "| on test documents of that text | before | after |\n|---|---|---|\n"
+        f"| loss, nats a token | {loss['before']:.4f} | {loss['after']:.4f} |\n"
+        f"| perplexity | {loss['perplexity before']:.3f} | {loss['perplexity after']:.3f} |\n\n"
+        f"Perplexity ratio {loss['ratio']:.3f} (95 % interval over documents {loss['low']:.3f} to "
+        f"{loss['high']:.3f}), {loss['tokens']:,} tokens."
+    )
+
+
+def _use(record: dict[str, Any]) -> str:
+    if record["method"] == "linear":
+        return "The maps stand beside the checkpoint in `base/`, so load it with layerjump: `layerjump.load(folder)`."
+    return (
+        "An ordinary checkpoint: `AutoModelForCausalLM.from_pretrained(folder)` (encoders: "
+        "`AutoModelForMaskedLM`) loads it, with no code of layerjump's."
+    )
+
+
+RECORD = "pruning.json"
+"""What was done, for programs; README.md says it to people."""
+LINEAR = "linear.json"
+BASE = "base"
+"""The folder of the checkpoint that maps stand beside: a plain loader must not take it for the whole."""
+
+
+def save(pruned: Pruned, folder: Path, *, force: bool = False) -> None:
+    """Write a pruned model, its card and its record into a folder that does not exist yet (`force`: or does)."""
+    replace_folder(folder.expanduser(), lambda place: _write(pruned, place), force=force)
+
+
+def _write(pruned: Pruned, place: Path) -> None:
+    record = record_of(pruned)
+    if pruned.jumps is None:
+        save_checkpoint(pruned.model, place)
+    else:
+        save_checkpoint(pruned.model, place / BASE)
+        pruned.jumps.save_pretrained(place)
+        head = {"kind": "layerjump linear model", "format": 1, "cuts": [*map(list, pruned.cuts)]}
+        write_json(place / LINEAR, head | {"fingerprint": fingerprint(pruned.model.hf)})
+    write_json(place / RECORD, record)
+    write_text(place / "README.md", card(record))
+
+
+def save_checkpoint(model: Model, folder: Path) -> None:
+    """Weights, configuration, generation configuration and tokenizer, as Hugging Face saves them."""
+    with quiet_transformers():
+        model.hf.save_pretrained(folder)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder)
+
+
+def record_of(pruned: Pruned) -> dict[str, Any]:
+    """All that is known about a pruning, as JSON knows it."""
+    before, after = pruned.parameters
+    about = pruned.about
+    return {
+        "kind": "layerjump pruning",
+        "layerjump": __version__,
+        # A path says something about a machine, and nothing about the model.
+        "model": Path(pruned.original.name).name
+        if Path(pruned.original.name).exists()
+        else pruned.original.name,
+        "fingerprint": about["fingerprint"],
+        "method": pruned.method,
+        "choice": pruned.choice,
+        "blocks": pruned.original.n_blocks,
+        "dropped": list(pruned.dropped),
+        "parameters": {"before": before, "after": after},
+        "text": about["text"],
+        "text_sha256": about["text_sha256"],
+        "tokens": about["tokens"],
+        "split": about["split"],
+        "seed": about["seed"],
+        "loss": pruned.loss,
+        "distilled": pruned.distilled,
+    }
+
+
+def check_free(folder: Path, *, force: bool) -> None:
+    """Refuse to write over something, before the work is done rather than after."""
+    folder = folder.expanduser()
+    if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadArtifact(
+            f"{folder} exists and would be overwritten; give another folder, or --force"
+        )
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None], *, force: bool) -> None:
+    """Let `write` fill a new folder, then give it its name in one step; an interruption leaves the old one, or none."""
+    check_free(folder, force=force)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True
+        ) as place:
+            new, old = Path(place) / "new", Path(place) / OLD
+            new.mkdir()
+            write(new)
+            for path in new.rglob("*"):
+                sync(path)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(new, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        sync(folder.parent)
+
+
+def load(source: str | Path, **settings: Any) -> Model:
+    """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
+
+    The settings are revision, device, dtype, device_map and trust_remote_code. The device is a GPU where there is one;
+    on a CPU the dtype is float32, elsewhere the checkpoint's own. A folder of `prune --method linear` is loaded with
+    its maps in place.
+    """
+    folder = Path(source).expanduser()
+    if not (folder / LINEAR).is_file():
+        return loading.load(source, **settings)
+    head = read_json(folder / LINEAR)
+    try:
+        cuts = [(int(i), int(j)) for i, j in head["cuts"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadArtifact(f"{folder / LINEAR} is damaged: {error}; prune again") from error
+    # The base is checked by itself: with maps in place its blocks no longer add up.
+    model = loading.load(folder / BASE, **settings)
+    if head.get("fingerprint") != fingerprint(model.hf):
+        raise WrongModel(
+            f"{folder / BASE} holds other weights than the jumps beside it were saved with; prune again"
+        )
+    jumps = Jumps.from_pretrained(folder)
+    absent = [(i, j) for i, j in cuts if (Site(i), Site(j)) not in jumps]
+    if absent:
+        i, j = (str(level)[:20] for level in absent[0])
+        raise BadArtifact(
+            f"{folder / LINEAR} names a map from level {i} to {j}, which {folder} does not hold; prune again"
+        )
+    dropped = blocks_in(cuts)
+    attach(model, {i - sum(block <= i for block in dropped): jumps[i, j] for i, j in cuts})
+    return model

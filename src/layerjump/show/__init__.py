@@ -1,1 +1,0 @@
-"""Figures, reports and the page."""

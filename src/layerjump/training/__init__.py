@@ -1,0 +1,1 @@
+"""Train small models with penalties on hidden states; fine-tune."""

@@ -1,0 +1,349 @@
+"""Train on packed rows with a penalty on hidden states.
+
+The states of every level of a training forward pass, with their gradients.
+
+The Hugging Face Trainer with a penalty on the states, and an end to runs that diverge.
+
+One training run on packed rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.trainer_utils import get_last_checkpoint
+
+from layerjump.errors import BadTraining, Diverged
+from layerjump.models.families import family_of
+from layerjump.models.hooks import Hooks
+from layerjump.models.loading import quiet_transformers
+from layerjump.models.structure import Anatomy, Site
+from layerjump.training.data import IGNORED, Rows
+from layerjump.training.hf_trainer import Resumable, quieten
+from layerjump.training.model import ARCHITECTURES, Architecture, Shape
+from layerjump.training.regularizers import PENALTIES, Penalty
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run's settings; the same settings and text give the same model."""
+
+    arch: str = "llama"
+    shape: Shape = field(default_factory=Shape)
+    vocabulary: int = 2048
+    length: int = 128
+    """Tokens in a row."""
+    penalty: str = NONE
+    strength: float = 0.5
+    levels: tuple[int, ...] | None = None
+    """The levels that are penalised (None: 1 to L)."""
+    steps: int = 1000
+    batch: int = 32
+    """Rows in a step, over all processes and parts."""
+    learning_rate: float = 1e-3
+    seed: int = 0
+    every: int = 100
+    """Steps between measurements, and between checkpoints."""
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHITECTURES:
+            raise BadTraining(
+                f"there is no architecture {self.arch!r} to train; give one of {', '.join(ARCHITECTURES)}"
+            )
+        if self.penalty not in (NONE, *PENALTIES):
+            raise BadTraining(
+                f"there is no penalty {self.penalty!r}; give one of {NONE}, {', '.join(PENALTIES)}"
+            )
+        for name in ("steps", "batch", "every", "length"):
+            if getattr(self, name) < 1:
+                raise BadTraining(f"{name} given is {getattr(self, name)}; give 1 or more")
+        if self.seed < 0:
+            raise BadTraining(f"the seed given is {self.seed}; give 0 or more")
+        if not self.learning_rate > 0 or not math.isfinite(self.learning_rate):
+            raise BadTraining(f"the learning rate given is {self.learning_rate}; give one above 0")
+        if not self.strength >= 0 or not math.isfinite(self.strength):
+            raise BadTraining(f"the strength given is {self.strength}; give 0 or more")
+        if self.length > self.shape.positions:
+            raise BadTraining(
+                f"sequences of {self.length} tokens were asked for, but the model has {self.shape.positions} "
+                f"positions; give --length {self.shape.positions} or less, or --positions {self.length}"
+            )
+        outside = [level for level in self.levels or () if not 1 <= level <= self.shape.layers]
+        if outside:
+            raise BadTraining(
+                f"the levels to penalise are {list(self.levels or ())}; give some of 1 to {self.shape.layers}"
+            )
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.arch]
+
+
+class Levels(Hooks):
+    """Hooks that hold on to levels 0 to L of the last forward pass, whole and differentiable.
+
+    They are a Hugging Face model's own block outputs, so level L is before the final norm; in a wrapped model
+    (`DistributedDataParallel`) give the model inside.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        anatomy = Anatomy(hf)
+        self._levels: dict[tuple[nn.Module, str], dict[int, int]] = {}
+        for level in range(anatomy.n_blocks + 1):
+            tap = anatomy.tap(Site(level))
+            self._levels.setdefault((tap.module, tap.side), {})[tap.call] = level
+        self._turns = Counter(anatomy.blocks)  # a block that is shared runs several times a pass
+        self._calls: Counter[tuple[nn.Module, str]] = Counter()
+        self._states: dict[int, Tensor] = {}
+        self._last = anatomy.n_blocks
+        super().__init__(self._levels)
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Levels 0 to L of the last forward pass, each (batch, positions, d)."""
+        if len(self._states) <= self._last:
+            raise BadTraining(
+                f"levels were asked for, but {len(self._states)} of {self._last + 1} have been seen; run the model "
+                "within `with Levels(model)`, and without gradient checkpointing"
+            )
+        return [self._states[level] for level in range(self._last + 1)]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # The states stay to be asked for, the places in the pass do not: it may have been cut short.
+        self._calls.clear()
+
+    def clear(self) -> None:
+        """Let go of the states, and of the graph behind them."""
+        self._states.clear()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._keep(module, "in", args[0] if args else kwargs["hidden_states"])
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._keep(module, "out", output[0] if isinstance(output, tuple) else output)
+
+    def _keep(self, module: nn.Module, side: str, states: Tensor) -> None:
+        call = self._calls[module, side] % self._turns[module]
+        self._calls[module, side] += 1
+        level = self._levels[module, side].get(call)
+        if level == 0:
+            self._states.clear()  # a new pass begins
+        if level is not None:
+            self._states[level] = states
+
+
+Loss = Callable[..., Tensor]
+WORSE = 2.0
+"""So many times what guessing costs (ln of the vocabulary) …"""
+PATIENCE = 10
+"""… in so many batches in a row, and the run is given up."""
+
+
+class PenaltyTrainer(Resumable):
+    """Loss + strength × penalty, the same however a batch is cut into parts or dealt out to processes.
+
+    Every row must have as many tokens as any other (text is packed), so that the penalty of a batch is the mean of its
+    parts'.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        penalty: Penalty | None = None,
+        strength: float = 0.0,
+        levels: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._loss: Loss = _loss_of(model)
+        super().__init__(model, args, compute_loss_func=self._loss, **settings)
+        self._penalty = penalty if strength else None
+        self._strength, self._chosen = strength, levels
+        self._levels = Levels(model) if self._penalty else None
+        self._limit = WORSE * math.log(model.config.vocab_size)
+        self._bad = 0
+        self._last: dict[str, Any] = {}
+        """What was run last."""
+        self._seen = torch.zeros(3, dtype=torch.float64)
+        """Sums since the last log: loss, penalty, batches."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **more: Any
+    ) -> Any:
+        """The loss of one part of a batch."""
+        self._last, mask = dict(inputs), inputs.get("attention_mask")
+        with self._levels or nullcontext():
+            loss: Any = super().compute_loss(model, inputs, *args, **more)
+        parts = self.current_gradient_accumulation_steps
+        self._note(float(loss.detach()) * parts, 0)
+        if self._penalty is None or self._levels is None:
+            return loss
+        # The Trainer divides the loss by all of the batch's tokens, and leaves what is added to it alone.
+        extra = self._strength * self._penalty(self._levels.states, mask, self._chosen)
+        self._levels.clear()
+        self._note(float(extra.detach()), 1)
+        return loss + extra / parts
+
+    def _note(self, value: float, place: int) -> None:
+        """Remember a loss or penalty for the log, and stop where it is beyond hope."""
+        self._seen[place] += value
+        if place == 0:
+            self._seen[2] += 1
+            self._bad = self._bad + 1 if value > self._limit else 0
+        if not math.isfinite(value) or self._bad >= PATIENCE:
+            self._give_up(f"the {'penalty' if place else 'loss'} is {value:.3g}")
+
+    def _give_up(self, why: str) -> None:
+        last = get_last_checkpoint(str(self.args.output_dir))
+        kept = (
+            f"the last good checkpoint is {Path(last)}" if last else "no checkpoint was saved yet"
+        )
+        raise Diverged(
+            f"training diverged: {why} at step {self.state.global_step}; {kept}; give a --learning-rate below "
+            f"{self.args.learning_rate:g}, or a smaller --strength, and another folder"
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # The losses so far are of earlier weights: those of now are tried before they are kept.
+        loss = self._loss_now()
+        ending = self.state.global_step >= self.state.max_steps
+        if not math.isfinite(loss) or (ending and loss > self._limit):
+            self._give_up(f"the loss is {loss:.3g}")
+        if not self._bad and loss <= self._limit:
+            super()._save_checkpoint(model, trial)
+
+    @torch.no_grad()
+    def _loss_now(self) -> float:
+        """What was run last, with the weights as they are; a masked model's row may have no mask in it."""
+        inputs, hf = dict(self._last), cast(nn.Module, self.model)
+        labels = inputs.pop("labels")
+        count = labels.ne(IGNORED).sum().clamp(min=1)
+        return float(self._loss(hf(**inputs), labels, num_items_in_batch=count))
+
+    def log(self, logs: dict[str, float], *args: Any, **more: Any) -> None:
+        """The Trainer's records, with the loss and the penalty apart."""
+        if "loss" in logs and self._seen[2]:
+            loss, penalty, batches = self._seen.tolist()
+            logs = logs | {"lm_loss": loss / batches, "penalty": penalty / batches}
+            self._seen.zero_()
+        super().log(logs, *args, **more)
+
+
+def _loss_of(model: PreTrainedModel) -> Loss:
+    """The model's own loss over all of a batch's tokens: BERT's forward pass leaves the division to nobody."""
+    masked = family_of(model.config).task == "masked"
+    find, vocabulary = ForMaskedLMLoss if masked else ForCausalLMLoss, model.config.vocab_size
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return find(outputs["logits"], labels, vocabulary, num_items_in_batch=num_items_in_batch)
+
+    return loss
+
+
+def arguments(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    device: str | None = None,
+    keep: bool = False,
+) -> TrainingArguments:
+    """A recipe as the Trainer takes it. Under `torchrun` or `accelerate launch` this joins the other processes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    _check(device, recipe.batch, accumulate, processes)
+    cpu = device == "cpu" or not torch.cuda.is_available()
+    made = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch // (accumulate * processes),
+        gradient_accumulation_steps=accumulate,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, recipe.steps // 20),
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        bf16=recipe.bf16,
+        train_sampling_strategy="sequential",  # `Rows` has shuffled them
+        save_steps=recipe.every,
+        save_total_limit=None if keep else 2,
+        # Of equal parts, so that a run that goes on from a checkpoint logs the same means.
+        logging_steps=_part_of(recipe.every),
+        report_to=[],
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu and processes > 1 else None,
+        seed=recipe.seed,
+        disable_tqdm=True,  # it would print to standard output
+    )
+    if not cpu:
+        # Several GPUs in one process would run copies of the model, whose states no hook of ours sees.
+        made._n_gpu = 1
+    return made
+
+
+def _check(device: str | None, batch: int, accumulate: int, processes: int) -> None:
+    if device not in (None, "cpu", "cuda"):
+        raise BadTraining(f"the device given is {device!r}; give cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadTraining("there is no GPU here to train on; leave --device out, or give cpu")
+    if accumulate < 1 or batch % (accumulate * processes):
+        raise BadTraining(
+            f"a batch of {batch} rows cannot be cut into {accumulate} parts for {processes} processes each; "
+            f"give a multiple of {max(1, accumulate) * processes}"
+        )
+
+
+def train(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Tensor,
+    recipe: Recipe,
+    settings: TrainingArguments,
+    *,
+    track: TrainerCallback | None = None,
+    before: str | None = None,
+) -> list[dict[str, Any]]:
+    """Train a model in place, going on from a checkpoint if one is given; returns what was logged."""
+    masked = tokenizer if family_of(hf.config).task == "masked" else None
+    data = Rows(rows, recipe.steps * recipe.batch, seed=recipe.seed, tokenizer=masked)
+    trainer = PenaltyTrainer(
+        hf,
+        settings,
+        train_dataset=data,
+        processing_class=tokenizer,
+        penalty=PENALTIES.get(recipe.penalty),
+        strength=recipe.strength,
+        levels=recipe.levels,
+    )
+    if track is not None:
+        trainer.add_callback(track)
+    quieten(trainer)
+    with quiet_transformers():
+        trainer.train(resume_from_checkpoint=before)
+    hf.eval()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def _part_of(every: int) -> int:
+    """The largest divisor that is at most a fifth."""
+    return next(n for n in range(max(1, every // 5), 0, -1) if every % n == 0)

@@ -1,0 +1,71 @@
+"""`layerjump prune` as a real process."""
+
+import json
+import sys
+
+import pytest
+from helpers.cli import refused, run
+
+import layerjump as lj
+from layerjump.cli import main
+
+SMALL = ("--text", "pydoc", "--tokens", "3000", "--choose", "deepest")
+
+
+@pytest.fixture(scope="module")
+def model(data_folder) -> str:
+    return str(data_folder / "tiny-gpt2")
+
+
+def test_it_writes_a_checkpoint_that_it_can_read(model, tmp_path):
+    folder = tmp_path / "out"
+    done = run(
+        "prune", model, "--drop", "25%", *SMALL, "--distil", "2", "--json", "-o", str(folder)
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["dropped"] == [3]
+    assert record["method"] == "fold"
+    assert record["distilled"]["steps"] == 2
+    assert json.loads((folder / "config.json").read_text())["n_layer"] == 3
+    checked = run("families", str(folder), "--json")
+    assert all(row["passed"] for row in json.loads(checked.stdout))
+    again = run("prune", model, "--drop", "1", *SMALL, "-o", str(folder))
+    assert again.returncode == 1
+    assert again.stderr.count("\n") == 1
+    assert "--force" in again.stderr
+
+
+def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "linear"
+    lj.prune(
+        lj.load(model), lj.read("pydoc"), drop=1, method="linear", choice="deepest", tokens=3_000
+    ).save(folder)
+    options = ["--max-new-tokens", "8", "--json"]
+    monkeypatch.setattr(sys, "argv", ["layerjump", "generate", str(folder), "Once upon", *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    whole = lj.load(folder)
+    inputs = whole.tokens.generation_inputs(["Once upon"])
+    written = whole.hf.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    (text,) = json.loads(capsys.readouterr().out)["texts"]
+    assert text["ids"] == written[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give one of"),
+        (["--drop", "1", "--first", "2"], "give one of"),
+        (["--drop", "4"], "leaves none"),
+        (["--drop", "-1"], "less than one"),
+        (["--max-loss", "lots"], "1.05x"),
+        (["--drop", "1", "--protect", "one"], "give numbers"),
+        (["--drop", "1", "--method", "turn"], "give fold"),
+    ],
+)
+def test_bad_input_is_one_line(model, tmp_path, monkeypatch, capsys, arguments, said):
+    command = ["prune", model, *arguments, *SMALL, "-o", str(tmp_path / "out")]
+    assert said in refused(monkeypatch, capsys, *command)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,297 @@
+"""Batches hold every token once, draw the same picks however they are cut, and pad little."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerjump.data.batches import _group, batches
+from layerjump.data.corpus import Corpus, read
+from layerjump.data.positions import PAPER, Positions
+from layerjump.data.tokenization import Tokens
+from layerjump.errors import BadText, TextTooShort
+
+TEXT = Path(__file__).resolve().parents[2].parent / "shared" / "text"
+LEIPZIG = TEXT / "leipzig" / "eng_wikipedia_2016_10K-sentences.txt"
+
+TOKENS = {
+    "bert": Tokens.of(tokenizers.bert(), max_positions=16),
+    "llama": Tokens.of(tokenizers.llama(), max_positions=16),
+    "gpt2": Tokens.of(tokenizers.gpt2(), max_positions=16),
+}
+EVERY = Positions("all", skip_first=0)
+
+tokens = st.sampled_from(sorted(TOKENS)).map(TOKENS.__getitem__)
+kinds = st.sampled_from(["one", "all", "sample=3", "30%"])
+corpora = st.lists(st.lists(st.integers(0, 999), min_size=3, max_size=60), min_size=1, max_size=20)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def corpus_of(documents) -> Corpus:
+    return Corpus("numbers", tuple(" ".join(map(str, d)) for d in documents), "")
+
+
+def picks(found) -> list[tuple[int, int, int]]:
+    """(document, position, original token) of every pick. Sequences of a document run together."""
+    rows = [
+        zip(b.document.tolist(), b.position.tolist(), b.token.tolist(), strict=True) for b in found
+    ]
+    return sorted(pick for row in rows for pick in row)
+
+
+@given(corpora, tokens)
+def test_all_is_every_token_of_every_document_once(documents, tokens):
+    found = batches(corpus_of(documents), tokens, EVERY)
+    seen = Counter((document, token) for document, _, token in picks(found))
+    written = Counter((i, n + 7) for i, document in enumerate(documents) for n in document)
+    assert seen == written
+    assert found.n_picks == seen.total()
+
+
+@given(corpora, tokens, kinds, st.integers(1, 200), st.integers(1, 200), st.randoms())
+def test_picks_do_not_depend_on_budget_order_or_shards(documents, tokens, kind, a, b, random):
+    corpus, positions = corpus_of(documents), Positions.parse(kind)
+    order = list(range(len(documents)))
+    random.shuffle(order)
+    expected = picks(batches(corpus, tokens, positions, budget=a))
+    shuffled = batches(corpus, tokens, positions, documents=order, budget=b)
+    assert picks(shuffled) == expected
+    assert sorted(p for rank in range(3) for p in picks(shuffled.shard(rank, 3))) == expected
+
+
+@given(corpora, tokens, st.integers(1, 100), st.integers(1, 6))
+def test_shards_are_disjoint_complete_and_even(documents, tokens, budget, world):
+    found = batches(corpus_of(documents), tokens, EVERY, budget=budget)
+    shards = [found.shard(rank, world) for rank in range(world)]
+    lengths = [len(shard) for shard in shards]
+    assert max(lengths) - min(lengths) <= 1
+    dealt = sorted(i for shard in shards for group in shard.groups for i in group.tolist())
+    assert dealt == list(range(found.n_sequences))
+    for name in ("n_tokens", "n_picks", "n_sequences"):
+        assert sum(getattr(shard, name) for shard in shards) == getattr(found, name)
+    # Dealt to the least laden, no rank is ahead of another by more than the largest batch.
+    loads = [shard.n_tokens for shard in shards]
+    assert max(loads) - min(loads) <= max(batch.n_tokens for batch in found)
+
+
+@given(corpora, tokens, kinds, st.integers(1, 100))
+def test_a_batch_is_what_it_says(documents, tokens, kind, budget):
+    found = batches(corpus_of(documents), tokens, Positions.parse(kind), budget=budget)
+    for batch in found:
+        rows, longest = batch.input_ids.shape
+        assert rows == 1 or rows * longest <= budget
+        lengths = batch.attention_mask.sum(1)
+        right_padded = torch.arange(longest) < lengths[:, None]
+        assert torch.equal(batch.attention_mask.bool(), right_padded)
+        assert longest == lengths.max()
+        assert (batch.input_ids[~right_padded] == tokens.pad).all()
+        order = list(zip(batch.row.tolist(), batch.position.tolist(), strict=True))
+        assert order == sorted(set(order))
+        assert {t.dtype for t in vars(batch).values() if t is not None} == {torch.int64}
+    assert found.n_tokens == sum(batch.n_tokens for batch in found)
+    assert found.n_picks == sum(batch.n_picks for batch in found)
+    assert found.n_sequences == sum(len(batch.input_ids) for batch in found)
+    cells = sum(batch.input_ids.numel() for batch in found)
+    assert found.padding == pytest.approx(1 - found.n_tokens / cells)
+
+
+def test_a_long_document_is_cut_and_every_piece_wrapped():
+    found = batches(corpus_of([range(30)]), TOKENS["bert"], EVERY, max_length=16)
+    rows = sorted(row for batch in found for row in batch.input_ids.tolist())
+    cls, sep, pad = tokenizers.CLS, tokenizers.SEP, tokenizers.PAD
+    pieces = [[cls, *range(7, 21), sep], [cls, *range(21, 35), sep], [cls, 35, 36, sep]]
+    assert [[t for t in row if t != pad] for row in rows] == sorted(pieces)
+
+
+def test_max_length_cannot_exceed_the_models():
+    found = batches(corpus_of([range(100)]), TOKENS["llama"], EVERY, max_length=10**6)
+    assert max(batch.input_ids.shape[1] for batch in found) == 16
+
+
+def test_one_reads_only_the_beginning():
+    found = batches(corpus_of([range(100)] * 40), TOKENS["llama"], PAPER)
+    assert found.n_sequences == found.n_picks == 40
+    assert {position for _, position, _ in picks(found)} > {0, 15}
+
+
+def test_nothing_is_run_after_a_causal_models_last_pick():
+    """The same positions as for a masked model, which reads both ways and gets the whole text."""
+    corpus = corpus_of([range(14)] * 40)
+    for kind in ("one", "sample=3"):
+        found = batches(corpus, TOKENS["llama"], Positions.parse(kind))
+        last = {document: position for document, position, _ in sorted(picks(found))}
+        assert found.n_tokens == sum(position + 1 for position in last.values())
+    masked = Tokens.of(tokenizers.bert(), max_positions=16, masked=True)
+    assert batches(corpus, masked, Positions("one")).n_tokens == 40 * 16
+
+
+def test_a_masked_model_sees_masks_exactly_where_we_look():
+    corpus = corpus_of([range(10), range(20, 33)])
+    for kind in ("one", "sample=4", "40%", "all"):
+        positions = Positions.parse(kind)
+        plain = Tokens.of(tokenizers.bert(), max_positions=16, masked=True)
+        for batch in batches(corpus, plain, positions):
+            masked = batch.input_ids == tokenizers.MASK
+            looked = torch.zeros_like(masked)
+            looked[batch.row, batch.position] = positions.masks()
+            assert torch.equal(masked, looked)
+            original = batch.input_ids.clone()
+            original[batch.row, batch.position] = batch.token
+            assert (original != tokenizers.MASK).all()
+            assert all(
+                token == batch_document_token(corpus, document, position)
+                for document, position, token in picks([batch])
+            )
+
+
+def batch_document_token(corpus: Corpus, document: int, position: int) -> int:
+    """The token of a document that fits in one sequence, behind one [CLS]."""
+    return int(corpus.documents[document].split()[position - 1]) + 7
+
+
+def test_a_causal_model_sees_no_masks():
+    for batch in batches(corpus_of([range(10)]), TOKENS["llama"], Positions("sample", 4)):
+        (row,) = batch.input_ids.tolist()
+        assert row == [tokenizers.BOS, *range(7, 17)][: len(row)]
+
+
+def test_sequences_with_nothing_to_draw_are_left_out():
+    corpus = corpus_of([[1], [1, 2], [1, 2, 3], []])
+    found = batches(corpus, TOKENS["gpt2"], Positions("all", skip_first=2))
+    assert picks(found) == [(2, 2, 10)]
+    assert (found.n_sequences, found.n_tokens) == (1, 3)
+    with pytest.raises(TextTooShort, match="4 documents of numbers") as caught:
+        batches(corpus, TOKENS["gpt2"], Positions("all", skip_first=3))
+    assert "\n" not in str(caught.value)
+
+
+def test_documents_are_taken_in_order_until_there_are_enough_tokens():
+    corpus = corpus_of([range(9)] * 6)  # 10 tokens each, with <s>
+    found = batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=15)
+    assert {document for document, _, _ in picks(found)} == {4, 2}
+    exact = batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=20)
+    assert exact.n_tokens == 20
+
+
+def test_too_few_tokens():
+    corpus = corpus_of([range(9)] * 6)
+    with pytest.raises(TextTooShort) as caught:
+        batches(corpus, TOKENS["llama"], EVERY, documents=[1, 2], tokens_wanted=20_000)
+    assert str(caught.value) == (
+        "asked for 20,000 tokens of numbers, but its 2 documents have 20; "
+        "give more text or ask for at most 20"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"documents": [0, 7]}, "document 7 of numbers"),
+        ({"documents": [-1]}, "document -1 of numbers"),
+        ({"budget": 0}, "budget given is 0"),
+        ({"tokens_wanted": 0}, "tokens_wanted given is 0"),
+        ({"seed": -3}, "seed given is -3"),
+        ({"max_length": 2}, "max_length given is 2"),
+    ],
+)
+def test_options_that_make_no_sense(options, said):
+    with pytest.raises(BadText) as caught:
+        batches(corpus_of([[1, 2, 3]] * 5), TOKENS["bert"], EVERY, **options)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
+def test_shards_that_are_not_there(rank, world):
+    found = batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
+    with pytest.raises(BadText, match=f"shard {rank} of {world}"):
+        found.shard(rank, world)
+
+
+def test_more_shards_than_batches():
+    found = batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
+    empty = found.shard(1, 2)
+    assert (len(found), len(empty), list(empty), empty.n_tokens, empty.padding) == (1, 0, [], 0, 0)
+
+
+def test_the_seed_orders_the_batches_and_draws_the_picks():
+    corpus = corpus_of([range(n % 14 + 1) for n in range(200)])
+
+    def run(seed):
+        every = batches(corpus, TOKENS["llama"], EVERY, seed=seed, budget=64)
+        one = batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, budget=64)
+        return [batch.input_ids.tolist() for batch in every], picks(one)
+
+    assert run(0) == run(0)
+    (order, drawn), (other_order, other_drawn) = run(0), run(1)
+    assert order != other_order
+    assert sorted(order) == sorted(other_order)
+    assert drawn != other_drawn
+
+
+def test_the_first_batches_stand_for_all():
+    corpus = corpus_of([range(n % 14 + 1) for n in range(3000)])
+    found = batches(corpus, TOKENS["llama"], EVERY, budget=64)
+    widths = torch.tensor([batch.input_ids.shape[1] for batch in found], dtype=torch.float64)
+    tenth = widths[: len(widths) // 10].mean()
+    assert abs(tenth / widths.mean() - 1) < 0.15
+
+
+def test_sequences_of_one_document_are_drawn_apart():
+    found = batches(corpus_of([range(15 * 20)]), TOKENS["llama"], Positions("sample", 1))
+    assert len({position for _, position, _ in picks(found)}) > 5
+
+
+def test_shards_even_out_over_the_rounds():
+    corpus = corpus_of([range(n) for n in (7, 6, 5, 4)])
+    found = batches(corpus, TOKENS["llama"], EVERY, budget=1)  # batches of 8, 7, 6 and 5 tokens
+    assert [found.shard(rank, 2).n_tokens for rank in range(2)] == [13, 13]
+
+
+def test_indexing_is_like_a_lists():
+    found = batches(corpus_of([range(5)] * 9), TOKENS["llama"], EVERY, budget=12)
+    assert torch.equal(found[-1].input_ids, found[len(found) - 1].input_ids)
+    with pytest.raises(IndexError):
+        found[len(found)]
+
+
+@pytest.mark.skipif(not LEIPZIG.exists(), reason=f"no real text at {LEIPZIG}")
+def test_little_is_padding_where_sentences_stand_next_to_long_documents():
+    sentences = read(LEIPZIG).documents
+    long = tuple(" ".join(sentences[i : i + 24]) for i in range(0, 4000, 24))
+    mixed = Corpus("mixed", sentences[4000:] + long, "")
+    vocabulary = sorted({word for sentence in sentences for word in sentence.split()})
+    tokens = Tokens.of(tokenizers.llama(vocabulary), max_positions=512)
+    found = batches(mixed, tokens, Positions("all"))
+    assert max(batch.input_ids.shape[1] for batch in found) == 512
+    assert found.padding < 0.05
+
+
+def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
+    lengths = np.random.default_rng(0).integers(5, 90, 80)
+    groups = _group(lengths, 4096)
+    assert sorted(np.concatenate(groups)) == list(range(80))
+    for group in groups:
+        cells = len(group) * lengths[group].max()
+        assert cells <= 4096
+        assert lengths[group].sum() >= 0.85 * cells
+
+
+def test_looking_elsewhere_masks_the_same_tokens():
+    share = Positions.parse("15%")
+    found = batches(corpus_of([range(15)] * 9), TOKENS["bert"], share)
+    for look in (Positions("all"), Positions.parse("50%"), share):
+        for ours, theirs in zip(found.look_at(look), found, strict=True):
+            assert torch.equal(ours.input_ids, theirs.input_ids)
+
+
+def test_picks_say_which_sequence_of_their_document_they_are_in():
+    found = batches(corpus_of([range(15 * 4), range(5)]), TOKENS["llama"], EVERY)
+    said = {(int(d), int(s)) for b in found for d, s in zip(b.document, b.sequence, strict=True)}
+    assert said == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)}

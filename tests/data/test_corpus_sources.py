@@ -1,0 +1,109 @@
+"""Documents that come from no file: lists, streams, standard input, the hub, Python's own documentation."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.text_files import ROWS, TEXTS, write
+
+from layerjump.data import corpus
+from layerjump.data.corpus import Corpus, read
+from layerjump.errors import BadText
+
+
+def test_a_list_is_read_as_it_is():
+    corpus = read(["one\n\ntwo", " ", "three "])
+    assert corpus.documents == ("one\n\ntwo", "three")
+
+
+def test_an_endless_iterable_is_read_up_to_the_limit():
+    assert read((f"{i}" for i in itertools.count()), limit=3).documents == ("0", "1", "2")
+
+
+def test_pydoc_is_english_prose_without_repeats():
+    corpus = read("pydoc")
+    assert corpus == read("pydoc")
+    assert len(corpus.documents) > 800
+    assert len(set(corpus.documents)) == len(corpus.documents)
+    assert all(len(d) >= 40 and "\n" not in d and "::=" not in d for d in corpus.documents)
+    assert sum(" the " in d for d in corpus.documents) > len(corpus.documents) / 2
+
+
+def run(code: str, *, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    environment = {**os.environ, "PYTHONPATH": source, **environment}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, input=stdin, capture_output=True, env=environment, check=False)
+
+
+def test_standard_input_without_anything_heavy():
+    code = """if True:
+        import sys
+        from layerjump.data.corpus import read
+        print(read("-"))
+        print({"torch", "transformers", "datasets"} & set(sys.modules))
+    """
+    done = run(code, stdin=b"1\tone\n2\ttwo\n")
+    corpus = Corpus(
+        "standard input", ("one", "two"), "2 documents, one a line (Leipzig: id<TAB>sentence)"
+    )
+    assert done.stdout.decode().splitlines() == [str(corpus), "set()"]
+
+
+def test_an_unreachable_hub_is_one_line():
+    code = """if True:
+        from layerjump.errors import BadText
+        from layerjump.data.corpus import read
+        try:
+            read("owner/name:config@test")
+        except BadText as error:
+            print(error)
+    """
+    done = run(code, HF_HUB_OFFLINE="1")
+    lines = done.stdout.decode().splitlines()
+    assert len(lines) == 1
+    assert "'owner/name:config@test'" in lines[0]
+    assert "offline" in lines[0]
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("a/b", ("a/b", None, None)),
+        ("a/b:c-1.0", ("a/b", "c-1.0", None)),
+        ("a/b@test", ("a/b", None, "test")),
+        ("a/b:c@test", ("a/b", "c", "test")),
+    ],
+)
+def test_hub_names_are_taken_apart(name, parts):
+    match = corpus._HUB_ID.fullmatch(name)
+    assert (match["id"], match["config"], match["split"]) == parts
+
+
+def test_a_stream_of_rows_is_a_column_of_texts(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = write(tmp_path, "a.jsonl", "\n".join(json.dumps(row) for row in ROWS))
+    stream = datasets.load_dataset(
+        "json",
+        data_files=str(path),
+        split="train",
+        streaming=True,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    found = corpus._stream("owner/name", stream, None)
+    assert (found.how, found.at_most) == ("column 'text'", 10_000)
+    assert tuple(found.documents) == TEXTS
+
+
+def test_a_stream_that_breaks_off_is_one_line():
+    def rows():
+        yield {"text": "a"}
+        raise ConnectionError("gone\naway")
+
+    with pytest.raises(BadText, match=r"^hub dataset owner/name broke off \(gone away\)"):
+        list(corpus._stream("owner/name", rows(), None).documents)

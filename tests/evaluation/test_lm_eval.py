@@ -1,0 +1,285 @@
+"""`layerjump.evaluation`: lm-eval's own numbers, item for item, and what exit rules and maps make of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import fitted_gpt2, task_data
+from helpers.story_text import stories
+from helpers.task_data import LINES, write_questions
+
+import layerjump as lj
+from layerjump.errors import BadEvaluation, LayerjumpError
+from layerjump.evaluation.early_exit import How, how, numbers
+from layerjump.evaluation.lm_eval import evaluate, wilson
+from layerjump.evaluation.tasks import TASKS, chosen, items_of
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
+
+tiny, data = fitted_gpt2.model, task_data.data  # fixtures
+
+
+@pytest.fixture(scope="module")
+def jumps(tiny):
+    return lj.fit(tiny, stories(200), tokens=6_000)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, data):
+    return evaluate(tiny, "all", data)
+
+
+def theirs(folder, data, names):
+    """The same tasks through lm-eval's `hf`, which loads the checkpoint itself."""
+    from lm_eval.evaluator import evaluate as run
+    from lm_eval.models.huggingface import HFLM
+
+    from layerjump.evaluation.lm_eval import LocalTask
+
+    model = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
+    tasks = {name: LocalTask(TASKS[name], items_of(TASKS[name], data)) for name in names}
+    return run(model, tasks, bootstrap_iters=1000)
+
+
+def same_items(found, theirs) -> None:
+    for name, items in found.items.items():
+        samples = theirs["samples"][name]
+        assert [(item["loglikelihoods"], item["greedy"]) for item in items] == [
+            tuple(map(list, zip(*sample["filtered_resps"], strict=True))) for sample in samples
+        ]
+
+
+def likelihoods(found) -> dict:
+    return {name: [item["loglikelihoods"] for item in items] for name, items in found.items.items()}
+
+
+def test_every_task_is_lm_evals_hf_item_for_item(data_folder, data, plain):
+    found = theirs(data_folder / "tiny-gpt2", data, TASKS)
+    same_items(plain, found)
+    assert {name: len(items) for name, items in plain.items.items()} == {
+        name: len(LINES[task.file]) for name, task in TASKS.items()
+    }
+    for row in plain.scores:
+        scores = found["results"][row["task"]]
+        assert row["value"] == pytest.approx(scores[f"{row['metric']},none"], rel=1e-12)
+        if row["stderr"] is not None:
+            assert row["stderr"] == pytest.approx(scores[f"{row['metric']}_stderr,none"], abs=1e-12)
+    assert plain.truncated == 0
+    assert plain.mean_level is None
+
+
+def test_a_real_checkpoint_too(real_folder, data):
+    folder, names = real_folder("stories15M"), ("arc_easy", "lambada", "boolq")
+    found = evaluate(lj.load(folder), names, data)
+    same_items(found, theirs(folder, data, names))
+    correct = next(row for row in found.scores if row["task"] == "lambada")
+    assert correct["value"] > 0  # a trained model ends at least one of the stories as they end
+
+
+def test_batches_change_nothing_but_the_last_digits(tiny, data, plain):
+    found = likelihoods(evaluate(tiny, "all", data, batch_size=4))
+    for name, items in likelihoods(plain).items():
+        for ours, alone in zip(found[name], items, strict=True):
+            assert ours == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_rule_that_never_stops_is_the_plain_model(tiny, jumps, data, plain):
+    never = evaluate(tiny, "all", data, jumps=jumps, exit="never")
+    assert never.items == plain.items
+    unreachable = evaluate(tiny, "all", data, jumps=jumps, exit="maxprob:1.1")
+    assert unreachable.items == plain.items
+    assert unreachable.mean_level == tiny.n_blocks
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_fixed_level_is_what_the_lens_reads_there(tiny, jumps, data, batch_size):
+    names = ("copa", "lambada", "winograd")
+    found = evaluate(tiny, names, data, jumps=jumps, exit="fixed:2", batch_size=batch_size)
+    assert found.mean_level == 2
+    lens, tokenizer = lj.Lens(tiny, jumps), tiny.tokenizer
+    for name in names:
+        for item, seen in zip(items_of(TASKS[name], data), found.items[name], strict=True):
+            expected = [_read(tiny, lens, tokenizer, *pair) for pair in _pairs(item)]
+            assert seen["loglikelihoods"] == pytest.approx(expected, abs=1e-4)
+
+
+def _pairs(item):
+    """(context, continuation) as lm-eval asks for them."""
+    if "context" not in item:
+        return [(context, f" {item['target']}") for context in item["choices"]]
+    if "choices" not in item:
+        return [(item["context"], item["target"])]
+    return [(item["context"], f" {choice}") for choice in item["choices"]]
+
+
+@torch.no_grad()
+def _read(model, lens, tokenizer, context, continuation) -> float:
+    whole = tokenizer.encode(context + continuation)
+    start = len(tokenizer.encode(context))
+    states = model.hf(torch.tensor([whole]), output_hidden_states=True).hidden_states[2][0]
+    scores = lens.logits(2, states).log_softmax(-1)
+    return sum(float(scores[place - 1, whole[place]]) for place in range(start, len(whole)))
+
+
+def test_a_level_as_lm_evals_arguments_give_it(tiny, data_folder, jumps, data, plain, tmp_path):
+    from lm_eval.api.registry import get_model
+    from lm_eval.evaluator import evaluate as run
+
+    import layerjump.evaluation.lm_eval_model  # noqa: F401  (registers the model)
+    from layerjump.evaluation.lm_eval import LocalTask
+
+    jumps.save_pretrained(tmp_path / "jumps")
+    where = f"pretrained={data_folder / 'tiny-gpt2'},jumps={tmp_path / 'jumps'}"
+
+    def scored(more):
+        model = get_model("layerjump").create_from_arg_string(f"{where},{more}", {"batch_size": 1})
+        task = {"copa": LocalTask(TASKS["copa"], items_of(TASKS["copa"], data))}
+        samples = run(model, task, bootstrap_iters=0)["samples"]["copa"]
+        return [[pair[0] for pair in sample["filtered_resps"]] for sample in samples]
+
+    assert scored(f"level={tiny.n_blocks}") == likelihoods(plain)["copa"]
+    early = evaluate(tiny, "copa", data, jumps=jumps, exit="fixed:2")
+    assert scored("level=2") == likelihoods(early)["copa"]
+
+
+def test_a_rule_stops_each_position_by_itself(tiny, jumps, data, plain):
+    """A rule between never and always: every position is read where its own confidence says, not its neighbour's."""
+    found = evaluate(tiny, "arc_easy", data, jumps=jumps, exit="maxprob:0.3@1,3")
+    assert 1 < found.mean_level < tiny.n_blocks
+    batched = evaluate(tiny, "arc_easy", data, jumps=jumps, exit="maxprob:0.3@1,3", batch_size=5)
+    assert batched.mean_level == found.mean_level
+    assert likelihoods(found) != {"arc_easy": likelihoods(plain)["arc_easy"]}
+
+
+def test_generation_stops_early_too(tiny, jumps):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from layerjump.evaluation.lm_eval_model import JumpLM
+
+    def written(model):
+        asked = ("Once upon a time", {"until": ["\n"], "max_gen_toks": 8, "do_sample": False})
+        return model.generate_until([Instance("generate_until", {}, asked, 0)], disable_tqdm=True)
+
+    whole = written(HFLM(tiny.hf, tokenizer=tiny.tokenizer))
+    assert written(JumpLM(tiny, jumps=jumps, exit="maxprob:1.1")) == whole
+    early = written(JumpLM(tiny, jumps=jumps, exit="fixed:1"))
+    made = lj.generate(tiny, jumps, "Once upon a time", exit="fixed:1", max_new_tokens=8)
+    assert early == [made.text[0].split("\n")[0]]
+
+
+def test_parts_are_replaced_and_put_back(tiny, data, plain):
+    pairs = "2.ffn.in:2.ffn.out,3.ffn.in:3.ffn.out"
+    maps = lj.fit(tiny, stories(200), pairs=pairs, tokens=6_000)
+    found = evaluate(tiny, "copa", data, jumps=maps, parts="ffn", blocks="2-3")
+    with lj.linearised(tiny, maps, parts="ffn", blocks=[2, 3]):
+        inside = evaluate(tiny, "copa", data)
+    assert found.items == inside.items
+    assert found.items["copa"] != plain.items["copa"]
+    assert evaluate(tiny, "copa", data).items["copa"] == plain.items["copa"]
+
+
+def test_a_folder_that_prune_wrote_as_base_and_jumps(tiny, data, tmp_path):
+    pruned = lj.prune(tiny, stories(200), drop=1, method="linear", choice="deepest", tokens=6_000)
+    pruned.save(tmp_path / "linear")
+    found = evaluate(lj.load(tmp_path / "linear"), "copa,lambada", data)
+    assert found.items == evaluate(pruned.model, "copa,lambada", data).items
+
+
+def test_what_is_too_long_is_counted(tiny, data, tmp_path):
+    folder = write_questions(tmp_path)
+    long = {**LINES["copa.jsonl"][0], "query": "Lily was sad. " * 60 + "She cried, because"}
+    (folder / "copa.jsonl").write_text(json.dumps(long))
+    assert evaluate(tiny, "copa", folder).truncated == 2
+
+
+def test_the_tokenizer_is_left_as_it_was(tiny, data):
+    before = tiny.tokenizer.pad_token
+    evaluate(tiny, "copa", data, limit=1)
+    assert tiny.tokenizer.pad_token == before
+
+
+def test_progress_counts_requests(tiny, data):
+    seen = []
+    evaluate(tiny, "copa", data, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_wilsons_interval():
+    low, high = wilson(0.0, 5)
+    assert low == pytest.approx(0, abs=1e-12)
+    assert high == pytest.approx(0.4345, abs=1e-4)  # 5 items, none right: the textbook's value
+    assert wilson(0.5, 10**6) == pytest.approx((0.49902, 0.50098), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"exit": "soon"}, "gap:0.9"),
+        ({"exit": "fixed:9"}, "level 9"),
+        ({"level": 9}, "level 9"),
+        ({"exit": "never", "parts": "attn"}, "give one of"),
+        ({"parts": "attn"}, "without maps"),
+        ({"blocks": "2"}, "give parts"),
+    ],
+)
+def test_settings_that_make_no_sense(tiny, settings, said):
+    with pytest.raises(LayerjumpError, match=said):
+        how(tiny, **settings).reader(tiny)
+
+
+def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
+    assert numbers("3-5,1") == (3, 4, 5, 1)
+    with pytest.raises(BadEvaluation, match="3-5"):
+        numbers("three")
+    with pytest.raises(BadEvaluation, match="neither an exit rule nor parts"):
+        how(tiny, jumps=jumps)
+    assert how(tiny) == How()
+
+
+def test_an_encoder_is_refused(data_folder, data):
+    with pytest.raises(BadEvaluation, match="masked model"):
+        evaluate(lj.load(data_folder / "tiny-bert"), "copa", data)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{not json", "line 1 of .* is not JSON"),
+        ('["a"]', "row 1 of .*an object was wanted"),
+        ('{"query": "a", "choices": ["b", "c"]}', "`gold` is not there"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "there are 2 choices"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": true}', "a number was wanted"),
+        ('{"query": "a", "choices": ["b"], "gold": 0}', "two texts or more"),
+        ('{"query": "a", "choices": ["b", 7], "gold": 0}', "two texts or more"),
+        ('{"query": 3, "choices": ["b", "c"], "gold": 0}', "a text was wanted"),
+        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "nothing to predict"),
+        ("", "holds no items"),
+    ],
+)
+def test_files_that_are_not_a_tasks(tmp_path, line, said):
+    (tmp_path / "piqa.jsonl").write_text(line)
+    with pytest.raises(LayerjumpError, match=said):
+        items_of(TASKS["piqa"], tmp_path)
+
+
+def test_labels_must_be_the_tasks(tmp_path):
+    folder = write_questions(tmp_path)
+    row = {"premise": "a", "hypothesis": "b", "label": "perhaps"}
+    (folder / "superglue/CB/val.jsonl").write_text(json.dumps(row))
+    with pytest.raises(BadEvaluation, match="entailment or contradiction or neutral"):
+        items_of(TASKS["cb"], folder)
+    assert [task.name for task in chosen("piqa, copa,piqa")] == ["piqa", "copa"]
+
+
+def test_the_network_is_left_alone(tiny, data, monkeypatch):
+    import socket
+
+    def refuse(*_):
+        raise AssertionError("something looked for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert evaluate(tiny, "all", data, limit=1).scores

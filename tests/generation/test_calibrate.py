@@ -1,0 +1,185 @@
+"""The rule that calibration finds on a small trained model: its promise, its text, its file, its command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import fitted_gpt2
+from helpers.cli import run
+from helpers.story_text import stories
+from helpers.synthetic_jumps import jumps as other_jumps
+from helpers.tiny_models import tiny_model
+
+import layerjump as lj
+from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
+from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration.calibrate import calibrate
+from layerjump.generation.calibration.cost_model import Costs, measure
+from layerjump.generation.calibration.dataset import OPENING, own_text, shares, unseen_documents
+from layerjump.generation.loop import LATELY
+from layerjump.generation.probes import calibration_curve
+from layerjump.generation.rules import Drafting, Fixed, Never
+from layerjump.models.model import Model
+
+model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
+
+COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01)
+
+
+@pytest.fixture(scope="module")
+def found(model, jumps):
+    return calibrate(model, jumps, stories(900, seed=1, name="more"), target=0.9, costs=COSTS)
+
+
+def test_drafting_rests_while_it_does_not_pay(model, jumps):
+    """A rule that always drafts at level 0 is wrong nearly always: with a share to reach it soon stops."""
+    settings = {"verify": True, "do_sample": False, "max_new_tokens": 60, "min_new_tokens": 60}
+    always = Fixed(0)
+    stubborn = lj.generate(model, jumps, "One day, Tom", exit=always, **settings)
+    wise = lj.generate(model, jumps, "One day, Tom", exit=Drafting(always, 0.99), **settings)
+    assert wise.ids == stubborn.ids
+    assert LATELY <= wise.counts.drafts < LATELY + 4
+    assert stubborn.counts.drafts > 40
+    content = lj.generate(model, jumps, "One day, Tom", exit=Drafting(always, 0.0), **settings)
+    assert content.counts.drafts == stubborn.counts.drafts
+
+
+def test_documents_of_the_fit_are_left_out(model, jumps):
+    text = stories(300)
+    free = unseen_documents(jumps, text)
+    assert set(free).isdisjoint(lj.split(300, "80/10/10", seed=0).fit)
+    assert len(free) == 60
+    assert unseen_documents(jumps, stories(40, seed=5)) == tuple(range(40))
+    dealt = shares(free, 0)
+    assert sorted(document for part in dealt.values() for document in part) == sorted(free)
+
+
+def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
+    about = found.about
+    assert about["test"]["agreement"] >= 0.87
+    assert set(found.rule.at or ()) <= {0, 1, 2, 3}
+    assert about["test"]["cost"] <= 1
+    assert about["positions"]["thresholds"] == 540
+    made = lj.generate(model, jumps, "One day, Tom went to the", exit=found.rule, max_new_tokens=12)
+    assert made.n_tokens <= 12
+
+
+def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
+    serialization.save(found, tmp_path)
+    again = serialization.load(tmp_path, model=model)
+    assert again.about == found.about
+    assert again.rule.at == found.rule.at
+    assert getattr(again.lossless, "least", None) == getattr(found.lossless, "least", None)
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    for one, other in ((found.rule, again.rule), (found.lossless, again.lossless)):
+        a, b = (
+            lj.generate(model, jumps, "One day, Lily", exit=e, **settings) for e in (one, other)
+        )
+        assert (a.ids, a.levels) == (b.ids, b.levels)
+    with pytest.raises(BadArtifact, match="layerjump calibrate"):
+        serialization.load(tmp_path / "nothing")
+    with torch.no_grad():
+        model.anatomy.head.weight.add_(1)
+        try:
+            with pytest.raises(WrongModel):
+                serialization.load(tmp_path, model=model)
+        finally:
+            model.anatomy.head.weight.sub_(1)
+
+
+def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
+    jumps.save_pretrained(tmp_path)
+    serialization.save(found, tmp_path)
+    assert serialization.load(tmp_path).about == found.about
+    jumps.save_pretrained(tmp_path)  # the same again
+    assert serialization.load(tmp_path).about == found.about
+    other_jumps().save_pretrained(tmp_path)
+    with pytest.raises(BadArtifact, match="calibrated with other jumps than those in it now"):
+        serialization.load(tmp_path)
+
+
+def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
+    text = stories(40, seed=6)
+    (first, *_) = batches = own_text(model, text, range(40), tokens=10, picks=4)
+    assert 120 < sum(batch.n_picks for batch in batches) <= 160  # some texts end early
+    assert first.position.min() >= OPENING - 1
+    for batch in batches:
+        at = next(iter(lj.states(model, [batch], [model.n_blocks])))[model.n_blocks]
+        following = batch.input_ids[batch.row, batch.position + 1]
+        assert torch.equal(model.logits(at).argmax(-1), following)
+        opening = [text.documents[document] for document in batch.document.tolist()]
+        ids = model.tokens.encode(opening)
+        for row, document in zip(batch.row.tolist(), ids, strict=True):
+            assert batch.input_ids[row, :OPENING].tolist() == document[:OPENING]
+
+
+def test_a_rule_is_found_on_the_models_own_text(model, jumps):
+    text = stories(500, seed=7)
+    found = calibrate(model, jumps, text, target=0.9, costs=COSTS, own=12)
+    assert found.about["own"] == 12
+    assert found.about["positions"]["thresholds"] == 300
+    assert found.about["test"]["agreement"] >= 0.85
+    with pytest.raises(BadExit, match="what its context holds"):
+        calibrate(model, jumps, text, target=0.9, costs=COSTS, own=10_000)
+
+
+def test_gates_are_measured_on_test_text(found):
+    for rows in found.about["gate_curves"].values():
+        assert all(0 <= row["predicted"] <= 1 for row in rows)
+    curve = calibration_curve(
+        torch.tensor([0.1, 0.9, 0.8, 0.2]), torch.tensor([0, 1, 1, 0]), bins=2
+    )
+    assert [row["found"] for row in curve] == [0, 1]
+
+
+def test_where_verifying_does_not_pay_it_is_off(model, jumps):
+    dear = Costs(block=1, waiting=1, head=5, gate=0)
+    text = stories(500, seed=2, name="other")
+    assert isinstance(calibrate(model, jumps, text, target=0.9, costs=dear).lossless, Never)
+
+
+def test_measured_costs_are_positive(model, jumps):
+    costs = measure(model, jumps)
+    assert min(costs.block, costs.head, costs.gate) > 0
+    assert costs.full(4) == pytest.approx(4 * costs.block + costs.head)
+
+
+def test_costs_are_measured_within_the_models_positions():
+    """A table of 20 positions has no room for the usual context."""
+    short = tiny_model("gpt2", dtype=torch.float32, max_position_embeddings=20)
+    assert measure(Model.wrap(short, name="short"), None).block > 0
+
+
+def test_what_cannot_be_calibrated_is_one_line(model, jumps):
+    with pytest.raises(TextTooShort, match="59 documents"):
+        calibrate(model, jumps, stories(60, seed=3), costs=COSTS)
+    with pytest.raises(BadExit, match="between 0 and 1"):
+        calibrate(model, jumps, stories(60, seed=3), target=1.0)
+    with pytest.raises(BadExit, match="gap, gate, two-stage"):
+        calibrate(model, jumps, stories(60, seed=3), kinds=("magic",))
+
+
+def test_the_command_line_calibrates_and_writes(data_folder, jumps, tmp_path):
+    name, folder, text = str(data_folder / "tiny-gpt2"), str(tmp_path), tmp_path / "t.jsonl"
+    jumps.save_pretrained(folder)
+    text.write_text("\n".join(json.dumps({"text": d}) for d in stories(500, seed=4).documents))
+    done = run(
+        "calibrate", name, "--jumps", folder, "--text", str(text), "--target", "0.9", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row["value"] for row in json.loads(done.stdout)}
+    assert rows["test agreement"] > 0.8
+    assert "wrote" in done.stderr
+    made = run("generate", name, "One day,", "--jumps", folder, "--verify", "--stream", "--colour")
+    assert made.returncode == 0, made.stderr
+    early = run("generate", name, "One day,", "--jumps", folder, "--exit", "fixed:1", "--colour")
+    assert "\x1b[38;2;32;160;32m" in early.stdout
+    whole = run("generate", name, "One day,", "--exit", "never", "--colour")
+    assert "\x1b" not in whole.stdout  # in the terminal's own colour
+    plain = run("generate", name, "One day,", "--json", "--max-new-tokens", "64")
+    assert json.loads(plain.stdout)["texts"][0]["text"] in made.stdout
+    wrong = run("generate", name, "One day,", "--exit", "fixed:9")
+    assert wrong.returncode == 1
+    assert wrong.stderr.count("\n") == 1

@@ -1,0 +1,63 @@
+"""Lean blocks and head: the same numbers as Hugging Face's, and used for a plain Llama alone."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from helpers.tiny_models import tiny_model
+
+import layerjump as lj
+from layerjump.generation.block_runner import HuggingFaceBlocks, Runner
+from layerjump.generation.packed_cpu import LeanLlama, blocks_of, with_lean_head
+from layerjump.generation.result import Counts
+
+
+def test_lean_blocks_and_head_are_the_same_as_hugging_faces():
+    hf = tiny_model("llama", dtype=torch.float32)
+    model = lj.Model.wrap(hf)
+    assert isinstance(blocks_of(model), LeanLlama)
+    ids = torch.randint(3, 61, (2, 29))
+    padded = torch.tensor([[0] * 3 + [1] * 26, [1] * 29])
+    # A prompt, short or long, one token, several: with and without a mask.
+    for mask, lengths in product((None, padded), ((5, 6, 29), (22, 23, 29))):
+        whole = torch.ones_like(ids) if mask is None else mask
+        position = (whole.cumsum(-1) - 1).clamp_min(0)
+        found = []
+        for blocks in (LeanLlama(model), HuggingFaceBlocks(model)):
+            runner = Runner(blocks, hf.config, mask, position, Counts())
+            with torch.no_grad():
+                for length in lengths:
+                    states = runner.feed(ids[:, :length])
+                    for block in range(1, 4):
+                        states = runner.up(block)
+                found.append((states, *runner.cache.held(2)))
+        for one, other in zip(*found, strict=True):
+            assert torch.allclose(one[1], other[1], rtol=1e-4, atol=1e-5)
+            assert torch.allclose(one[0, ..., -3:, :], other[0, ..., -3:, :], rtol=1e-4, atol=1e-5)
+    states = torch.randn(1, 3, 32)
+    for rows in (states, states[:, :1], torch.randn(2, 20, 32)):
+        assert torch.allclose(
+            with_lean_head(model).logits(rows), model.logits(rows), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_what_is_not_a_plain_llama_is_run_by_hugging_face():
+    for family, variant in (("llama", "biased"), ("mistral", ""), ("gpt2", "")):
+        model = lj.Model.wrap(tiny_model(family, variant, dtype=torch.float32))
+        assert isinstance(blocks_of(model), HuggingFaceBlocks)
+    assert isinstance(blocks_of(lj.Model.wrap(tiny_model("llama"))), HuggingFaceBlocks)
+    hooked = lj.Model.wrap(tiny_model("llama", dtype=torch.float32))
+    handle = hooked.anatomy.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    assert isinstance(blocks_of(hooked), HuggingFaceBlocks)
+    handle.remove()
+    assert isinstance(blocks_of(hooked), LeanLlama)
+
+
+def test_a_changed_head_is_noticed():
+    model = lj.Model.wrap(tiny_model("llama", dtype=torch.float32))
+    state = torch.randn(1, 32)
+    before = with_lean_head(model).logits(state)
+    with torch.no_grad():
+        model.anatomy.head.weight.mul_(2)
+    assert torch.allclose(with_lean_head(model).logits(state), 2 * before, rtol=1e-5)

@@ -1,0 +1,175 @@
+"""Gates, rules that contend, and what they and drafts cost: on evidence made up so that the answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from layerjump.generation.calibration.calibrate import binomial_tail, loosest
+from layerjump.generation.calibration.cost_model import Costs
+from layerjump.generation.calibration.dataset import Evidence, candidates
+from layerjump.generation.calibration.search import (
+    Contender,
+    Probes,
+    Replayed,
+    at_one_level,
+    break_even,
+    cheapest,
+    cheapest_drafts,
+    draft_cost,
+)
+from layerjump.generation.probes import Gate, gate_features, logistic
+from layerjump.generation.rules import Look
+
+
+def evidence(n=4_000, right=0.9, seed=0):
+    """Two levels of a made-up model: the gap is the true probability of being right."""
+    draw = torch.Generator().manual_seed(seed)
+    gap = torch.rand(2, n, generator=draw) ** (1 - right)
+    hit = torch.rand(2, n, generator=draw) < gap
+    features = torch.cat(
+        [torch.logit(gap.clamp(1e-4, 1 - 1e-4))[..., None], torch.ones(2, n, 1)], -1
+    )
+    return Evidence((1, 2), hit, gap, features, torch.arange(n))
+
+
+def test_logistic_is_scikit_learns():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 5, generator=draw).double() * torch.tensor([1, 5, 0.2, 1, 1])
+    y = (x[:, 0] - x[:, 2] + torch.randn(400, generator=draw)) > 0
+    ones = torch.cat([x, torch.ones(400, 1)], 1)
+    found = logistic(ones, y, 0.01)
+    z = (x - x.mean(0)) / x.std(0)
+    theirs = LogisticRegression(C=1 / (0.01 * 400), tol=1e-10).fit(z.numpy(), y.numpy())
+    odds = torch.as_tensor(theirs.decision_function(z.numpy()))
+    assert torch.allclose(ones @ found, odds, atol=1e-5)
+
+
+def test_labels_that_are_all_alike_are_no_trouble():
+    x = torch.cat([torch.randn(50, 3), torch.ones(50, 1)], 1)
+    weights = logistic(x, torch.ones(50), 0.01)
+    assert bool(torch.isfinite(weights).all())
+    assert float((x.double() @ weights).min()) > 3
+
+
+def test_a_gate_reads_the_state_alone():
+    states, position = torch.randn(6, 4) * 100, torch.arange(6)
+    features = gate_features(states, position)
+    assert torch.allclose(features[:, :4].square().mean(-1), torch.ones(6))
+    assert torch.allclose(features[:, 4].exp(), states.square().mean(-1).sqrt(), rtol=1e-5)
+    assert features[:, 5].tolist() == position.tolist()
+    weights = torch.randn(1, 7)
+    gate = Gate(weights, (2,), 0.5)
+
+    def read(level, states):
+        raise AssertionError("a gate makes no vocabulary product")
+
+    look = Look(2, states, position, read)
+    assert torch.equal(gate.stops(look), features @ weights[0] >= 0)
+    alone = [gate.odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
+    assert torch.allclose(torch.cat(alone), features @ weights[0], rtol=1e-4, atol=1e-4)
+    assert look.gates == 1
+
+
+def test_the_binomial_tail_is_the_binomials():
+    assert binomial_tail(0, 20, 0.95) == pytest.approx(1)
+    assert binomial_tail(20, 20, 0.95) == pytest.approx(0.95**20)
+    direct = sum(math.comb(30, k) * 0.8**k * 0.2 ** (30 - k) for k in range(27, 31))
+    assert binomial_tail(27, 30, 0.8) == pytest.approx(direct)
+    assert binomial_tail(59, 59, 0.95) < 0.05 < binomial_tail(58, 58, 0.95)
+
+
+def test_the_guarantee_holds_as_often_as_stated():
+    """Of many calibrations of the same rule, at most about 1 − confidence end below the target."""
+    contender = Contender(
+        "gap", (1, 2), Probes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {})
+    )
+    truth = contender.replay(evidence(60_000, 0.7, seed=999), 3)
+    below, loose = 0, 0
+    for seed in range(60):
+        threshold = loosest(contender, evidence(300, 0.7, seed=seed), 3, 0.9, 0.8)
+        if threshold is not None:
+            loose += threshold < 0.9
+            below += truth(threshold).agreement < 0.9
+    assert below <= 60 * 0.2 + 8
+    assert loose > 20  # it does not hold by never stopping
+
+
+def test_a_replayed_rule_counts_what_it_costs():
+    gap = torch.tensor([[0.9, 0.2, 0.2], [0.0, 0.9, 0.2]])
+    right = torch.tensor([[True, True, True], [True, False, True]])
+    features = torch.cat([torch.logit(gap, eps=1e-6)[..., None], torch.ones(2, 3, 1)], -1)
+    seen = Evidence((1, 2), right, gap, features, torch.arange(3))
+    same = torch.tensor([1.0, 0.0]).double()  # a gate that says what the gap says
+    probes = Probes(
+        {1: same, 2: same},
+        {1: torch.tensor([0.0, 1, 0]).double()} | {2: torch.tensor([0.0, 1, 0]).double()},
+    )
+    for kind, heads, gates in (
+        ("gap", [1, 2, 3], [0, 0, 0]),
+        ("gate", [1, 1, 1], [1, 2, 2]),
+        ("two-stage", [1, 1, 1], [1, 2, 2]),
+    ):
+        made = Contender(kind, (1, 2), probes, worth=0.5).replay(seen, 4)(0.8)
+        assert made.left.tolist() == [1, 2, 4]
+        assert made.right.tolist() == [True, False, True]
+        assert made.heads.tolist() == heads
+        assert made.gates.tolist() == gates
+    costs = Costs(block=10, waiting=1, head=3, gate=0.5)
+    assert made.cost(costs, 4) == pytest.approx(
+        ((10 + 3 + 3.5) + (20 + 2 + 3 + 1) + (40 + 3 + 1)) / 3
+    )
+
+
+def test_levels_that_do_not_pay_are_not_checked():
+    seen = evidence(right=0.3)
+    probes = Probes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
+    dear = Costs(block=1, waiting=0, head=100, gate=0)
+    assert cheapest("gap", probes, seen, dear, 3, 0.9)[0].at == ()
+    cheap = Costs(block=1, waiting=0, head=0.001, gate=0)
+    assert cheapest("gap", probes, seen, cheap, 3, 0.9)[0].at != ()
+
+
+def test_what_drafts_cost():
+    costs = Costs(block=1, waiting=0.5, head=2, gate=0)
+    none = torch.zeros(4).long()
+    whole = Replayed(none + 10, none == 0, none + 1, none)
+    assert draft_cost(costs, 10, whole, 4) == 12
+    # Three drafts at level 4 (4 blocks and a product each), then a token that goes to 10 with them all.
+    left, heads = torch.tensor([4, 4, 4, 10]), torch.tensor([1, 1, 1, 1])
+    right = torch.tensor([True, True, True, True])
+    played = Replayed(left, right, heads, none)
+    assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 4
+    wrong = torch.tensor([True, False, True, True])
+    played = Replayed(left, wrong, heads, none)
+    assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 2
+
+
+def test_drafts_are_made_where_they_are_cheapest():
+    seen = evidence(right=0.6)
+    probes = Probes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
+    tries = at_one_level(("gap", "gate"), probes, (1, 2))
+    costs = Costs(block=1, waiting=0.02, head=0.5, gate=0.001)
+    found = cheapest_drafts(tries, seen, costs, 20)
+    assert found.contender.at == (1,)  # both levels are right as often, and the first comes sooner
+    assert found.cost < 0.7 * costs.full(20)
+    assert found.threshold is not None
+    assert found.threshold < 0.8  # bolder than any rule that keeps 95 %
+    dear = Costs(block=1, waiting=1, head=9, gate=0)
+    assert cheapest_drafts(tries, seen, dear, 3).threshold is None
+
+
+def test_what_a_draft_must_achieve():
+    costs = Costs(block=1, waiting=0.5, head=2, gate=0)
+    left, none = torch.tensor([4, 4, 10]), torch.zeros(3).long()
+    played = Replayed(left, none == 0, none + 1, none)
+    assert break_even(costs, 10, played) == pytest.approx((4 + 6 * 0.5 + 2) / 12)
+
+
+def test_candidates_are_levels_below_the_last():
+    assert candidates(range(4)) == (0, 1, 2, 3)
+    assert candidates(range(30)) == (0, 1, 2, 3, 4, 6, 9, 14, 20, 29)
+    assert candidates(range(1, 30)) == (1, 2, 3, 4, 5, 7, 10, 14, 20, 29)

@@ -1,0 +1,143 @@
+"""Exit rules: what their names say; the authors' threshold, the ends of its grid, and a plain loop."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.regression_data import random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerjump.errors import BadExit
+from layerjump.generation.rules import (
+    FINE,
+    GRID,
+    NEVER,
+    Agree,
+    Entropy,
+    Fixed,
+    Look,
+    MaxProb,
+    Never,
+    SoftmaxGap,
+    parse,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def confidences(levels=6, examples=40, seed=0):
+    return random(levels, examples, seed=seed).abs().clamp(max=1)
+
+
+def test_thresholds_are_the_papers():
+    known = json.loads((GOLDEN / "thresholds.json").read_text())
+    positions = torch.tensor([row["t"] for row in known["rows"]])
+    found = SoftmaxGap(known["lambda"], known["N"]).threshold(positions)
+    assert found.tolist() == pytest.approx([row["threshold"] for row in known["rows"]], rel=1e-12)
+    assert found.tolist() == pytest.approx([1.0, 0.930, 0.902, 0.900], abs=5e-4)
+
+
+def test_the_grid_is_the_authors():
+    assert pytest.approx((-1.112, *(k / 10 for k in range(11)), 1.112)) == GRID
+    assert len(FINE) == 9
+    assert all(1 < value < NEVER for value in FINE)
+
+
+@pytest.mark.parametrize("confidence", [confidences(), torch.ones(6, 40), torch.zeros(6, 40)])
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_ends_of_the_grid_never_stop_and_always_stop(confidence, clip):
+    position = torch.arange(40)
+    never = SoftmaxGap(NEVER, 20.5, clip=clip).replay(confidence, position)
+    assert (never == 5).all()
+    if not clip:
+        assert (SoftmaxGap(-NEVER, 20.5).replay(confidence, position) == 1).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    strength=st.floats(-1.2, 1.2),
+    seed=st.integers(0, 999),
+    levels=st.integers(2, 8),
+    strict=st.booleans(),
+)
+def test_it_is_the_first_level_from_one_on_that_is_sure(strength, seed, levels, strict):
+    confidence, position = confidences(levels, 12, seed), torch.arange(12)
+    rule = SoftmaxGap(strength, 6.5, strict=strict)
+    enough = rule.threshold(position)
+    for example, found in enumerate(rule.replay(confidence, position).tolist()):
+        lead = confidence[:, example]
+        sure = lead > enough[example] if strict else lead >= enough[example]
+        wanted = next((level for level in range(1, levels) if sure[level]), levels - 1)
+        assert found == wanted
+
+
+def test_stricter_never_stops_earlier():
+    confidence, position = confidences(), torch.arange(40)
+    stops = [SoftmaxGap(value, 20.5).replay(confidence, position) for value in sorted(GRID)]
+    assert all((a <= b).all() for a, b in zip(stops, stops[1:], strict=False))
+
+
+def test_strict_and_not_differ_exactly_at_the_threshold():
+    confidence = torch.tensor([[0.0], [0.9], [0.0]], dtype=torch.float64)
+    far = torch.tensor([10**6])  # where the second term is gone
+    assert SoftmaxGap(1, 10).threshold(far).item() == 0.9
+    assert SoftmaxGap(1, 10).replay(confidence, far).item() == 2
+    assert SoftmaxGap(1, 10, strict=False).replay(confidence, far).item() == 1
+
+
+def test_confidences_are_left_as_they_were():
+    confidence = confidences()
+    kept = confidence.clone()
+    SoftmaxGap(0.5, 20.5).replay(confidence, torch.arange(40))
+    assert torch.equal(confidence, kept)
+
+
+def look(logits, earlier=(), level=2):
+    logits = torch.as_tensor(logits, dtype=torch.float64)
+    state = torch.zeros(len(logits), 4)
+    return Look(level, state, torch.full((len(logits),), 50), lambda level, states: logits, earlier)
+
+
+def test_rules_say_what_their_names_say():
+    logits = torch.tensor([[0.9, 0.05, 0.05], [0.5, 0.4, 0.1]], dtype=torch.float64).log()
+    assert look(logits).gap.tolist() == pytest.approx([0.85, 0.1])
+    assert MaxProb(0.6).stops(look(logits)).tolist() == [True, False]
+    assert Entropy(0.5).stops(look(logits)).tolist() == [True, False]
+    assert SoftmaxGap(0.5, 10).stops(look(logits)).tolist() == [True, False]
+    assert Never().stops(look(logits)).tolist() == [False, False]
+    tops = torch.tensor([0, 0]), torch.tensor([0, 1])
+    assert Agree(2).stops(look(logits, tops)).tolist() == [True, False]
+    assert Agree(3).stops(look(logits, tops)).tolist() == [True, False]
+    assert Agree(4).stops(look(logits, tops)).tolist() == [False, False]
+    assert Agree(1).stops(look(logits)).tolist() == [True, True]
+
+
+def test_a_rule_that_does_not_ask_makes_no_vocabulary_product():
+    seen = look([[1.0, 2.0]])
+    Fixed(2).stops(seen)
+    assert not seen.predicted
+
+
+def test_rules_have_short_names():
+    assert parse("never") == Never()
+    assert parse("fixed:3") == Fixed(3)
+    assert parse("maxprob:0.8@2,1") == MaxProb(0.8, at=(1, 2))
+    assert parse("agree:2") == Agree(2)
+    gap = parse("gap:0.7@3")
+    assert gap.at == (3,)
+    assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
+    wrongs = (
+        "gap",
+        "gap:x",
+        "fixed:1@2",
+        "nothing:1",
+        "never:1",
+        "gap:0.5@a",
+        "gap:nan",
+        "agree:0",
+    )
+    for wrong in wrongs:
+        with pytest.raises(BadExit, match="give never"):
+            parse(wrong)

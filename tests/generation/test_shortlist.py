@@ -1,0 +1,168 @@
+"""Looks at a shortlist of the vocabulary: as whole ones where it holds all tokens, and the list's own where not."""
+
+import pytest
+import torch
+from helpers import fitted_gpt2
+from helpers.story_text import stories
+
+import layerjump as lj
+from layerjump import io
+from layerjump.data.batches import batches
+from layerjump.data.positions import Positions
+from layerjump.errors import BadArtifact, BadExit
+from layerjump.evaluation.early_exit import Reader
+from layerjump.generation import rules
+from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration.calibrate import calibrate
+from layerjump.generation.calibration.cost_model import Costs, measure, replay_cost
+from layerjump.generation.calibration.dataset import gather
+from layerjump.generation.rules import Drafting, Fixed, MaxProb
+from layerjump.generation.shortlist import Among, shortlist_of
+from layerjump.models.activations import states
+
+model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
+
+COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01, short=0.1)
+SETTINGS = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
+PROMPTS = ["One day, Tom", "The cat saw a big dog and"]
+
+
+@pytest.fixture(scope="module")
+def few(model):
+    """The tokens of some stories, every third of them left out."""
+    ids = sorted({token for ids in model.tokens.encode(stories(20).documents) for token in ids})
+    return torch.tensor([token for place, token in enumerate(ids) if place % 3])
+
+
+def test_with_all_tokens_on_the_list_nothing_changes(model, jumps):
+    everything = Among(Fixed(2), torch.arange(model.anatomy.vocabulary))
+    for verify in (False, True):
+        plain = lj.generate(model, jumps, PROMPTS, exit=Fixed(2), verify=verify, **SETTINGS)
+        short = lj.generate(model, jumps, PROMPTS, exit=everything, verify=verify, **SETTINGS)
+        assert short.ids == plain.ids
+        assert short.levels == plain.levels
+        assert plain.counts.short_heads == 0
+        assert short.counts.short_heads > 0
+        assert short.counts.heads + short.counts.short_heads == plain.counts.heads
+
+
+def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
+    made = lj.generate(model, jumps, "One day, Tom", exit=Among(Fixed(2), few), **SETTINGS)
+    assert set(made.ids[0]) <= set(few.tolist())
+    inputs = model.tokens.generation_inputs(["One day, Tom"])["input_ids"]
+    state = model.hf(inputs, output_hidden_states=True).hidden_states[2][:, -1]
+    logits = lj.Lens(model, jumps).logits(2, state)[0]
+    assert made.ids[0][0] == few[logits[few].argmax()]
+    assert logits.argmax() not in few or made.ids[0][0] == logits.argmax()
+
+
+def test_verified_text_is_the_models_whatever_the_list(model, jumps, few):
+    rule = Drafting(Among(Fixed(2), few), 0.0)
+    made = lj.generate(model, jumps, PROMPTS, exit=rule, verify=True, **SETTINGS)
+    assert made.ids == lj.generate(model, None, PROMPTS, **SETTINGS).ids
+    assert made.counts.drafts > made.counts.accepted > 0
+
+
+def test_a_text_in_which_only_other_tokens_are_allowed(model, jumps, few):
+    others = [t for t in range(model.anatomy.vocabulary) if t not in set(few.tolist())]
+    made = lj.generate(
+        model,
+        jumps,
+        "One day, Tom",
+        exit=Among(Fixed(2), few),
+        prefix_allowed_tokens_fn=lambda row, ids: others,
+        **SETTINGS,
+    )
+    assert set(made.ids[0]) <= set(others)
+
+
+def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
+    text = stories(60, seed=3)
+    read = {
+        name: gather(
+            model, jumps, batches(text, model.tokens, Positions("sample", 4)), (1, 2), among
+        )
+        for name, among in (
+            ("whole", None),
+            ("all", Among(Fixed(1), torch.arange(model.anatomy.vocabulary))),
+            ("few", Among(Fixed(1), few)),
+        )
+    }
+    assert torch.equal(read["whole"].right, read["all"].right)
+    torch.testing.assert_close(read["whole"].gap, read["all"].gap)
+    assert (read["few"].gap >= read["whole"].gap - 1e-5).float().mean() > 0.6
+    assert read["few"].right.sum() < read["whole"].right.sum()
+
+
+def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
+    """The shortlist decides where a position is read; what is read there is the whole vocabulary."""
+    (batch, *_) = batches(stories(6, seed=7), model.tokens, Positions("all"))
+    found = next(iter(states(model, [batch], range(model.n_blocks + 1))))
+    rule = Among(MaxProb(0.3, at=(1, 2)), few)
+    short = lj.Lens(rule.model(model), jumps)
+    lens, where = lj.Lens(model, jumps), {}
+    for rows, logits in Reader(model, jumps, rule).read(found.at, batch.position):
+        for row, each in zip(rows.tolist(), logits, strict=True):
+            where[row] = each
+    for row in range(len(batch.position)):
+        sure = (
+            level
+            for level in (1, 2)
+            if short.logits(level, found[level][row : row + 1]).softmax(-1).max() >= 0.3
+        )
+        level = next(sure, model.n_blocks)
+        wanted = lens.logits(level, found[level][row : row + 1])[0]
+        torch.testing.assert_close(where[row], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):
+    text = stories(50, seed=5)
+    assert rules.shortlist(model, text, range(50)) is None  # a vocabulary too small for it
+    monkeypatch.setattr(rules, "LENGTH", 40)
+    found = rules.shortlist(model, text, range(30))
+    count = torch.zeros(model.anatomy.vocabulary)
+    for ids in model.tokens.encode(text.documents[:30]):
+        count += torch.bincount(torch.tensor(ids), minlength=len(count))
+    assert len(found) == 40
+    assert found.tolist() == sorted(found.tolist())
+    left_out = count.clone()
+    left_out[found] = 0
+    assert count[found].min() >= left_out.max()
+
+
+def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypatch):
+    monkeypatch.setattr(rules, "LENGTH", 60)
+    text = stories(500, seed=2, name="other")
+    found = calibrate(model, jumps, text, target=0.9, costs=COSTS)
+    assert found.about["shortlist"] == 60
+    assert len(shortlist_of(found.rule).tokens) == 60
+    path = serialization.save(found, tmp_path)
+    again = serialization.load(tmp_path, model=model)
+    assert torch.equal(shortlist_of(again.rule).tokens, shortlist_of(found.rule).tokens)
+    for verify, name in ((False, "rule"), (True, "lossless")):
+        texts = [
+            lj.generate(model, jumps, PROMPTS, exit=getattr(each, name), verify=verify, **SETTINGS)
+            for each in (found, again)
+        ]
+        assert texts[0].ids == texts[1].ids
+    tensors, metadata = io.read_tensors(path)
+    for wrong in (torch.tensor([5, 3]), torch.tensor([-1, 3]), torch.tensor([0.5, 1.0])):
+        io.write_tensors(path, dict(tensors) | {"shortlist": wrong}, metadata)
+        with pytest.raises(BadArtifact, match="shortlist"):
+            serialization.load(tmp_path)
+
+
+def test_a_list_of_tokens_that_the_model_does_not_have_is_refused(model, jumps):
+    wrong = Among(Fixed(1), torch.tensor([0, model.anatomy.vocabulary]))
+    with pytest.raises(BadExit, match="shortlist of 2 tokens"):
+        lj.generate(model, jumps, "One day", exit=wrong)
+
+
+def test_looks_at_a_list_cost_what_they_cost(model, jumps, few):
+    left, heads, gates = torch.tensor([1, 4]), torch.tensor([2, 2]), torch.tensor([0, 0])
+    # Two short looks; one short look and the whole product.
+    assert replay_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx(
+        [1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1]
+    )
+    assert measure(model, jumps).short is None
+    assert measure(model, jumps, Among(Fixed(1), few)).short > 0

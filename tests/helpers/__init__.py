@@ -1,0 +1,1 @@
+"""Fixtures and models shared by the tests."""

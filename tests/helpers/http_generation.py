@@ -1,0 +1,29 @@
+"""What tests of generation over HTTP share: jumps with a calibrated rule, and a model whose texts take seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import layerjump as lj
+from layerjump.generation.calibration import serialization
+
+
+def calibrated_jumps(model: lj.Model, folder: Path) -> Path:
+    """Jumps between all levels, with an exit rule beside them."""
+    text = lj.read("pydoc", limit=900)
+    jumps = lj.fit(model, text, tokens=4_000, pairs="all")
+    jumps.save_pretrained(folder)
+    serialization.save(
+        lj.calibrate(model, jumps, text, target=0.5, confidence=0.6, kinds=("gap",)), folder
+    )
+    return folder
+
+
+def slow_model(tiny: Path, folder: Path) -> Path:
+    """Many small blocks, untrained: nothing ends its texts."""
+    config = AutoConfig.from_pretrained(tiny, n_layer=64, n_positions=512, eos_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny, model_max_length=512).save_pretrained(folder)
+    return folder

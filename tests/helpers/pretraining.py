@@ -1,0 +1,18 @@
+"""The smallest run of pretraining, and its texts."""
+
+from __future__ import annotations
+
+from helpers.story_text import stories
+from layerjump.training.model import Shape
+from layerjump.training.trainer import Recipe
+
+TEXT, HELD_OUT = stories(300), stories(60, seed=1, name="others")
+SMALL = Recipe(
+    shape=Shape(layers=2, hidden=16, heads=2, positions=16),
+    vocabulary=300,
+    length=16,
+    steps=8,
+    batch=8,
+    every=4,
+    learning_rate=3e-3,
+)

@@ -1,0 +1,192 @@
+"""Maps in place of parts, in every family: what is computed, what is generated, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import synthetic_jumps
+from helpers.tiny_models import CASES, tiny_model
+
+from layerjump.errors import BadModel
+from layerjump.interventions.linearize import PARTS, jumping, linearised, pairs_of, spliced
+from layerjump.interventions.patching import Rerun
+from layerjump.jumps.jumps import JumpInfo, Jumps
+from layerjump.jumps.maps import Affine
+from layerjump.models.activations import states
+from layerjump.models.model import Model
+from layerjump.models.self_check import sample
+from layerjump.models.structure import Anatomy, Site
+from layerjump.pruning.drop_layers import cannot_drop, without_blocks
+
+EXACT = 1e-10
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
+def model(request: pytest.FixtureRequest) -> Model:
+    hf = tiny_model(*request.param)
+    return Model(hf, Anatomy(hf), "-".join(request.param))
+
+
+def jumps_of(model: Model, pairs: list, scale: float = 0.2) -> Jumps:
+    """Random affine maps between sites, in float64."""
+    draw = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return scale * torch.randn(*shape, dtype=torch.float64, generator=draw)
+
+    d = model.width
+    maps = {pair: Affine.of(normal(d, d), bias=normal(d)) for pair in pairs}
+    infos = {pair: JumpInfo(*pair, "affine") for pair in pairs}
+    provenance = synthetic_jumps.provenance(width=d, n_blocks=model.n_blocks)
+    return Jumps.of(maps, infos, provenance).double()
+
+
+def levels(model: Model) -> list:
+    blocks = range(1, model.n_blocks + 1)
+    return [(Site(a - 1), Site(b)) for a in blocks for b in blocks if a <= b]
+
+
+def last_level(model: Model, batch) -> torch.Tensor:
+    (found,) = states(model, [batch], [model.n_blocks])
+    return found[model.n_blocks]
+
+
+def as_found(model: Model) -> list:
+    return [
+        (list(m._forward_hooks), list(m._forward_pre_hooks), "forward" in m.__dict__)
+        for m in model.hf.modules()
+    ]
+
+
+def test_nothing_replaced_is_bit_identical(model):
+    batch, jumps = sample(model), jumps_of(model, levels(model))
+    before = last_level(model, batch)
+    for parts in (*PARTS, "block"):
+        with linearised(model, jumps, parts=parts, blocks=[]):
+            assert torch.equal(last_level(model, batch), before)
+
+
+def test_a_splice_is_the_map_and_then_the_later_blocks(model):
+    batch, jumps = sample(model), jumps_of(model, levels(model))
+    rerun = Rerun(model, batch)
+    for i, j in ((0, 1), (1, 2), (0, model.n_blocks), (1, model.n_blocks)):
+        with torch.no_grad(), spliced(model, jumps, i, j):
+            found = last_level(model, batch)
+        with torch.no_grad():
+            expected = rerun.from_level(j, jumps[i, j](rerun.levels[i]))
+        assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
+
+
+def test_each_block_its_own_map_is_a_chain_of_maps(model):
+    batch, jumps = sample(model), jumps_of(model, levels(model))
+    rerun = Rerun(model, batch)
+    with torch.no_grad(), linearised(model, jumps, parts="block"):
+        found = last_level(model, batch)
+        expected = rerun.levels[0]
+        for block in range(1, model.n_blocks + 1):
+            expected = jumps[block - 1, block](expected)
+    assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
+
+
+def test_the_model_is_restored_after_success_and_after_an_exception(model):
+    batch, jumps = sample(model), jumps_of(model, levels(model))
+    before, whole = as_found(model), last_level(model, batch)
+    with spliced(model, jumps, 0, 2):
+        assert not torch.allclose(last_level(model, batch), whole, atol=1e-3)
+    with pytest.raises(KeyError), linearised(model, jumps, parts="block", blocks=[1]):
+        raise KeyError
+    assert as_found(model) == before
+    assert torch.equal(last_level(model, batch), whole)
+
+
+PROMPTS = ([5, 9, 17, 23, 31, 8], [41, 12, 33])
+SETTINGS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def generated(model: Model) -> list[list[int]]:
+    """Greedy tokens for both prompts side by side, the shorter one padded on the left, with a cache."""
+    if model.hf.config.model_type in ("bloom", "gemma2"):
+        # These give NaN for padded rows in float64 as they are: one prompt at a time, then.
+        return one_by_one(model, use_cache=True)
+    ids = torch.tensor([PROMPTS[0], [0, 0, 0, *PROMPTS[1]]])
+    mask = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
+    return model.hf.generate(ids, attention_mask=mask, **SETTINGS)[:, 6:].tolist()
+
+
+def one_by_one(model: Model, use_cache: bool = False) -> list[list[int]]:
+    """The same without padding and without a cache: each prompt alone, every step from the start."""
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = model.hf.generate(
+            ids, attention_mask=torch.ones_like(ids), use_cache=use_cache, **SETTINGS
+        )
+        found.append(made[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("parts", ["attn", "ffn", "norms", "block"])
+def test_generation_with_a_cache_is_generation_without_one(model, parts):
+    """The first block among the replaced ones: masks are as long as the first layer of the cache says."""
+    if model.task != "causal":
+        pytest.skip("does not generate by itself")
+    pairs = levels(model) if parts == "block" else pairs_of(model, 1, parts)
+    if not pairs:
+        pytest.skip("no such part")
+    jumps = jumps_of(model, pairs)
+    plain = generated(model)
+    with linearised(model, jumps, parts=parts, blocks=[1]):
+        assert generated(model) == one_by_one(model)
+    assert generated(model) == plain
+
+
+def test_a_splice_generates_with_a_cache_as_without(model):
+    if model.task != "causal":
+        pytest.skip("does not generate by itself")
+    jumps = jumps_of(model, levels(model))
+    for i, j in ((0, 2), (1, 2)):
+        with spliced(model, jumps, i, j):
+            assert generated(model) == one_by_one(model)
+
+
+def test_jumping_over_blocks_by_the_identity_is_a_model_without_them(model):
+    if cannot_drop(model):
+        pytest.skip("no block can be taken out")
+    batch = sample(model)
+    for gone in ([2], [1, 2]):
+        shorter = without_blocks(model, gone)
+        expected = last_level(shorter, batch)
+        with jumping(model, {(gone[0] - 1, gone[-1]): torch.nn.Identity()}):
+            assert torch.allclose(last_level(model, batch), expected, rtol=0, atol=EXACT)
+        if model.task == "causal":
+            assert generated(shorter) == one_by_one(shorter)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Model:
+    hf = tiny_model("gpt2")
+    return Model(hf, Anatomy(hf), "gpt2")
+
+
+def test_a_stand_in_for_attention_is_the_fitted_map(gpt2):
+    (pair,) = pairs_of(gpt2, 2, "attn")
+    jumps = jumps_of(gpt2, [pair])
+    batch = sample(gpt2)
+    (exact,) = states(gpt2, [batch], [pair[0]])
+    with torch.no_grad(), linearised(gpt2, jumps, parts="attn", blocks=[2]):
+        # The source of the map is the part's own input, and what follows is its output.
+        (found,) = states(gpt2, [batch], ["2.mid", 1])
+        assert torch.allclose(found["2.mid"], found[1] + jumps[pair](exact[pair[0]]), atol=EXACT)
+
+
+def test_bad_parts_and_blocks_are_refused(gpt2):
+    jumps = jumps_of(gpt2, levels(gpt2))
+    for settings, message in (
+        ({"parts": "mlp"}, "give attn"),
+        ({"parts": "xattn"}, "no xattn"),
+        ({"parts": "block", "blocks": [4]}, "blocks 1 to 3"),
+    ):
+        with pytest.raises(BadModel, match=message), linearised(gpt2, jumps, **settings):
+            pass
+    with pytest.raises(BadModel, match="levels from 0 to 3"), spliced(gpt2, jumps, 2, 2):
+        pass

@@ -1,0 +1,299 @@
+"""Surgery: what is replaced is replaced and nothing else, in every family; afterwards the model is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.tiny_models import CASES, tiny_model
+
+from layerjump.data.batches import Batch
+from layerjump.errors import BadModel
+from layerjump.interventions.patching import Rerun, constant, mapped, noisy, only, replaced
+from layerjump.jumps.memory import site_width
+from layerjump.jumps.pairs import parse_pairs
+from layerjump.models.activations import states
+from layerjump.models.model import Model
+from layerjump.models.self_check import sample
+from layerjump.models.structure import Anatomy, Site
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
+def model(request: pytest.FixtureRequest) -> Model:
+    hf = tiny_model(*request.param)
+    return Model(hf, Anatomy(hf), "-".join(request.param))
+
+
+@pytest.fixture(scope="module")
+def batch(model: Model) -> Batch:
+    return sample(model, rows=3, length=14)
+
+
+@pytest.fixture(scope="module")
+def rerun(model: Model, batch: Batch) -> Rerun:
+    return Rerun(model, batch)
+
+
+def hooks(model: Model) -> dict:
+    return {
+        module: (list(module._forward_hooks), list(module._forward_pre_hooks))
+        for module in model.hf.modules()
+    }
+
+
+def last_level(model: Model, batch: Batch) -> torch.Tensor:
+    (found,) = states(model, [batch], [model.n_blocks])
+    return found[model.n_blocks]
+
+
+def untouched(source: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    return exact
+
+
+def every_part(model: Model) -> list:
+    pairs = parse_pairs("submodules", model.anatomy)
+    blocks = range(1, model.n_blocks + 1)
+    return pairs + [(Site(block, "attn.in"), Site(block, "heads")) for block in blocks]
+
+
+def test_the_levels_are_those_of_the_model(model, batch, rerun):
+    (found,) = states(model, [batch], range(model.n_blocks + 1))
+    assert len(rerun.levels) == model.n_blocks + 1
+    for level in range(model.n_blocks + 1):
+        assert torch.equal(rerun.picked(rerun.levels[level]), found[level])
+
+
+def test_a_rerun_from_any_level_is_the_same_to_the_last_bit(model, rerun):
+    for level in range(model.n_blocks + 1):
+        assert torch.equal(rerun.from_level(level), rerun.levels[-1])
+        for to in range(level, model.n_blocks + 1):
+            assert torch.equal(rerun.from_level(level, to=to), rerun.levels[to])
+        assert torch.equal(rerun.from_level(level, changes={}), rerun.levels[-1])
+
+
+def test_replacing_nothing_changes_nothing(model, batch):
+    before = last_level(model, batch)
+    with replaced(model, {}):
+        assert torch.equal(last_level(model, batch), before)
+
+
+def test_replacing_parts_by_what_they_give_changes_nothing(model, batch, rerun):
+    changes = dict.fromkeys(every_part(model), untouched)
+    assert torch.equal(rerun.from_level(0, changes=changes), rerun.levels[-1])
+    with replaced(model, changes):
+        assert torch.equal(last_level(model, batch), rerun.picked(rerun.levels[-1]))
+
+
+def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
+    """The change reads what the norm reads, so the norm itself may stand in as the map."""
+    family = model.anatomy.family
+    changes = {}
+    for block, module in enumerate(model.anatomy.blocks, start=1):
+        for name, path in (("ln1", family.ln1), ("lnx", family.lnx), ("ln2", family.ln2)):
+            if path is not None:
+                norm = module.get_submodule(path)
+                changes[Site(block, f"{name}.in"), Site(block, f"{name}.out")] = mapped(
+                    norm.forward
+                )
+    assert torch.allclose(rerun.from_level(0, changes=changes), rerun.levels[-1], atol=EXACT)
+
+
+@pytest.mark.parametrize("part", ["attn", "xattn", "ffn"])
+def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
+    """In the last block, against the block's own arithmetic written out."""
+    crossed = model.anatomy.family.xattn is not None
+    if part == ("attn" if crossed else "xattn"):
+        pytest.skip("cross-attention, where there is any, reads what attention gave")
+    block = model.n_blocks
+    pair = Site(block, f"{part}.in"), Site(block, f"{part}.out")
+    zero = constant(torch.zeros(model.width))
+    found = rerun.picked(rerun.from_level(block - 1, changes={pair: zero}))
+    assert torch.allclose(found, by_hand(model, rerun, without=part), rtol=0, atol=EXACT)
+    assert not torch.allclose(found, rerun.picked(rerun.levels[-1]), atol=1e-3)
+
+
+def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
+    """The last block's output when it adds no attention or no feed-forward, from its parts."""
+    block, row = model.n_blocks, model.anatomy.family
+    module = model.anatomy.blocks[-1]
+    parts = {name: Site(block, name) for name in ("attn.in", "attn.out", "ffn.in", "ffn.out")}
+    (found,) = states(model, [rerun.batch], [block - 1, *parts.values()])
+    stream = found[block - 1]
+    attn, ffn = found[parts["attn.out"]], found[parts["ffn.out"]]
+    if row.xattn is not None:
+        return by_hand_with_cross_attention(model, rerun, without=without)
+
+    def norm(path, x):
+        return x if path is None else module.get_submodule(path)(x)
+
+    with torch.no_grad():
+        if row.kind == "parallel":
+            return stream + (ffn if without == "attn" else attn)
+        if row.kind == "post":
+            middle = norm(row.ln1, stream if without == "attn" else stream + attn)
+            added = feed_forward(model, middle) if without == "attn" else 0
+            return norm(row.ln2, middle + added)
+        if without == "ffn":
+            return stream + attn
+        return stream + feed_forward(model, norm(row.ln2, stream))
+
+
+def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
+    block, row = model.n_blocks, model.anatomy.family
+    (found,) = states(model, [rerun.batch], [Site(block, "mid"), Site(block, "mid2")])
+    lnx, ln2 = (model.anatomy.blocks[-1].get_submodule(path) for path in (row.lnx, row.ln2))
+    with torch.no_grad():
+        if without == "ffn":
+            stream = found[Site(block, "mid2")]
+            return ln2(stream) if row.kind == "post" else stream
+        stream = found[Site(block, "mid")]
+        if row.kind == "post":
+            stream = lnx(stream)
+            return ln2(stream + feed_forward(model, stream))
+        return stream + feed_forward(model, ln2(stream))
+
+
+def feed_forward(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """What the last block's feed-forward adds for an input, through its own modules."""
+    module, row = model.anatomy.blocks[-1], model.anatomy.family
+    kind = model.hf.config.model_type
+    if kind in ("opt", "bart"):
+        return module.fc2(module.activation_fn(module.fc1(x)))
+    if kind in ("bert", "roberta", "electra"):
+        return module.output.dense(module.intermediate(x))
+    if kind == "albert":
+        return module.ffn_output(module.activation(module.ffn(x)))
+    if kind == "bloom":
+        return module.mlp(x[None], torch.zeros_like(x)[None])[0]
+    raw = module.get_submodule(row.ffn)(x[None])[0]
+    return module.get_submodule(row.ffn_adds)(raw) if row.ffn_adds != row.ffn else raw
+
+
+def test_a_head_replaced_by_zero_is_a_head_whose_columns_are_zero(model, rerun):
+    block, heads = model.n_blocks, model.hf.config.num_attention_heads
+    size = site_width(model, Site(block, "heads")) // heads
+    columns = slice(size, 2 * size)
+    pair = Site(block, "attn.in"), Site(block, "heads")
+    found = rerun.from_level(block - 1, changes={pair: only(columns, constant(torch.zeros(size)))})
+    projection = model.anatomy.tap(pair[1]).module
+    weight = projection.weight.data
+    kept = weight.clone()
+    transposed = type(projection).__name__ == "Conv1D"
+    (weight if transposed else weight.T)[columns] = 0
+    try:
+        expected = rerun.from_level(block - 1)
+    finally:
+        weight.copy_(kept)
+    assert torch.allclose(found, expected, rtol=0, atol=EXACT)
+    assert not torch.allclose(found, rerun.levels[-1], atol=1e-6)
+
+
+def test_one_head_changes_nothing_if_it_is_given_its_own_output(model, rerun):
+    pair = Site(2, "attn.in"), Site(2, "heads")
+    same = rerun.from_level(1, changes={pair: only(slice(0, 8), untouched)})
+    assert torch.equal(same, rerun.levels[-1])
+
+
+def test_only_the_block_asked_for_changes(model, batch, rerun):
+    """Blocks may share their modules (ALBERT); the call decides, in a rerun and in a whole pass."""
+    pair = Site(2, "attn.in"), Site(2, "attn.out")
+    twice = lambda source, exact: 2 * exact  # noqa: E731
+    changed = rerun.from_level(1, changes={pair: twice}, to=2)
+    assert not torch.allclose(changed, rerun.levels[2], atol=1e-6)
+    expected = rerun.from_level(2, changed)
+    assert torch.equal(rerun.from_level(0, changes={pair: twice}), expected)
+    with replaced(model, {pair: twice}):
+        for _ in range(2):  # calls are counted anew in every pass
+            (found,) = states(model, [batch], [1, 2, model.n_blocks])
+    assert torch.equal(found[1], rerun.picked(rerun.levels[1]))
+    assert torch.equal(found[2], rerun.picked(changed))
+    assert torch.equal(found[model.n_blocks], rerun.picked(expected))
+
+
+def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
+    weight = 0.1 * torch.randn(model.width, model.width, dtype=torch.float64)
+    jump = torch.nn.Linear(model.width, model.width, bias=False, dtype=torch.float64)
+    jump.weight.data = weight
+    with torch.no_grad(), replaced(model, {(0, 2): mapped(jump)}):
+        found = last_level(model, batch)
+    expected = rerun.from_level(2, rerun.levels[0] @ weight.T)
+    assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
+
+
+def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
+    """A linear stand-in for attention, against the captured input times its weight."""
+    pair = Site(1, "attn.in"), Site(1, "attn.out")
+    weight = torch.randn(model.width, model.width, dtype=torch.float64)
+    seen = []
+
+    def change(source, exact):
+        seen.append(source @ weight.T)
+        return seen[-1]
+
+    rerun.from_level(0, changes={pair: change}, to=1)
+    (found,) = states(model, [rerun.batch], [pair[0]])
+    grid = seen[0].reshape(*rerun.batch.input_ids.shape, -1)
+    assert torch.allclose(rerun.picked(grid), found[pair[0]] @ weight.T, rtol=0, atol=1e-10)
+
+
+def test_no_hook_stays_behind(model, batch, rerun):
+    before, whole = hooks(model), last_level(model, batch)
+    pair = Site(1, "ffn.in"), Site(1, "ffn.out")
+
+    def broken(source, exact):
+        raise ZeroDivisionError
+
+    rerun.from_level(0, changes={pair: untouched})
+    with pytest.raises(ZeroDivisionError):
+        rerun.from_level(0, changes={pair: broken})
+    with pytest.raises(ZeroDivisionError), replaced(model, {pair: broken}):
+        last_level(model, batch)
+    with pytest.raises(KeyError), replaced(model, {pair: untouched}):
+        raise KeyError
+    with pytest.raises(IndexError):
+        Rerun(model, Batch(10**6 + batch.input_ids, *list(vars(batch).values())[1:]))
+    assert hooks(model) == before
+    assert torch.equal(last_level(model, batch), whole)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Model:
+    hf = tiny_model("gpt2")
+    return Model(hf, Anatomy(hf), "gpt2")
+
+
+def test_noise_is_as_long_as_the_maps_error(gpt2):
+    zero = torch.nn.Linear(32, 32, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(zero.weight)
+    exact = torch.randn(2, 5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        made = noisy(zero, seed=1)(exact, exact)
+        again = noisy(zero, seed=1)(exact, exact)
+    assert torch.equal(made, again)
+    assert torch.allclose((made - exact).norm(dim=-1), exact.norm(dim=-1))
+    assert abs(torch.nn.functional.cosine_similarity(made - exact, exact, dim=-1).mean()) < 0.5
+
+
+def test_a_float32_map_serves_a_float64_model(gpt2):
+    jump = torch.nn.Linear(32, 32)
+    source = torch.randn(3, 32, dtype=torch.float64)
+    with torch.no_grad():
+        made = mapped(jump)(source, source)
+        assert made.dtype == torch.float64
+        assert torch.equal(made, jump(source.float()).double())
+
+
+def test_a_source_that_comes_later_is_refused(gpt2):
+    batch = sample(gpt2)
+    with (
+        pytest.raises(BadModel, match="only later"),
+        replaced(gpt2, {("2.attn.in", "1.attn.out"): untouched}),
+    ):
+        last_level(gpt2, batch)
+
+
+def test_a_rerun_refuses_changes_between_blocks(gpt2):
+    rerun = Rerun(gpt2, sample(gpt2))
+    with pytest.raises(BadModel, match="inside one block"):
+        rerun.from_level(0, changes={(Site(0), Site(2)): untouched})

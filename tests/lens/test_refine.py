@@ -1,0 +1,244 @@
+"""Tuning by KL."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import fitted_gpt2
+from helpers.processes import printed_by
+from helpers.story_text import stories
+
+import layerjump as lj
+from layerjump.errors import BadArtifact, BadEstimator, BadJumps
+from layerjump.jumps.collect import plan
+from layerjump.jumps.maps import to_affine
+from layerjump.lens.lens import MEMORY
+from layerjump.lens.tuning import NAME, Rows, Tuned, _Work, tunable
+from layerjump.models.structure import FINAL, Site
+
+TEXT = stories(400)
+
+
+model = fitted_gpt2.model  # a fixture
+
+
+@pytest.fixture(scope="module")
+def jumps(model):
+    return lj.fit(model, TEXT, estimator="calibrated", tokens=12_000)
+
+
+@pytest.fixture(scope="module")
+def refined(model, jumps):
+    return lj.refine(model, jumps, TEXT, steps=75)
+
+
+def mean_kl(model, jumps):
+    """On documents that neither fitting nor tuning nor stopping has seen."""
+    documents = lj.split(len(TEXT.documents), "80/10/10", seed=0).test
+    found = lj.batches(TEXT, model.tokens, lj.Positions("all"), documents=documents)
+    lens, last, total = lj.Lens(model, jumps), model.n_blocks, []
+    for each in lj.states(model, found, range(last + 1)):
+        own = model.logits(each.at[Site(last)]).log_softmax(-1)
+        for level in range(last):
+            guess = lens.logits(level, each.at[Site(level)]).log_softmax(-1)
+            total.append((own.exp() * (own - guess)).sum(-1).mean())
+    return float(torch.stack(total).mean())
+
+
+def test_tuning_lowers_kl_on_unseen_text(model, jumps, refined):
+    assert mean_kl(model, refined) < 0.98 * mean_kl(model, jumps)
+    about = refined.provenance.settings["refine"]
+    assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
+    assert refined.provenance.estimator == "calibrated+kl"
+    assert refined.info[1, "final"].r2 is None
+    assert lj.Lens(model, refined).name == "calibrated+kl"
+
+
+def test_the_jumps_given_are_left_alone(model, jumps):
+    before = {pair: to_affine(jumps[pair]).weight.clone() for pair in jumps}
+    lj.refine(model, jumps, TEXT, steps=2)
+    assert all(torch.equal(before[pair], to_affine(jumps[pair]).weight) for pair in jumps)
+    assert not any(parameter.requires_grad for parameter in jumps.parameters())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "settings"),
+    [("mat", {}), ("low-rank", {"rank": 4, "pairs": "to-final"}), ("n-njtc", {}), ("affine", {})],
+)
+def test_any_map_with_numbers_is_tuned(model, estimator, settings):
+    closed = lj.fit(model, TEXT, estimator=estimator, tokens=12_000, **settings)
+    tuned = lj.refine(model, closed, TEXT, steps=25)
+    assert tuned.n_parameters == closed.n_parameters
+    assert mean_kl(model, tuned) < mean_kl(model, closed)
+
+
+@pytest.mark.parametrize("landing", [FINAL, Site(4)])
+def test_gradients_are_finite_differences(model, jumps, landing):
+    """Of maps that the head alone decodes, and of those that the final norm follows."""
+    if landing != FINAL:
+        jumps = lj.fit(model, TEXT, estimator="affine", tokens=4_000)
+    work = _Work(model, jumps, tunable(jumps, model))
+    fit, _ = work.documents(TEXT, 0, None)
+    rows = work.step(fit, 0, 12)
+    pair = Site(1), landing
+    tuned = Tuned(jumps[pair], rows.at[pair[0]])
+    work.gradients(rows, {pair: tuned}, (0,))
+    draw = torch.Generator().manual_seed(0)
+    for parameter in tuned.parameters():
+        along = torch.randn(parameter.shape, generator=draw)
+        slope = float((parameter.grad * along).sum())
+        ends = []
+        for size in (-1e-3, 1e-3):
+            moved = copy.deepcopy(tuned)
+            same = dict(tuned.named_parameters())
+            for name, other in moved.named_parameters():
+                if same[name] is parameter:
+                    other.data.add_(size * along)
+            ends.append(work.kl(rows, {pair: moved})[pair])
+        assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
+
+
+def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
+    rows = torch.randn(20, model.width)
+    tuned = Tuned(jumps[1, FINAL], rows)
+    for _ in range(2):
+        taken = tuned.affine()
+        assert torch.allclose(taken.weight, to_affine(jumps[1, FINAL]).weight, rtol=1e-5)
+        assert torch.allclose(tuned(rows), jumps[1, FINAL](rows), atol=1e-4)
+
+
+def test_kl_is_the_mean_over_positions(model, jumps):
+    work = _Work(model, jumps, tunable(jumps, model))
+    _, held = work.documents(TEXT, 0, None)
+    rows, site, pair = work.watched(held), Site(1), (Site(1), FINAL)
+    own = model.anatomy.decode(rows.final).log_softmax(-1)
+    guess = lj.Lens(model, jumps).logits(1, rows.at[site]).log_softmax(-1)
+    wanted = float((own.exp() * (own - guess)).sum(-1).mean())
+    tuned = Tuned(jumps[pair], rows.at[site])
+    assert work.kl(rows, {pair: tuned})[pair] == pytest.approx(wanted, rel=1e-4)
+    half = Rows({site: rows.at[site][:7]}, rows.final[:7])
+    assert work.kl(half, {pair: tuned})[pair] == pytest.approx(
+        float((own.exp() * (own - guess)).sum(-1)[:7].mean()), rel=1e-4
+    )
+
+
+def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
+    work = _Work(model, jumps, tunable(jumps, model))
+    rows = work.step(work.documents(TEXT, 0, None)[0], 0, 12)
+    tuned = {pair: Tuned(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
+    calls = []
+    handle = model.anatomy.head.register_forward_hook(lambda *_: calls.append(1))
+    work.gradients(rows, tuned, (0,))
+    handle.remove()
+    assert len(calls) == model.n_blocks + 1
+
+
+def test_tokens_are_those_of_the_fit(model, jumps):
+    """The same bound gives the very documents that a fit reads."""
+    work = _Work(model, jumps, tunable(jumps, model))
+    found = work.documents(TEXT, 0, 6_000)
+    planned = plan(model, TEXT, tokens=6_000).batches
+    for mine, name in zip(found, ("fit", "select"), strict=True):
+        assert mine.sequences.ids.tolist() == planned[name].sequences.ids.tolist()
+
+
+def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refined, tmp_path):
+    def stop(done, whole, kl):
+        if done == 50:
+            raise KeyboardInterrupt
+
+    again = lj.refine(model, jumps, TEXT, steps=75)
+    with pytest.raises(KeyboardInterrupt):
+        lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path, progress=stop)
+    assert (tmp_path / NAME).is_file()
+    taken_up = lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)
+    for made in (again, taken_up):
+        assert all(
+            torch.equal(a, b) for a, b in zip(made.parameters(), refined.parameters(), strict=True)
+        )
+    with pytest.raises(BadArtifact, match="other settings"):
+        lj.refine(model, jumps, TEXT, steps=80, folder=tmp_path)
+    other = lj.fit(model, TEXT, estimator="ridge", strength=1.0)  # as wide, but other numbers
+    with pytest.raises(BadArtifact, match="other settings"):
+        lj.refine(model, other, TEXT, steps=75, folder=tmp_path)
+    (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:1000])
+    with pytest.raises(BadArtifact, match="damaged"):
+        lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)
+
+
+def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
+    wild = lj.refine(model, jumps, TEXT, steps=50, rate=100)
+    about = wild.provenance.settings["refine"]
+    assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
+    assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
+
+
+def test_masked_models_are_tuned(data_folder):
+    bert = lj.load(data_folder / "tiny-bert")
+    closed = lj.fit(bert, TEXT, estimator="calibrated", positions="15%", tokens=12_000)
+    tuned = lj.refine(bert, closed, TEXT, steps=25)
+    about = tuned.provenance.settings["refine"]
+    assert sum(about["kl_after"]) < sum(about["kl_before"])
+
+
+def test_what_cannot_be_tuned_is_one_line(model):
+    for estimator in ("identity", "ojfa"):
+        closed = lj.fit(model, TEXT, estimator=estimator, tokens=4_000)
+        with pytest.raises(BadEstimator):
+            lj.refine(model, closed, TEXT, steps=1)
+    apart = lj.fit(model, TEXT, pairs="0:1,1:2", tokens=4_000)
+    with pytest.raises(BadJumps, match="to-last or to-final"):
+        lj.refine(model, apart, TEXT, steps=1)
+    with pytest.raises(BadEstimator, match="1 or more"):
+        lj.refine(model, lj.fit(model, TEXT, tokens=4_000), TEXT, steps=0)
+
+
+def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, tmp_path):
+    known = lj.fit(model, TEXT, estimator="affine", tokens=12_000, sizes="300/50/50")
+    lj.export_lens(known, model, tmp_path / "lens", "tuned-lens")
+    other = stories(60)
+    for jumps in (known, lj.import_lens(tmp_path / "lens", model)):
+        tuned = lj.refine(model, jumps, other, steps=2)
+        assert tuned.provenance.settings["refine"]["text_sha256"] == other.sha256
+
+
+def test_no_patience_at_all_is_one_line(model, jumps):
+    with pytest.raises(BadEstimator, match="patience given is 0"):
+        lj.refine(model, jumps, TEXT, steps=2, patience=0)
+
+
+PEAK = """
+from pathlib import Path
+import torch
+import layerjump as lj
+from helpers.tiny_models import tiny_model
+from layerjump.lens.tuning import Rows, Tuned, _Work
+
+def peak():
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024
+
+model = lj.Model.wrap(tiny_model("llama", vocab_size=262_144, dtype=torch.float32))
+width, draw = model.width, torch.Generator().manual_seed(0)
+site = lj.Site(1)
+jump = torch.nn.Linear(width, width)
+at = torch.randn(600, width, generator=draw)
+pair = site, lj.Site(model.n_blocks)
+work = _Work(model, None, [pair])
+tuned = {pair: Tuned(jump, at)}
+few = Rows({site: at[:2]}, at[:2])
+work.gradients(few, tuned, (0,))  # what is loaded on first use
+before = peak()
+work.gradients(Rows({site: at}, at), tuned, (0,))
+work.kl(Rows({site: at}, at), tuned)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's high-water mark")
+def test_peak_memory_is_bounded_for_a_vocabulary_of_262_144():
+    """600 rows of logits are 630 MB a buffer, of which a gradient wants several."""
+    assert int(printed_by(PEAK)) < 1.2 * MEMORY

@@ -1,0 +1,222 @@
+"""Trajectories as JSON, tables, pictures and terminal text, also where tokens hold what would be obeyed."""
+
+import io
+import json
+import math
+import re
+import unicodedata
+
+import pytest
+import torch
+from helpers import tokenizers
+from helpers.tiny_models import tiny_model
+from rich.console import Console
+
+import layerjump as lj
+from layerjump.errors import BadArtifact, BadText
+from layerjump.lens.render.terminal import bar, best, grid, spread
+from layerjump.lens.render.token_text import visible
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img/src=x>",
+    "\x1b[31mred",
+    "\u202eevil",
+    "&amp;",
+)
+STORY = "Once upon a time, there was a little girl named Lily."
+
+
+@pytest.fixture(scope="module")
+def model(data_folder):
+    return lj.load(data_folder / "tiny-gpt2")
+
+
+@pytest.fixture(scope="module")
+def jumps(model):
+    return lj.fit(model, lj.read("pydoc", limit=80), sizes="100/0/0")
+
+
+@pytest.fixture(scope="module")
+def found(model, jumps):
+    return lj.Lens(model, jumps)(STORY, k=4, tokens=[" girl"])
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    """A vocabulary of markup and control characters, all of which is among the best tokens."""
+    extra = (*HOSTILE, "שלום", "👩‍🚀", "%{x}")
+    hf = tiny_model("llama", vocab_size=1007 + len(extra), dtype=torch.float32)
+    model = lj.Model.wrap(hf, tokenizers.llama(extra), name="<b>tiny</b>")
+    return lj.Lens(model)(" ".join(extra), k=1007 + len(extra), levels=[0, 3])
+
+
+def printed(shown, **settings) -> str:
+    out = io.StringIO()
+    Console(file=out, **({"width": 100} | settings)).print(shown)
+    return out.getvalue()
+
+
+def shape(value) -> list[int]:
+    return [len(value), *shape(value[0])] if isinstance(value, list) else []
+
+
+def test_the_json_form_holds_what_was_read(found, model):
+    made = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    n, levels = len(found.prompt.ids), 5
+    assert made["levels"] == ["0", "1", "2", "3", "4"]
+    assert (made["lens"], made["task"], made["n_blocks"], made["k"]) == ("mat", "causal", 4, 4)
+    assert "".join(token["text"] for token in made["tokens"]) == STORY
+    assert made["positions"] == list(range(n))
+    assert made["fitted_from"] == 1
+    assert shape(made["top"]) == shape(made["probability"]) == [levels, n, 4]
+    for name in ("entropy", "kl", "confidence", "cross_entropy"):
+        assert shape(made[name]) == [levels, n]
+    assert made["js"] is None
+    assert made["top"] == found.top.tolist()
+    assert [row[-1] for row in made["cross_entropy"]] == [None] * levels
+    assert made["decided_at"] == found.decided_at.tolist()
+    ids = {str(token) for level in made["top"] for row in level for token in row}
+    assert ids | {str(model.tokens.one(" girl"))} == set(made["words"])
+    (followed,) = made["followed"]
+    assert (followed["text"], shape(followed["rank"])) == (" girl", [levels, n])
+    for name in ("entropy", "kl", "probability"):
+        given, wanted = torch.tensor(made[name]), getattr(found, name)
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-30)
+    digits = re.findall(r"\d\.\d+", json.dumps(made["probability"]))
+    assert max(len(number.replace(".", "").lstrip("0")) for number in digits) <= 5
+
+
+def test_js_and_masks_in_the_json_form(model, data_folder):
+    assert shape(lj.Lens(model)(STORY, js=True).to_dict()["js"])[0] == 5
+    masked = lj.Lens(lj.load(data_folder / "tiny-bert"))("A [MASK] dog.").to_dict()
+    assert masked["task"] == "masked"
+    assert masked["tokens"][masked["positions"][0]]["text"].strip() == "[MASK]"
+    assert masked["cross_entropy"] == [[None]] * 5
+    assert masked["fitted_from"] == 0
+
+
+def test_what_is_no_number_is_null(found):
+    from dataclasses import replace
+
+    broken = replace(found, cells=found.cells._replace(kl=torch.full_like(found.kl, math.inf)))
+    assert broken.to_dict()["kl"][0][0] is None
+
+
+def test_the_table_has_a_row_for_every_cell(found):
+    table = found.to_pandas()
+    assert len(table) == 5 * len(found.positions)
+    cell = table[(table.level == "3") & (table.position == 7)].iloc[0]
+    assert cell.token == found.tokens[7]
+    assert [cell.top] == found.words([int(found.top[3, 7, 0])])
+    assert cell.best == found.words(found.top[3, 7].tolist())
+    assert cell.probability == pytest.approx(float(found.probability[3, 7, 0]))
+    assert cell.kl == pytest.approx(float(found.kl[3, 7]))
+    assert cell["rank(' girl')"] == int(found.followed[0].rank[3, 7])
+    assert cell.decided == (int(found.decided_at[7]) <= 3)
+    assert table[~table.fitted].position.unique().tolist() == [0]
+    assert table[table.level == "4"].kl.max() < 1e-5
+
+
+def test_the_picture_says_the_best_token_and_on_hovering_the_others(found):
+    figure = found.plot("kl")
+    (heat,) = figure.data
+    assert torch.tensor(heat.z).shape == (5, len(found.positions))
+    torch.testing.assert_close(torch.tensor(heat.z), found.kl)
+    assert heat.text[4][3] == visible(found.words([int(found.best[3])])[0])
+    assert heat.hovertext[2][3].count("<br>") == 1 + found.asked.k
+    assert "not fitted" in figure.layout.title.text
+    assert figure.layout.xaxis.ticktext[0] == "Once*"
+    assert list(figure.layout.yaxis.ticktext) == ["0", "1", "2", "3", "4"]
+    assert torch.tensor(found.plot("js").data[0].z).max() <= math.log(2)
+    with pytest.raises(BadText, match="give one of probability"):
+        found.plot("colour")
+
+
+def test_the_page_needs_no_network(found, tmp_path):
+    page = found.to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
+    assert not re.search(r'<(script|link|img)[^>]*\b(src|href)="', page)
+    assert "Plotly.newPlot" in page
+
+
+def test_a_page_that_cannot_be_written_is_one_line(found, tmp_path):
+    with pytest.raises(BadArtifact, match="its folder does not exist"):
+        found.to_html(tmp_path / "nowhere" / "page.html")
+
+
+def test_a_long_text_is_cut_in_pictures_and_says_so(model):
+    long = lj.Lens(model)("ball " * 60, k=2)
+    assert len(long.positions) > 40
+    assert len(re.findall("<th>", long._repr_html_())) == 1 + 16 + 5
+    assert "the last 16 positions" in long._repr_html_()
+    assert f"{len(long.positions) - 40} before" in printed(long)
+
+
+def test_markup_in_tokens_stays_text(hostile):
+    table, page, figure = hostile._repr_html_(), hostile.to_html(), hostile.plot()
+    script = HOSTILE[0]
+    assert script not in table
+    assert script not in page
+    assert "&lt;img/src=x&gt;" in table
+    assert "<b>tiny" not in table + figure.layout.title.text
+    texts = [*figure.data[0].text[0], *figure.layout.xaxis.ticktext, figure.layout.title.text]
+    hovers = [re.sub("<br>", "", hover) for hover in figure.data[0].hovertext[0]]
+    assert not [text for text in [*texts, *hovers] if "<" in text]
+    assert any("alert(1)" in hover for hover in hovers)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_in_the_terminal_is_obeyed(hostile, terminal):
+    text = printed(hostile, force_terminal=terminal, width=200)
+    own = re.sub(r"\x1b\[[\d;]*m", "", text) if terminal else text
+    assert "\x1b" not in own
+    hidden = [c for c in own if unicodedata.category(c) in ("Cc", "Cf") and c != "\n"]
+    assert hidden == []
+    assert r"\x1b[31mred" in own
+    assert r"\u202eevil" in own
+    assert "שלום" in own
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_grid_fits_the_terminal(found, width):
+    text = printed(found, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "decided at" in text or width < 80
+    assert "*" in text
+    assert "\x1b" not in text
+
+
+def test_the_grid_and_the_best_say_what_was_read(found):
+    rows = [list(column.cells) for column in grid(found, 160).columns]
+    assert [str(cell) for cell in rows[-2]] == [
+        visible(word) for word in found.words(found.best.tolist())
+    ]
+    assert rows[-1] == [found.levels[level] for level in found.decided_at.tolist()]
+    last = printed(best(found), width=200)
+    for level in range(5):
+        (line,) = [line for line in last.splitlines() if re.match(rf" {level} ", line)]
+        for word in found.words(found.top[level, -1].tolist()):
+            assert visible(word) in line
+        assert f"#{int(found.followed[0].rank[level, -1]) + 1} " in line
+
+
+def test_tokens_are_made_visible():
+    assert visible(" a\n\t\r") == "␣a↵⇥␍"
+    assert visible("\x00\x1b\x7f\xa0\u200b\u2028") == r"\x00\x1b\x7f\xa0\u200b\u2028"
+    assert visible("") == "∅"
+    assert visible("\u0301x") == "◌\u0301x"
+    assert visible("é שלום 🙂") == "é␣שלום␣🙂"
+
+
+def test_levels_are_spread_evenly_with_both_ends():
+    assert spread(5, 9) == [0, 1, 2, 3, 4]
+    assert spread(31, 4) == [0, 10, 20, 30]
+    assert spread(31, 2) == [0, 30]
+
+
+def test_bars_are_as_long_as_the_share():
+    assert bar(0).strip() == ""
+    assert bar(1) == "█" * 8
+    assert bar(0.5).strip() == "█" * 4
+    assert bar(math.nan).strip() == ""

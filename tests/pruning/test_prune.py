@@ -1,0 +1,187 @@
+"""Pruning of trained models: the better stand-in has the lower loss, and what makes no sense is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import fitted_gpt2
+from helpers.story_text import numbers
+from helpers.tiny_models import tiny_model, wrapped
+
+import layerjump as lj
+from layerjump.data.batches import batches, one_batch
+from layerjump.data.corpus import Corpus
+from layerjump.data.positions import Positions
+from layerjump.errors import BadPruning, LayerjumpError, TextTooShort
+from layerjump.metrics.token_loss import losses
+from layerjump.models.activations import states
+from layerjump.models.model import Model
+from layerjump.pruning import select
+from layerjump.pruning.drop_layers import without_blocks
+from layerjump.pruning.prune import calibrate, cut_out
+from layerjump.pruning.select import blocks_in, how_many, sink_blocks, spans
+
+gpt2 = fitted_gpt2.model  # a fixture
+
+EVERY = Positions("all", skip_first=0, special=True)
+
+
+@pytest.fixture(scope="module")
+def trained(real_folder) -> tuple[Model, Corpus]:
+    stories = real_folder("stories15M").parents[1] / "text/tinystories/tinystories_train_sample.txt"
+    return lj.load(real_folder("stories15M")), lj.read(stories, limit=60)
+
+
+def test_on_a_trained_model_each_method_beats_the_one_before(trained):
+    """On one cut; the order of the papers, and ours behind them."""
+    model, text = trained
+    calibration = calibrate(model, text, tokens=4_000, sizes="80/5/15", seed=0)
+    before = losses(model, calibration.test).mean
+    found = {
+        method: losses(cut_out(model, [(2, 3)], method, calibration).model, calibration.test).mean
+        for method in ("remove", "replaceme", "fold", "turn", "linear")
+    }
+    assert before < found["turn"] < found["fold"] < found["replaceme"] < found["remove"]
+    assert found["linear"] < found["replaceme"]
+
+
+def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
+    """Each with its own stand-ins, on select documents; here the two ways choose different blocks."""
+    model, text = trained
+    given = {"tokens": 4_000, "sizes": "80/5/15", "seed": 0}
+    calibration = calibrate(model, text, **given)
+    ends = select.Choosing(model, calibration.fit, calibration.select, (1, 6))
+    one = replace(ends, one_run=True)
+    both = [tuple(spans(select.choose("loss", 2, way))) for way in (ends, one)]
+    assert len(set(both)) == 2
+    cost = {}
+    for cuts in both:
+        cost[cuts] = losses(
+            cut_out(model, cuts, "fold", calibration).model, calibration.select
+        ).mean
+    found = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], **given)
+    assert found.cuts == min(cost, key=cost.__getitem__)
+    alone = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], one_run=True, **given)
+    assert alone.cuts == both[1]
+
+
+def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
+    """Two cuts: the second one's source is what the first one leaves."""
+    model, text = trained
+    calibration = calibrate(model, text, tokens=4_000, sizes="80/5/15", seed=0)
+    made = cut_out(model, [(1, 2), (3, 4)], "turn", calibration)
+    assert [frame.level for frame in made.frames] == [1, 2]
+    (batch,) = [calibration.test[0]]
+    (ours,) = states(made.model, [batch], [2])
+    (theirs,) = states(model, [batch], [4])
+    frame = made.frames[-1]
+    wanted = frame.scale * theirs[4] @ frame.rotation.float().T
+    error = (ours[2] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(error.median()) < 0.6
+
+
+@pytest.mark.parametrize("choice", select.CHOICES)
+def test_every_choice_keeps_the_ends(gpt2, study_text, choice):
+    pruned = lj.prune(gpt2, study_text, drop=2, choice=choice, method="remove", tokens=3_000)
+    assert len(pruned.dropped) == 2
+    assert not {1, gpt2.n_blocks} & set(pruned.dropped)
+    assert pruned.model.n_blocks == 2
+    assert pruned.loss["after"] > 0
+
+
+def test_by_loss_the_first_choice_is_the_least_loss(gpt2, study_text):
+    calibration = calibrate(gpt2, study_text, tokens=4_000, sizes="80/10/10", seed=0)
+    given = select.Choosing(gpt2, calibration.fit, calibration.select, [1, 4], mapped=False)
+    (best,) = select.choose("loss", 1, given)
+    found = {b: losses(without_blocks(gpt2, [b]), calibration.select).mean for b in (2, 3)}
+    assert best == min(found, key=found.get)
+    trial = select.Trial(given, 1)
+    for block, loss in found.items():
+        assert trial.loss(spans([block])) == pytest.approx(loss, abs=1e-4)
+
+
+def test_losses_are_hugging_faces_own(gpt2, study_text):
+    text = Corpus("one", study_text.documents[:1], "")
+    batch = batches(text, gpt2.tokens, EVERY, max_length=40)[0]
+    found = losses(gpt2, [batch])
+    row = batch.input_ids[:1, : int(batch.attention_mask[0].sum())]
+    alone = losses(gpt2, [one_batch(row[0].tolist())])
+    with torch.no_grad():
+        theirs = gpt2.hf(row, labels=row).loss
+    assert alone.mean == pytest.approx(float(theirs), abs=1e-5)
+    assert found.over(found)[0] == 1
+
+
+def test_max_loss_is_kept(gpt2, study_text):
+    pruned = lj.prune(gpt2, study_text, max_loss=1.2, choice="deepest", tokens=4_000)
+    calibration = calibrate(gpt2, study_text, tokens=4_000, sizes="80/10/10", seed=0)
+    limit = 1.2 * losses(gpt2, calibration.select).mean
+    assert losses(pruned.model, calibration.select).mean <= limit
+
+
+def test_a_block_that_forms_a_sink_is_found():
+    """Block 2 of this model writes a huge state at the first position alone."""
+    model = wrapped(tiny_model("gpt2"), words=True)
+    text = batches(numbers(60), model.tokens, EVERY)
+
+    def swell(module, args, output):
+        output = output.clone()
+        output[:, 0] *= 20
+        return output
+
+    assert sink_blocks(model, text) == []
+    handle = model.anatomy.blocks[1].register_forward_hook(swell)
+    try:
+        assert sink_blocks(model, text) == [2]
+    finally:
+        handle.remove()
+
+
+def test_runs_and_blocks():
+    assert spans([5, 3, 4, 9]) == [(2, 5), (8, 9)]
+    assert blocks_in([(2, 5), (8, 9)]) == (3, 4, 5, 9)
+    assert [how_many(given, 30) for given in (8, "8", "25%", "10%")] == [8, 8, 8, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drop": 4}, "leaves none"),
+        ({"drop": "100%"}, "leaves none"),
+        ({"drop": "150%"}, "leaves none"),
+        ({"drop": -1}, "less than one"),
+        ({"drop": "-25%"}, "less than one"),
+        ({"drop": "some"}, "a number of blocks"),
+        ({"drop": 3}, "only 2 may go"),
+        ({"drop": 1, "method": "magic"}, "give one of"),
+        ({"drop": 1, "choice": "taste"}, "give one of"),
+        ({"drop": 1, "method": "turn"}, "give fold"),
+        ({"drop": 1, "protect": [7]}, "blocks 1 to 4"),
+        ({"drop": 1, "max_loss": 1.1}, "either"),
+        ({}, "either"),
+        ({"max_loss": 0.9}, "more than 1"),
+        ({"drop": 1, "choice": "deepest", "protect": [2, 3, 4], "method": "fold"}, "first block"),
+    ],
+)
+def test_senseless_requests_are_refused(gpt2, study_text, settings, message):
+    with pytest.raises(BadPruning, match=message):
+        lj.prune(gpt2, study_text, tokens=3_000, **settings)
+
+
+def test_a_text_too_short_for_the_width_is_refused(gpt2):
+    few = Corpus("few", ("one two three",) * 4, "")
+    with pytest.raises(TextTooShort, match="positions to fit maps of width"):
+        lj.prune(gpt2, few, drop=1, method="fold", choice="deepest", sizes="2/1/1")
+
+
+def test_families_that_cannot_fold_say_why(data_folder, study_text):
+    bert = lj.load(data_folder / "tiny-bert")
+    with pytest.raises(BadPruning, match="give linear or remove"):
+        lj.prune(bert, study_text, drop=1, method="fold", tokens=2_000)
+    pruned = lj.prune(bert, study_text, drop=1, choice="influence", tokens=2_000)
+    assert pruned.method == "remove"
+    gemma = wrapped(tiny_model("gemma2"), words=True)
+    with pytest.raises(LayerjumpError, match="norm stands behind"):
+        lj.prune(gemma, numbers(60), drop=1, method="fold")

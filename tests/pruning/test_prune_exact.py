@@ -1,0 +1,162 @@
+"""Pruning is exact where algebra says so, in every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.story_text import numbers
+from helpers.tiny_models import CASES, silent_gpt2, tiny_model, wrapped
+
+import layerjump as lj
+from layerjump.errors import BadModel
+from layerjump.jumps.statistics import Moments
+from layerjump.models.activations import states
+from layerjump.models.model import Model
+from layerjump.models.self_check import sample, self_check
+from layerjump.pruning.drop_layers import cannot_drop, without_blocks
+from layerjump.pruning.replace import ADDED, PAIRS, STREAM, TARGET, rows, solve_fold
+from layerjump.pruning.residual_weights import (
+    can_stretch,
+    cannot_fold,
+    cannot_turn,
+    last_of,
+    map_output,
+    turn,
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
+def model(request: pytest.FixtureRequest) -> Model:
+    return wrapped(tiny_model(*request.param))
+
+
+def prunable(model: Model) -> Model:
+    if cannot_drop(model):
+        with pytest.raises(BadModel, match="give"):
+            without_blocks(model, [2])
+        pytest.skip("no block can be taken out")
+    return model
+
+
+def logits(model: Model, batch) -> torch.Tensor:
+    with torch.no_grad():
+        found = model.hf(batch.input_ids, attention_mask=batch.attention_mask).logits
+    return found[batch.row, batch.position]
+
+
+def test_a_shorter_model_passes_the_self_check(model):
+    shorter = without_blocks(prunable(model), [2])
+    assert shorter.n_blocks == model.n_blocks - 1
+    assert [check.name for check in self_check(shorter) if not check.passed] == []
+    assert model.n_blocks == len(model.anatomy.blocks)  # the model itself is as it was
+
+
+def test_a_stretched_stream_gives_the_same_logits(model):
+    """Levels 1 on are twice as long: block 1 writes twice as much on a stream that enters twice as long."""
+    prunable(model)
+    if cannot_fold(model) or not can_stretch(model):
+        pytest.skip("nothing to stretch")
+    copy = without_blocks(model, [])
+    for module in copy.hf.modules():  # what a norm adds to the variance is not stretched
+        for name in ("eps", "variance_epsilon"):
+            if hasattr(module, name):
+                setattr(module, name, 0.0)
+    before = logits(copy, sample(copy))
+    handle = copy.anatomy.blocks[0].register_forward_pre_hook(
+        lambda module, args: (2 * args[0], *args[1:])
+    )
+    turn(copy, 0, None, 2.0)
+    assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
+    handle.remove()
+
+
+def test_a_turned_stream_gives_the_same_logits(model):
+    """To rounding, which is float32: these norms compute in it whatever the model does."""
+    prunable(model)
+    if cannot_turn(model):
+        pytest.skip(cannot_turn(model))
+    copy = without_blocks(model, [])
+    before = logits(copy, sample(copy))
+    rotation, _ = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))
+    turn(copy, 1, rotation)
+    plain = copy.anatomy.blocks[0].register_forward_hook(lambda module, args, out: out @ rotation.T)
+    assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
+    plain.remove()
+    assert not torch.allclose(logits(copy, sample(copy)), before, atol=1e-2)
+    assert torch.equal(logits(model, sample(model)), before)
+
+
+def test_a_map_merged_into_feed_forward_is_the_map_of_its_output(model):
+    prunable(model)
+    if cannot_fold(model):
+        pytest.skip(cannot_fold(model))
+    copy, batch = without_blocks(model, []), sample(model)
+    weight, shift = torch.randn(32, 32, dtype=torch.float64), torch.randn(32, dtype=torch.float64)
+    layer = last_of(copy, 2)
+    biased = getattr(layer, "bias", None) is not None
+    map_output(layer, weight, shift if biased else None)
+    if not biased:
+        with pytest.raises(BadModel, match="no bias"):
+            map_output(layer, torch.eye(32, dtype=torch.float64), shift)
+    (before,) = states(model, [batch], ["2.ffn.out", 2])
+    (after,) = states(copy, [batch], ["2.ffn.out", 2])
+    expected = before["2.ffn.out"] @ weight.T + (shift if biased else 0)
+    assert torch.allclose(after["2.ffn.out"], expected, rtol=0, atol=1e-10)
+    assert torch.allclose(after[2] - before[2], expected - before["2.ffn.out"], atol=1e-10)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_an_exactly_affine_block_is_replaced_exactly(block):
+    """Also the first and the last, where that is asked for."""
+    model = wrapped(silent_gpt2(), words=True)
+    others = [b for b in (1, 2, 3) if b != block]
+    pruned = lj.prune(
+        model, numbers(60), drop=1, method="linear", choice="linearity", protect=others
+    )
+    assert pruned.dropped == (block,)
+    batch = sample(model)
+    assert torch.allclose(logits(pruned.model, batch), logits(model, batch), rtol=0, atol=1e-8)
+    assert pruned.loss["ratio"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["replaceme", "fold"])
+def test_a_fold_is_exact_where_a_block_adds_a_constant(method):
+    model = wrapped(silent_gpt2(), words=True)
+    pruned = lj.prune(model, numbers(60), drop=1, method=method, choice="deepest")
+    assert pruned.dropped == (2,)
+    batch = sample(model)
+    assert torch.allclose(logits(pruned.model, batch), logits(model, batch), rtol=0, atol=1e-7)
+
+
+def folded(target, added, stream, **settings):
+    sums = Moments(PAIRS, reservoir=0)
+    for part in range(0, len(target), 50):
+        some = (state[part : part + 50] for state in (added, stream, target))
+        sums.add(rows(*some, intercept=settings["intercept"], weighted=True))
+    return solve_fold(sums, **settings)
+
+
+def test_fold_and_turn_find_what_was_put_in():
+    """h such that a y + A m is a rotated h exactly: the closed form must come back with a zero error."""
+    torch.manual_seed(2)
+    m, y = torch.randn(400, 6, dtype=torch.float64), torch.randn(400, 6, dtype=torch.float64)
+    weight, shift = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    h = 1.7 * (y + m @ weight.T + shift)
+    found = folded(h, m, y, intercept=True, stretch=True, turned=False)
+    assert found.scale == pytest.approx(1 / 1.7)
+    assert torch.allclose(found.weight, weight)
+    assert torch.allclose(found.bias, shift)
+    small, _ = torch.linalg.qr(torch.eye(6).double() + 0.2 * torch.randn(6, 6, dtype=torch.float64))
+    small = small * small.diagonal().sign()
+    turned = folded(h @ small, m, y, intercept=True, stretch=True, turned=True)
+    made = y + m @ turned.weight.T + turned.bias
+    wanted = turned.scale * (h @ small) @ turned.rotation.T
+    assert (made - wanted).norm() < 0.05 * wanted.norm()
+    plain = folded(h @ small, m, y, intercept=True, stretch=True, turned=False)
+    off = y + m @ plain.weight.T + plain.bias - plain.scale * (h @ small)
+    assert (made - wanted).norm() < 0.5 * off.norm()
+
+
+def test_the_products_named_are_the_feed_forwards_last():
+    sums = [str(site) for pair in PAIRS for site in pair]
+    assert set(sums) == {str(ADDED), str(STREAM), str(TARGET)}

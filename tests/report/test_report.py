@@ -1,0 +1,229 @@
+"""The report shows exactly what results.json holds, by itself, whatever strings are in it."""
+
+import base64
+import csv
+import html
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from helpers.study_results import ANY_TABLES, HOSTILE, small_run, with_more
+from typer.testing import CliRunner
+
+from layerjump.cli.main import app
+from layerjump.io import write_json
+from layerjump.report.auto_chart import fallback, shape_of
+from layerjump.report.report import MAKERS, labels, panels, write_comparison, write_report
+from layerjump.studies.charts import number, percent
+from layerjump.studies.registry import MAIN
+
+_LINK = re.compile(
+    r'<a class="data" download="([^"]+)" href="data:text/csv;charset=utf-8;base64,([^"]+)"'
+)
+
+
+@pytest.fixture(scope="session")
+def results(data_folder, tmp_path_factory):
+    return small_run(data_folder / "tiny-gpt2", tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="session")
+def page(results, tmp_path_factory):
+    paths = write_report(results, tmp_path_factory.mktemp("page"))
+    assert [path.name for path in paths] == ["report.html", "summary.md"]
+    return paths[0].read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def hostile_page(results, tmp_path_factory):
+    paths = write_report(with_more(results), tmp_path_factory.mktemp("hostile"))
+    return paths[0].read_text(encoding="utf-8")
+
+
+class Elements(HTMLParser):
+    """Every element and attribute a browser would make of a page, scripts apart."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.words = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.lasttag != "script":
+            self.words.append(data)
+
+
+def files_of(text):
+    return {
+        html.unescape(name): list(csv.reader(io.StringIO(base64.b64decode(data).decode())))
+        for name, data in _LINK.findall(text)
+    }
+
+
+def parsed(cell, like):
+    if like is None:
+        return cell or None
+    return json.loads(cell) if isinstance(like, int | float | list) else cell
+
+
+def test_the_csv_of_every_table_holds_the_same_numbers(results, page):
+    files = files_of(page)
+    for name, study in results["studies"].items():
+        for table, rows in study["tables"].items():
+            head, *body = files[f"tiny-gpt2-{name}-{table.replace(' ', '-')}.csv"]
+            assert head == list(rows[0])
+            again = [
+                {key: parsed(cell, row[key]) for key, cell in zip(head, line, strict=True)}
+                for row, line in zip(rows, body, strict=True)
+            ]
+            assert again == rows
+
+
+def test_every_figure_has_a_sentence_data_and_the_command(results, page):
+    blocks = page.split('<article class="panel">')[1:]
+    assert len(blocks) == sum(len(panels(*item)) for item in results["studies"].items())
+    for block in blocks:
+        reading = re.search(r'<p class="reading">([^<]+)</p>', block)[1]
+        assert reading.endswith(".")
+        assert re.search(r"\d", reading)
+        assert "nan" not in reading.lower()
+        assert _LINK.search(block)
+        assert "<code>layerjump study tiny --tokens 6000</code>" in block
+
+
+def test_the_page_loads_nothing_and_holds_plotly_once(page):
+    assert page.count("plotly.js v") == 1
+    for tag, attributes in Elements(page).found:
+        assert tag not in ("link", "iframe", "img", "object", "embed", "base")
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith(("#", "data:text/csv"))
+    assert "url(" not in page.split("<style>")[1].split("</style>")[0]
+
+
+def test_the_contents_lead_to_every_study(page):
+    found = Elements(page).found
+    anchors = {attributes.get("id") for _, attributes in found}
+    targets = [a["href"][1:] for tag, a in found if tag == "a" and a["href"].startswith("#")]
+    assert {*MAIN, "made"} <= set(targets) <= anchors
+
+
+def test_model_text_settings_machine_and_notes_are_told(results, page):
+    words = html.unescape(page)
+    assert results["machine"] in words
+    assert results["model"]["fingerprint"] in words
+    assert results["text"]["sha256"] in words
+    for study in results["studies"].values():
+        assert all(note in words for note in study["notes"])
+    assert "n examples: " in words
+
+
+def test_hostile_strings_stay_text(page, hostile_page):
+    benign, found = Elements(page), Elements(hostile_page)
+    made = {tag for tag, _ in found.found}
+    assert made <= {tag for tag, _ in benign.found} | {"p"}
+    assert not [a for _, a in found.found for name in a if name.startswith("on")]
+    assert sum(tag == "script" and "type" not in a for tag, a in found.found) == 2
+    assert HOSTILE in "".join(found.words)  # shown, as text
+    for block in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', hostile_page):
+        json.loads(block)
+        assert "<" not in block
+
+
+def test_a_skipped_study_is_shown_with_its_reason(hostile_page):
+    assert "Skipped: no heads &lt;/script&gt;" in hostile_page
+
+
+def test_summary_says_the_headline_numbers_of_the_results(results, tmp_path):
+    text = write_report(results, tmp_path)[-1].read_text(encoding="utf-8")
+    saved = results["studies"]["exits"]["tables"]["saved"]
+    for lens in ("mat", "identity"):
+        (row,) = [r for r in saved if r["lens"] == lens and r["kind"] == "dynamic"]
+        assert number(row["blocks_saved"]) in text
+        assert percent(row["share"]) in text
+    for name, study in results["studies"].items():
+        for key, value in study["headline"].items():
+            assert f"| {name} | {key.replace('_', ' ')} | {number(value, 4)} |" in text
+    level = results["studies"]["predictions"]["headline"]["half_right_from_level_mat"]
+    assert f"from: level {level} of {results['model']['blocks']}**" in text
+
+
+def test_summary_tells_what_was_skipped_and_breaks_no_table(results, tmp_path):
+    text = write_report(with_more(results), tmp_path)[-1].read_text(encoding="utf-8")
+    assert "- heads: skipped, no heads" in text
+    assert "<" not in text.replace("&lt;", "")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}
+
+
+def test_a_comparison_shows_both_runs_side_by_side(results, tmp_path):
+    other = with_more(results)
+    other["model"]["name"] = "folder/other-model"
+    del other["studies"]["linearity"]
+    paths = write_comparison([results, other], tmp_path)
+    assert [path.name for path in paths] == ["report.html", "summary.md"]
+    text = paths[0].read_text(encoding="utf-8")
+    assert text.count("plotly.js v") == 1
+    assert text.count("<h4>tiny-gpt2</h4>") == text.count("<h4>other-model</h4>")
+    assert "Not measured in this run." in text
+    assert {"tiny-gpt2-r2-pairs-mat.csv", "other-model-r2-pairs-mat.csv"} <= set(files_of(text))
+    assert "| study | number | tiny-gpt2 | other-model |" in paths[1].read_text(encoding="utf-8")
+
+
+def test_runs_of_the_same_name_are_told_apart(results):
+    other = with_more(results) | {"model": results["model"]}
+    assert len(set(labels([results, other]))) == 2
+    assert labels([results, results]) == ["tiny-gpt2 on pydoc (1)", "tiny-gpt2 on pydoc (2)"]
+
+
+def test_every_main_study_has_figures_of_its_own():
+    assert set(MAKERS) >= set(MAIN)
+
+
+@pytest.mark.parametrize(
+    ("table", "kind", "figures"),
+    [
+        ("matrix", "heatmap", 2),
+        ("lines", "scatter", 1),
+        ("grid", "heatmap", 1),
+        ("amounts", "scatter", 2),
+        ("bars", "bar", 1),
+    ],
+)
+def test_a_table_nobody_knows_is_drawn_by_its_columns(table, kind, figures):
+    panel = fallback(table, ANY_TABLES[table])
+    assert len(panel.figures) == figures
+    assert {trace.type for figure in panel.figures for trace in figure.data} == {kind}
+    assert "highest" in panel.reading
+
+
+def test_a_table_that_fits_no_picture_is_shown_as_it_is():
+    panel = fallback("words", ANY_TABLES["words"])
+    assert not panel.figures
+    assert "<td>yes</td>" in panel.html
+    assert shape_of([{"level": 1, "r2": 0.5}, {"level": 1, "r2": 0.6}]) is None
+
+
+def test_heat_maps_cut_the_colour_but_not_the_number(results):
+    rows = [{"from": 0, "to": 1, "r2": -3.0, "r2_identity": -9.0}]
+    rows = [row | {"r2_weighted": 0.5, "r2_weighted_identity": 0.1} for row in rows]
+    figure = panels("r2", {"tables": {"pairs mat": rows}})[0].figures[0]
+    assert figure.data[0].z[0][0] == 0
+    assert figure.data[0].customdata[0][0] == -3
+
+
+def test_the_report_command_makes_one_page_or_a_comparison(results, tmp_path):
+    write_json(tmp_path / "results.json", results)
+    for given, title in (
+        ([tmp_path], "<h1>tiny-gpt2</h1>"),
+        ([tmp_path] * 2, "<h2>Headlines</h2>"),
+    ):
+        out = tmp_path / "out"
+        done = CliRunner().invoke(app, ["report", *map(str, given), "-o", str(out)])
+        assert done.exit_code == 0, done.output
+        assert title in (out / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,147 @@
+"""`alternation` on a small trained model and on one whose blocks are exactly affine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.tiny_models import silent_gpt2
+from helpers.tokenizers import byte_tokenizer
+
+import layerjump as lj
+from layerjump.interventions.patching import Rerun
+from layerjump.report.report import panels
+from layerjump.studies import layer_skipping
+from layerjump.studies.ablation import budgeted
+from layerjump.studies.setup import Settings, Setup, fit_all_positions
+
+SETTINGS = Settings(tokens=12_000, score=100, budget=400)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return lj.read("pydoc", limit=400)
+
+
+@pytest.fixture(scope="module")
+def setup(data_folder, text) -> Setup:
+    return Setup(lj.load(data_folder / "tiny-gpt2"), text, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def result(setup):
+    return layer_skipping.run(setup)
+
+
+def test_every_rule_reaches_every_number_of_blocks(result):
+    rows = result.tables["schedules"]
+    for rule in ("single jump", "r2", "kl", "ours"):
+        assert [row["blocks run"] for row in rows if row["rule"] == rule] == [0, 1, 2, 3]
+    robin = [row for row in rows if row["rule"] == "round robin"]
+    assert [(row["a"], row["b"], row["schedule"]) for row in robin] == [(1, 1, "0-1 → 2-3 → 4")]
+    for row in rows:
+        assert row["p@1 low"] <= row["p@1"] <= row["p@1 high"]
+        assert row["kl"] >= 0
+
+
+def test_the_figure_has_every_rules_best_and_says_which_is_best(result):
+    panel, _ = panels("alternation", result.as_json())  # and the table of pairs
+    rows = result.tables["schedules"]
+    for figure, column in zip(panel.figures, ("p@1", "kl"), strict=True):
+        assert {line.name for line in figure.data} >= {row["rule"] for row in rows}
+        for line in [line for line in figure.data if line.name == "ours"]:
+            mine = [row for row in rows if row["rule"] == "ours"]
+            assert list(line.y) == [row[column] for row in mine]
+    best = max((row for row in rows if row["blocks run"] <= 1.5), key=lambda row: row["p@1"])
+    assert f"the rule {best['rule']} with {best['blocks run']} blocks" in panel.reading
+    assert panels("alternation", result.as_json() | {"tables": {}}) == []
+
+
+def test_with_no_block_run_all_rules_are_one_jump(result):
+    none = [row for row in result.tables["schedules"] if row["blocks run"] == 0]
+    assert {row["schedule"] for row in none} == {"0 → 4"}
+    assert len({row["kl"] for row in none}) == 1
+
+
+def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
+    jumps = fit_all_positions(setup, "mat", "all")
+    costs, _ = layer_skipping._costs(setup, jumps)
+    pairs = {(row["from"], row["to"]): row["kl"] for row in result.tables["pairs"]}
+    assert costs == pairs
+    assert len(costs) == 10
+
+
+def test_the_choice_is_made_on_select_documents(setup):
+    select = {
+        int(document)
+        for batch in layer_skipping._select_batches(setup)
+        for document in batch.document
+    }
+    assert select <= set(setup.parts().select)
+
+
+def test_without_select_documents_some_are_held_out(setup):
+    other = setup.without_kept(settings=Settings(tokens=6_000, split="300/0/60"))
+    changed, note = layer_skipping.with_select(other)
+    assert "held out" in note
+    assert changed.parts().test == other.parts().test
+    assert set(changed.parts().select) | set(changed.parts().fit) == set(other.parts().fit)
+    assert len(changed.parts().select) == 30
+
+
+def test_an_empty_schedule_is_the_model(setup):
+    jumps = fit_all_positions(setup, "mat", "all")
+    rerun = Rerun(setup.model, budgeted(setup)[0])
+    assert torch.equal(layer_skipping.follow(rerun, (), jumps), rerun.levels[-1])
+
+
+def sink_errors(setup: Setup) -> list[tuple[float, float]]:
+    """Relative errors of jumped states at position 0, by maps fitted with it and by the lens' maps, without."""
+    jumps, without = fit_all_positions(setup, "mat", "all"), setup.jumps("mat", "all")
+    assert (jumps.provenance.skip_first, without.provenance.skip_first) == (0, 1)
+    rerun = Rerun(setup.model, budgeted(setup)[0])
+    found = []
+    for source, target in jumps:
+        state, exact = rerun.levels[source.index][:, 0], rerun.levels[target.index][:, 0]
+        errors = [(maps[source, target](state) - exact).norm() for maps in (jumps, without)]
+        found.append(tuple(float(error / exact.norm()) for error in errors))
+    return found
+
+
+def test_the_first_states_survive_every_jump(setup):
+    """The tiny model has no real sink, but its first states differ from all others."""
+    assert all(ours < theirs and ours < 0.7 for ours, theirs in sink_errors(setup))
+
+
+def test_a_real_sinks_state_survives_every_jump(real_folder, text):
+    setup = Setup(lj.load(real_folder("stories15M")), text, SETTINGS)
+    errors = sink_errors(setup)
+    assert max(ours for ours, _ in errors) < 0.15
+    assert max(theirs for _, theirs in errors) > 0.3
+
+
+def test_in_an_affine_network_every_schedule_is_exact(text):
+    hf = silent_gpt2()
+    model = lj.Model.wrap(hf, byte_tokenizer())
+    settings = Settings(tokens=8_000, score=60, budget=200, estimators=("affine",))
+    result = layer_skipping.run(Setup(model, text, settings))
+    for row in result.tables["schedules"]:
+        assert row["p@1"] == 1
+        assert row["kl"] == pytest.approx(0, abs=1e-6)
+    for row in result.tables["pairs"]:
+        assert row["r2"] == pytest.approx(1, abs=1e-6)
+
+
+def test_it_runs_on_an_encoder(data_folder, text):
+    setup = Setup(lj.load(data_folder / "tiny-bert"), text, SETTINGS)
+    result = layer_skipping.run(setup)
+    assert "masked" in result.settings["positions"]
+    ours = [row for row in result.tables["schedules"] if row["rule"] == "ours"]
+    assert ours[-1]["p@1"] > ours[0]["p@1"]
+
+
+def test_it_follows_the_papers_protocol(data_folder, text):
+    settings = Settings(positions="one", split="330/0/60", paper=True, score=10**9, budget=400)
+    setup = Setup(lj.load(data_folder / "tiny-gpt2"), text, settings)
+    result = layer_skipping.run(setup)
+    assert result.settings["n_fit"] == 297
+    assert "33 of the 330 fit documents" in result.notes[0]

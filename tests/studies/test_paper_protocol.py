@@ -1,0 +1,40 @@
+"""`--protocol paper` says what it does otherwise than the authors."""
+
+from helpers.story_text import stories
+
+from layerjump.models.loading import load
+from layerjump.report.report import write_report
+from layerjump.studies.registry import chosen
+from layerjump.studies.runner import run_studies
+from layerjump.studies.setup import Setup, differences, settings_of
+
+
+def test_nothing_is_said_of_another_protocol(data_folder):
+    model = load(data_folder / "tiny-gpt2")
+    assert differences(Setup(model, stories(60), settings_of("ours"))) == []
+
+
+def test_differences_are_named_in_results_page_and_summary(data_folder, tmp_path):
+    model = load(data_folder / "tiny-gpt2")
+    setup = Setup(model, stories(60), settings_of("paper", split="50/0/10", estimators=("affine",)))
+    said = differences(setup)
+    assert not any("family" in sentence for sentence in said)
+    for part in (
+        "50 sentences were for fitting",
+        "10 sentences were for testing",
+        "Maps are affine",
+    ):
+        assert any(part in sentence for sentence in said), part
+    results = run_studies(setup, chosen("predictions"), tmp_path)
+    assert results["differs_from_paper"] == said
+    page, summary = (path.read_text(encoding="utf-8") for path in write_report(results, tmp_path))
+    for sentence in said:
+        assert sentence in summary
+    assert "50 sentences were for fitting" in page
+
+
+def test_another_family_is_named(data_folder):
+    model = load(data_folder / "tiny-bert")
+    model.hf.config.model_type = "roberta"
+    said = differences(Setup(model, stories(60), settings_of("paper", split="50/0/10")))
+    assert any("family roberta" in sentence for sentence in said)

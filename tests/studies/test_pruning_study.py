@@ -1,0 +1,97 @@
+"""`pruning` on small trained models: what must hold whatever the numbers are, and the figure made from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.task_data import write_questions
+
+from layerjump.errors import BadEvaluation, BadStudy
+from layerjump.report.report import panels
+from layerjump.studies import pruning
+from layerjump.studies.pruning import counts, methods_of
+from layerjump.studies.setup import settings_of
+
+
+@pytest.fixture(scope="module")
+def result(study_setup):
+    return pruning.run(study_setup)
+
+
+def test_every_method_and_number_is_there(study_setup, result):
+    rows = result.tables["pruned"]
+    methods = methods_of(study_setup.model)
+    expected = [("whole model", 0)] + [(m, n) for n in (1,) for m in methods]
+    assert [(row["method"], row["dropped"]) for row in rows] == expected
+    assert methods == (
+        ["remove", "linear"]
+        if study_setup.model.masked
+        else ["remove", "linear", "replaceme", "fold"]
+    )
+    assert set(result.settings["stay"]) == {"1", "4"}
+    assert json.dumps(result.as_json())
+
+
+def test_ratios_parameters_and_front_agree(result):
+    whole, *rows = result.tables["pruned"]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["perplexity"] / whole["perplexity"], rel=1e-6)
+        assert row["ratio low"] <= row["ratio"] <= row["ratio high"]
+        assert row["parameters"] < whole["parameters"]
+    assert whole["front"] or any(row["loss"] <= whole["loss"] for row in rows)
+    for row in rows:
+        if not row["front"]:
+            assert any(
+                other["loss"] <= row["loss"] and other["parameters"] <= row["parameters"]
+                for other in (whole, *rows)
+                if other is not row
+            )
+
+
+def test_it_has_a_figure_and_a_sentence(result):
+    (panel,) = panels("pruning", result.as_json())
+    assert "perplexity is" in panel.reading
+    assert len(panel.figures) == 2
+    assert {trace.name for trace in panel.figures[1].data} >= {"whole model", "remove", "linear"}
+
+
+def test_how_many_blocks_are_dropped():
+    assert counts(free=27, blocks=30) == [1, 3, 6, 9]
+    assert counts(free=2, blocks=4) == [1]
+    assert counts(free=0, blocks=2) == []
+
+
+def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
+    from layerjump.evaluation.lm_eval import evaluate
+
+    data = write_questions(tmp_path)
+    settings = settings_of(
+        "ours", tokens=6_000, score=120, tasks=("copa", "lambada"), task_data=str(data)
+    )
+    result = pruning.run(study_setup.without_kept(settings=settings))
+    if study_setup.model.masked:
+        assert "tasks" not in result.tables
+        assert any("next token" in note for note in result.notes)
+        return
+    rows = result.tables["tasks"]
+    models = ["whole model", *methods_of(study_setup.model)]
+    kinds = [("copa", "acc"), ("lambada", "acc"), ("lambada", "perplexity")]
+    assert [(row["method"], row["task"], row["metric"]) for row in rows] == [
+        (model, *kind) for model in models for kind in kinds
+    ]
+    alone = evaluate(study_setup.model, "copa,lambada", data)
+    assert [row["score"] for row in rows[:3]] == [row["value"] for row in alone.scores]
+    assert len({row["score"] for row in rows if row["metric"] == "perplexity"}) == len(models)
+    panel = panels("pruning", result.as_json())[1]
+    assert "whole model is right in" in panel.reading
+    assert len(panel.figures) == 2
+    assert {trace.name for trace in panel.figures[0].data} == set(models) - {"whole model"}
+
+
+def test_wrong_tasks_are_said_before_anything_is_run(tmp_path):
+    with pytest.raises(BadStudy, match="give that folder"):
+        settings_of("ours", tasks=("copa",))
+    with pytest.raises(BadEvaluation, match="there is no"):
+        settings_of("ours", tasks=("copa",), task_data=str(tmp_path))

@@ -1,0 +1,192 @@
+"""Runs of studies that stop, go on, or cannot be done; and the command that starts them."""
+
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import layerjump as lj
+from layerjump.cli import main
+from layerjump.errors import BadArtifact, BadStudy, NewerFormat
+from layerjump.studies.registry import MAIN, STUDIES, chosen
+from layerjump.studies.results import Result, plain
+from layerjump.studies.runner import FILE, load_results, run_studies
+from layerjump.studies.setup import Setup, settings_of
+
+
+def without_seconds(results):
+    studies = {name: study | {"seconds": None} for name, study in results["studies"].items()}
+    return results | {"studies": studies}
+
+
+@pytest.fixture(scope="module")
+def whole(study_setup, tmp_path_factory):
+    """The results of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run_studies(study_setup.without_kept(), chosen(None), folder), folder
+
+
+def test_results_are_what_the_file_holds(whole):
+    results, folder = whole
+    assert load_results(folder) == load_results(folder / FILE) == results
+    assert list(results["studies"]) == list(MAIN)
+    for saved in results["studies"].values():
+        assert Result.from_json(saved).as_json() == saved
+        assert saved["seconds"] > 0
+
+
+def test_only_json_is_left():
+    found = plain({1: (np.float64("nan"), torch.tensor(2), np.arange(2)), "x": float("inf")})
+    assert found == {"1": [None, 2, [0, 1]], "x": None}
+
+
+def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_path):
+    wanted, _ = whole
+    said: list[str] = []
+
+    def die(_):
+        raise RuntimeError("the machine is gone")
+
+    studies = chosen(None)
+    cut = [replace(study, run=die) if study.name == "exits" else study for study in studies]
+    with pytest.raises(RuntimeError, match="gone"):
+        run_studies(study_setup.without_kept(), cut, tmp_path)
+    before = load_results(tmp_path)
+    assert list(before["studies"]) == ["r2", "predictions"]
+    found = run_studies(study_setup.without_kept(), studies, tmp_path, resume=True, say=said.append)
+    assert said[:2] == ["r2: done before", "predictions: done before"]
+    for name in before["studies"]:
+        assert found["studies"][name] == before["studies"][name]
+    assert without_seconds(found) == without_seconds(wanted)
+    assert load_results(tmp_path) == found
+
+
+def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup, tmp_path):
+    wanted, _ = whole
+    run_studies(study_setup.without_kept(), chosen("r2"), tmp_path)
+    found = run_studies(study_setup.without_kept(), chosen("exits"), tmp_path, resume=True)
+    assert list(found["studies"]) == ["r2", "exits"]
+    assert found["studies"]["exits"]["tables"] == wanted["studies"]["exits"]["tables"]
+
+
+def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
+    _, folder = whole
+    other = study_setup.without_kept(settings=settings_of("ours", tokens=6_000, score=121))
+    with pytest.raises(
+        BadArtifact, match="another settings than this run's; give --force in place of"
+    ):
+        run_studies(other, chosen("r2"), folder, resume=True)
+    other = study_setup.without_kept(corpus=lj.read("pydoc", limit=150))
+    with pytest.raises(BadArtifact, match="another text"):
+        run_studies(other, chosen("r2"), folder, resume=True)
+    run_studies(study_setup.without_kept(), chosen("examples"), tmp_path)
+    with pytest.raises(BadArtifact, match="another level_pairs"):
+        run_studies(study_setup.without_kept(), chosen("r2"), tmp_path, resume=True)
+
+
+def test_files_that_are_no_results_are_refused(tmp_path):
+    path = tmp_path / FILE
+    with pytest.raises(BadArtifact, match="no file"):
+        load_results(tmp_path)
+    path.write_text("{}")
+    with pytest.raises(BadArtifact, match="does not hold results"):
+        load_results(tmp_path)
+    path.write_text(json.dumps({"kind": "layerjump results", "format": 99, "studies": {}}))
+    with pytest.raises(NewerFormat, match="format 99"):
+        load_results(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_found_out_at_once(study_setup, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BadArtifact, match="cannot be written"):
+        run_studies(study_setup, chosen("r2"), tmp_path / "file")
+
+
+def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path):
+    whole_model = lj.load(data_folder / "tiny-bert")
+    whole_model.hf.bert.save_pretrained(tmp_path / "body")
+    whole_model.tokenizer.save_pretrained(tmp_path / "body")
+    model = lj.load(tmp_path / "body")
+    setup, said = Setup(model, study_text, settings_of("ours", tokens=6_000, score=120)), []
+    results = run_studies(setup, chosen(None), tmp_path / "out", say=said.append)["studies"]
+    for name in ("predictions", "exits", "examples"):
+        assert "without its prediction head" in results[name]["skipped"]
+        assert results[name]["tables"] == {}
+        assert any(line.startswith(f"{name}: skipped, ") for line in said)
+    for name in ("r2", "linearity"):
+        assert results[name]["skipped"] is None
+        assert results[name]["tables"]
+
+
+def test_choosing_studies():
+    assert [study.name for study in chosen("exits, r2")] == ["r2", "exits"]
+    assert [study.name for study in chosen("all")] == list(STUDIES)
+    with pytest.raises(BadStudy, match="no study 'magic'; known are r2"):
+        chosen("r2,magic")
+
+
+# -- the command line
+
+
+def command(monkeypatch, *arguments) -> int:
+    monkeypatch.setattr(sys, "argv", ["layerjump", "study", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--study", "magic"], "no study 'magic'"),
+        (["--estimators", "mat,magic"], "no estimator 'magic'"),
+        (["--protocol", "theirs"], "give ours or paper"),
+        (["--positions", "some"], "positions given are 'some'"),
+        (["--target", "95"], "at most 1"),
+        (["--split", "90/10/0"], "leaves no test documents"),
+        (["--protocol", "paper"], "9000/0/1000, 10,000 documents in all, but there are 30"),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_code_1(
+    arguments, message, data_folder, tmp_path, monkeypatch, capsys
+):
+    short = tmp_path / "short.txt"
+    short.write_text("\n".join(f"Line {i} is a sentence of its own." for i in range(30)))
+    place = data_folder / "tiny-gpt2", "--text", short, "-o", tmp_path / "out"
+    assert command(monkeypatch, *place, *arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err.splitlines()[-1]
+    assert said.err.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in said.err
+    assert not (tmp_path / "out" / FILE).exists()
+
+
+def test_a_run_from_the_command_line(data_folder, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    arguments = [
+        data_folder / "tiny-gpt2",
+        "--study",
+        "r2,exits",
+        "--tokens",
+        "4000",
+        "--score",
+        "60",
+        "-o",
+        out,
+    ]
+    assert command(monkeypatch, *arguments) == 0
+    first = load_results(out)
+    assert list(first["studies"]) == ["r2", "exits"]
+    assert first["command"].startswith("layerjump study ")
+    capsys.readouterr()
+    assert command(monkeypatch, *arguments, "--resume") == 0
+    assert "r2: done before" in capsys.readouterr().err
+    assert load_results(out) == first
+    assert command(monkeypatch, *arguments, "--resume", "--seed", "1") == 1
+    assert "another settings" in capsys.readouterr().err

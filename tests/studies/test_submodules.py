@@ -1,0 +1,209 @@
+"""`submodules` and `heads` on small trained models: what must hold whatever the numbers are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerjump as lj
+from layerjump.data.positions import Positions
+from layerjump.interventions.patching import Rerun, mapped
+from layerjump.report.summary import findings
+from layerjump.studies import attention_heads, submodules
+from layerjump.studies.ablation import budgeted
+from layerjump.studies.attention_mass import attention_mass
+from layerjump.studies.setup import Settings, Setup, _plan, fit_all_positions
+
+SETTINGS = Settings(tokens=12_000, score=150, budget=600)
+
+
+def setup_of(folder, name: str, **changes) -> Setup:
+    from dataclasses import replace
+
+    text = lj.read("pydoc", limit=400)
+    return Setup(lj.load(folder / name), text, replace(SETTINGS, **changes))
+
+
+@pytest.fixture(scope="module")
+def gpt2(data_folder) -> Setup:
+    return setup_of(data_folder, "tiny-gpt2")
+
+
+@pytest.fixture(scope="module")
+def bert(data_folder) -> Setup:
+    return setup_of(data_folder, "tiny-bert")
+
+
+@pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
+def setup(request) -> Setup:
+    return request.getfixturevalue(request.param.removeprefix("tiny-"))
+
+
+@pytest.fixture(scope="module")
+def result(setup):
+    return submodules.run(setup)
+
+
+def hooks(setup) -> list:
+    modules = setup.model.hf.modules()
+    return [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in modules]
+
+
+def test_every_part_and_level_is_there(setup, result):
+    rows = result.tables["suffix"]
+    parts = ["attn", "ffn", "norms", "jump to last", "identity"]
+    assert [(r["part"], r["level"]) for r in rows] == [(p, lv) for p in parts for lv in range(5)]
+    assert [(r["part"], r["block"]) for r in result.tables["one block"]] == [
+        (p, b) for p in parts[:3] for b in range(1, 5)
+    ]
+    assert {r["part"] for r in result.tables["why"]} == {"ln1", "attn", "ln2", "ffn"}
+    assert hooks(setup) == [([], [])] * len(hooks(setup))
+
+
+def test_the_summary_names_the_most_tolerant_part(result):
+    study = result.as_json()
+    (finding,) = findings({"studies": {"submodules": study}})
+    means = {part: study["headline"][f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
+    names = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
+    best = max(means, key=lambda part: means[part])
+    assert finding.answer == names[best]
+    assert all(name in finding.rest for part, name in names.items() if part != best)
+    study["headline"] = {}
+    assert findings({"studies": {"submodules": study}}) == []
+
+
+def test_at_the_last_level_nothing_is_replaced(result):
+    for row in result.tables["suffix"]:
+        assert row["p@1"] <= row["p@5"] <= row["p@10"]
+        assert row["p@1 low"] <= row["p@1"] <= row["p@1 high"]
+        if row["level"] == 4:
+            assert row["p@1"] == 1
+            assert row["kl"] == pytest.approx(0, abs=1e-5)
+
+
+def test_one_block_is_the_suffix_of_the_last_block(setup):
+    """Replacing from level L − 1 on is replacing in block L alone."""
+    model, part = setup.model, "attn"
+    jumps = fit_all_positions(setup, "mat", "submodules")
+    rerun = Rerun(model, budgeted(setup)[0])
+    (pair,) = submodules.pairs_of(model, 4, part)
+    alone = rerun.from_level(3, changes={pair: mapped(jumps[pair])})
+    later = rerun.from_level(3, changes=submodules._changes(model, jumps, part))
+    assert torch.equal(alone, later)
+
+
+def test_maps_beat_means(result):
+    """The best constant is the mean; least squares over the fit text can only do better there, and does here."""
+    why = [row for row in result.tables["why"] if row["part"] in ("attn", "ffn")]
+    assert sum(r["kl of the map"] for r in why) < sum(r["kl of the mean"] for r in why)
+    for row in result.tables["why"]:
+        assert row["r2"] <= 1
+        assert row["output norm over stream norm"] > 0
+        assert min(row["kl of the map"], row["kl of noise of the same norm"]) > 0
+
+
+def test_attention_mass_is_a_share(setup, result):
+    for row in result.tables["why"]:
+        if row["part"] == "attn":
+            assert 0 < row["attention on self"] < 1
+            assert 0 < row["attention on sink"] < 1
+            assert row["attention on self"] + row["attention on sink"] <= 1 + 1e-6
+        else:
+            assert row["attention on self"] is None
+
+
+def test_attention_mass_is_hugging_faces(gpt2, data_folder):
+    from transformers import AutoModelForCausalLM
+
+    batches = budgeted(gpt2, 0.1)
+    mass, note = attention_mass(gpt2.model, batches)
+    assert note is None
+    assert gpt2.model.hf.config._attn_implementation == "sdpa"
+    eager = AutoModelForCausalLM.from_pretrained(
+        data_folder / "tiny-gpt2", attn_implementation="eager"
+    )
+    own, sink, n = torch.zeros(4), torch.zeros(4), 0
+    for batch in batches:
+        with torch.no_grad():
+            found = eager(
+                batch.input_ids, attention_mask=batch.attention_mask, output_attentions=True
+            )
+        for row, position in zip(batch.row, batch.position, strict=True):
+            weights = torch.stack([layer[row, :, position] for layer in found.attentions]).mean(1)
+            own, sink, n = own + weights[:, position], sink + weights[:, 0], n + 1
+    assert torch.allclose(torch.tensor(mass), torch.stack([own / n, sink / n], 1).double().float())
+
+
+def test_the_sinks_state_survives(gpt2):
+    """Maps fitted with position 0 keep its state, which others attend to, better than those fitted without."""
+    rerun = Rerun(gpt2.model, budgeted(gpt2)[0])
+    exact = rerun.levels[-1][:, 0]
+
+    def error(jumps, part):
+        changes = submodules._changes(gpt2.model, jumps, part)
+        changed = rerun.from_level(0, changes=changes)[:, 0]
+        return float((changed - exact).norm() / exact.norm())
+
+    kept = fit_all_positions(gpt2, "mat", "submodules")
+    blind = lj.fit(gpt2.model, gpt2.corpus, pairs="submodules")
+    errors = [[error(jumps, part) for part in submodules.PARTS] for jumps in (kept, blind)]
+    assert max(errors[0]) < 0.55, errors
+    assert sum(errors[0]) < sum(errors[1]), errors
+
+
+def test_encoders_are_fitted_at_all_positions_of_masked_text(bert):
+    plan = _plan(bert, "submodules")
+    batch = plan.batches["fit"][0]
+    assert batch.n_picks == batch.n_tokens
+    masked = (batch.input_ids == bert.model.tokens.mask).sum()
+    assert 0.1 < int(masked) / batch.n_tokens < 0.2
+    # the same masks as when the masks are what is looked at
+    masks = Positions.parse("15%", skip_first=0, special=True)
+    plain = bert.plan(bert.corpus, "submodules", positions=masks)
+    assert torch.equal(plain.batches["fit"][0].input_ids, batch.input_ids)
+
+
+def test_a_sampled_look_holds_as_many_masks_as_the_text(bert):
+    plan = bert.plan(
+        bert.corpus, "submodules", positions=Positions.parse("15%", skip_first=0, special=True)
+    )
+    look = plan.batches["fit"].look_at(Positions("share", 0.3, skip_first=0, special=True))
+    masks = picks = 0
+    for batch in look:
+        masks += int((batch.input_ids[batch.row, batch.position] == bert.model.tokens.mask).sum())
+        picks += batch.n_picks
+    assert picks == look.n_picks
+    assert 0.12 < masks / picks < 0.18
+
+
+def test_heads_are_ranked_by_damage(setup):
+    result = attention_heads.run(setup)
+    rows = result.tables["heads"]
+    assert len(rows) == 3 * 4 * 4
+    for how in attention_heads.HOW:
+        mine = [row for row in rows if row["how"] == how]
+        assert [row["rank"] for row in mine] == list(range(1, 17))
+        assert [row["kl"] for row in mine] == sorted((row["kl"] for row in mine), reverse=True)
+    kl = {how: sum(row["kl"] for row in rows if row["how"] == how) for how in attention_heads.HOW}
+    assert kl["linear"] < kl["mean"]
+    assert hooks(setup) == [([], [])] * len(hooks(setup))
+
+
+def test_a_deep_model_starts_from_chosen_levels():
+    assert submodules.start_levels(4) == [0, 1, 2, 3, 4]
+    deep = submodules.start_levels(30)
+    assert deep[0] == 0
+    assert deep[-1] == 30
+    assert len(deep) == submodules.LEVELS + 1
+
+
+def test_the_cost_is_stated(result):
+    for cost in (result.settings["suffix"], result.settings["one block"]):
+        assert cost["block_runs"] > 0
+        assert cost["expected_seconds"] > 0
+    assert result.settings["suffix"]["block_runs"] == 3 * (4 + 3 + 2 + 1)
+
+
+def test_a_budget_larger_than_the_text_takes_all_of_it(gpt2):
+    few = gpt2.without_kept(settings=gpt2.settings.__class__(tokens=2_000, budget=10**7, score=50))
+    assert budgeted(few).n_picks > 0

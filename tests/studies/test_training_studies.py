@@ -1,0 +1,132 @@
+"""`dynamics`, `finetune`, `architecture`: small runs of each, and their figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from helpers.pretraining import SMALL
+from helpers.story_text import stories
+
+import layerjump as lj
+from layerjump.errors import BadStudy, ModelNotFound
+from layerjump.report.report import panels
+from layerjump.studies import architecture, finetuning, training_dynamics
+from layerjump.studies.registry import chosen
+from layerjump.studies.runner import run_studies
+from layerjump.studies.setup import Settings, Setup
+from layerjump.training.finetune import Item
+from layerjump.training.model import VARIED
+from layerjump.training.monitor import profile
+from layerjump.training.pretrain import pretrain
+
+TEXT = stories(200)
+RECIPE = replace(SMALL, steps=9, every=3, learning_rate=1e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model, with all its checkpoints beside it."""
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    pretrain(TEXT, folder, RECIPE, device="cpu", keep=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def setup(trained):
+    return Setup(lj.load(trained), stories(60, seed=2), Settings(runs=2))
+
+
+def with_settings(setup, **changes):
+    return setup.without_kept(settings=replace(setup.settings, **changes))
+
+
+def test_without_what_they_need_they_are_skipped(setup, tmp_path):
+    results = run_studies(setup, chosen("dynamics,finetune,architecture"), tmp_path)
+    said = {name: study["skipped"] for name, study in results["studies"].items()}
+    assert "--checkpoint" in said["dynamics"]
+    assert "--task" in said["finetune"]
+    assert "--steps" in said["architecture"]
+
+
+def test_dynamics_follows_a_series_in_order(setup, trained):
+    work = trained.with_name("model-training")
+    found = training_dynamics.run(with_settings(setup, checkpoints=(str(trained), str(work))))
+    steps = [row["step"] for row in found.tables["steps"]]
+    assert steps == [1, 3, 6, 9]  # the model itself has no number: its place in the series
+    last, itself = found.tables["steps"][-1], found.tables["steps"][0]
+    for name, value in profile(setup.model, setup.corpus).row().items():
+        assert last[name] == pytest.approx(value, rel=1e-6)
+        assert itself[name] == last[name]
+    assert len(found.tables["blocks"]) == 4 * 2
+    assert found.headline["last_perplexity"] == last["perplexity"]
+    shown = panels("dynamics", found.as_json())
+    assert [panel.title for panel in shown] == ["From step to step", "Block by block"]
+    assert json.dumps(found.as_json())
+
+
+def test_dynamics_refuses_what_is_no_checkpoint(setup, tmp_path):
+    with pytest.raises(BadStudy, match="holds none"):
+        training_dynamics.run(with_settings(setup, checkpoints=(str(tmp_path),)))
+    named = replace(setup.model, name="no/such-model")
+    with pytest.raises(ModelNotFound):
+        training_dynamics.run(
+            with_settings(setup, checkpoints=("step1000",)).without_kept(model=named)
+        )
+
+
+def test_every_item_is_held_out_once():
+    items = [Item(str(n), ("a", "b"), 0) for n in range(11)]
+    dealt = finetuning.folds(items, 3, seed=0)
+    held = [item for _, part in dealt for item in part]
+    assert sorted(item.prompt for item in held) == sorted(item.prompt for item in items)
+    assert all(not set(learnt) & set(part) for learnt, part in dealt)
+    ((learnt, part),) = finetuning.folds(items, 1, seed=0)
+    assert (len(learnt), len(part)) == (8, 3)
+
+
+def test_finetune_measures_before_and_after(setup, tmp_path):
+    task = tmp_path / "task.jsonl"
+    rows = [
+        {"query": f"Tom has {n}", "choices": ["balls", "dogs"], "gold": n % 2} for n in range(8)
+    ]
+    task.write_text("\n".join(map(json.dumps, rows)))
+    asked = with_settings(setup, task=str(task), steps=3)
+    found = finetuning.run(asked)
+    before = profile(setup.model, setup.corpus)
+    assert [row["items scored"] for row in found.tables["runs"]] == [4, 4]
+    for row in found.tables["runs"]:
+        name = "without residual"
+        assert row[f"{name} before"] == pytest.approx(before.mean(name), rel=1e-6)
+        assert row[f"{name} change"] == row[f"{name} after"] - row[f"{name} before"] != 0
+    changes = [row["without residual change"] for row in found.tables["runs"]]
+    assert found.headline["without_residual_change"] == pytest.approx(sum(changes) / 2)
+    by_block = [row["without residual change"] for row in found.tables["blocks"]]
+    assert sum(by_block) / 2 == pytest.approx(sum(changes) / 2)
+    (panel,) = panels("finetune", found.as_json())
+    assert "task.jsonl" in panel.reading
+    task.write_text(json.dumps(rows[0]))
+    with pytest.raises(BadStudy, match="too few for 2 runs"):
+        finetuning.run(asked)
+
+
+def test_architectures_are_trained_and_compared(setup):
+    asked = with_settings(setup, steps=2, runs=1)
+    found = architecture.run(asked)
+    every = [(what, name) for what, variants in VARIED.items() for name in variants]
+    rows = found.tables["variants"]
+    assert [(row["varies"], row["variant"]) for row in rows] == every
+    for row in rows:
+        assert row["gain"] == pytest.approx(row["agreement map"] - row["agreement identity"])
+    sizes = {(row["varies"], row["variant"]): row["parameters"] for row in rows}
+    assert sizes["attention", "full"] == sizes["attention", "local"]
+    (panel,) = panels("architecture", found.as_json())
+    assert len(panel.figures) == 4
+    assert json.dumps(found.as_json())
+
+
+def test_a_masked_model_is_told_why_not(data_folder):
+    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, Settings(steps=2, task="x"))
+    assert "not causal" in architecture.unable(setup)
+    assert "not causal" in finetuning.unable(setup)

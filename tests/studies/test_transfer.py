@@ -1,0 +1,76 @@
+"""`transfer`: every text's maps on every text."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.story_text import letters, stories
+
+from layerjump.jumps.fit import solve_jumps
+from layerjump.models.loading import load
+from layerjump.studies import transfer
+from layerjump.studies.registry import chosen
+from layerjump.studies.runner import run_studies
+from layerjump.studies.setup import Settings, Setup
+
+SETTINGS = Settings(score=150, estimators=("affine",))
+
+
+@pytest.fixture(scope="module")
+def setup(data_folder):
+    model = load(data_folder / "tiny-gpt2")
+    return Setup(model, stories(120), SETTINGS, [letters(120), stories(60, seed=1)])
+
+
+@pytest.fixture(scope="module")
+def result(setup):
+    return transfer.run(setup)
+
+
+def test_every_pair_has_a_cell_and_every_level_a_row(result):
+    names = ["stories", "letters", "stories (2)"]
+    pairs = {(row["fit"], row["test"]) for row in result.tables["matrix"]}
+    assert pairs == {(a, b) for a in names for b in names}
+    assert len(result.tables["matrix"]) == 9
+    assert len(result.tables["levels"]) == 9 * 4
+
+
+def test_nothing_is_lost_at_home(result):
+    for row in result.tables["matrix"]:
+        if row["fit"] == row["test"]:
+            lost = ("r2 lost", "r2 weighted lost", "p@1 lost", "p@1 lost low", "p@1 lost high")
+            assert [row[name] for name in lost] == [0.0] * 5
+
+
+def test_a_language_and_no_language_do_not_share_a_map(result):
+    cells = {(row["fit"], row["test"]): row for row in result.tables["matrix"]}
+    assert cells["stories", "letters"]["r2 lost"] > 0.05
+    assert cells["letters", "stories"]["p@1 lost"] > 0.05
+    assert cells["letters", "stories"]["p@1 lost low"] > 0
+    alike = cells["stories (2)", "stories"]
+    assert alike["r2 lost"] < cells["letters", "stories"]["r2 lost"] / 2
+
+
+def test_the_matrix_is_the_mean_of_the_levels(result):
+    for cell in result.tables["matrix"]:
+        rows = [
+            row
+            for row in result.tables["levels"]
+            if (row["fit"], row["test"]) == (cell["fit"], cell["test"])
+        ]
+        for name in ("r2", "r2 weighted", "p@1"):
+            mean = sum(row[name] for row in rows) / len(rows)
+            assert cell[name] == pytest.approx(mean, abs=1e-12)
+
+
+def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
+    jumps = solve_jumps(setup.collected("to-last"), "affine")
+    rows = [r for r in result.tables["levels"] if r["fit"] == r["test"] == "stories"]
+    for row in rows:
+        # Jumps are kept in float32.
+        assert row["r2"] == pytest.approx(jumps.info[row["level"], 4].r2[0], abs=1e-5)
+
+
+def test_with_one_text_it_is_skipped(setup, tmp_path):
+    alone = setup.without_kept(others=())
+    results = run_studies(alone, chosen("transfer"), tmp_path)
+    assert "--text twice" in results["studies"]["transfer"]["skipped"]

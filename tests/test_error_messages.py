@@ -1,0 +1,271 @@
+"""Refusals that no other file meets: each says what was given and what to give, in one line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from faults import records
+from helpers import fitted_gpt2, foreign_lenses
+from helpers.cli import refused
+from helpers.tiny_models import tiny_model
+
+import layerjump as lj
+from layerjump import io
+from layerjump.errors import LayerjumpError
+from layerjump.evaluation.tasks import chosen, items_of
+from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration.dataset import shares
+from layerjump.generation.probes import log_odds
+from layerjump.jumps.collect import Collected, collect
+from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.jumps import JumpInfo, Jumps
+from layerjump.jumps.maps import Affine
+from layerjump.jumps.serialization import check_model
+from layerjump.models.structure import FINAL, Site
+from layerjump.pruning.checkpoint import LINEAR
+from layerjump.studies import human_evaluation
+from layerjump.studies.setup import settings_of
+from layerjump.training.finetune import read_task
+from layerjump.training.monitor import measured_before
+from layerjump.training.trainer import Recipe, arguments
+
+model, text, jumps = fitted_gpt2.model, fitted_gpt2.text, fitted_gpt2.jumps  # fixtures
+
+
+@contextmanager
+def refusal(*words: str):
+    """What is inside must be refused, in one line with these words in it."""
+    with pytest.raises(LayerjumpError) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.fixture(scope="module")
+def sums(model, text):
+    """Sums of a text without a select split."""
+    return collect(model, text, tokens=2_000, sizes="90/0/10")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fit"], "give a model to run, or --from-moments"),
+        (["fit", "MODEL", "--refine", "kl", "--steps", "0"], "--steps given is 0; give 1 or more"),
+        (["fit", "MODEL", "--refine", "kl", "--from-moments", "x"], "--refine runs the model"),
+        (["generate", "MODEL", "a", "b", "--stream"], "2 prompts were given; give one"),
+        (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "give --pairs pred"),
+        (["fit", "MODEL", "--estimator", "ojfa", "--refine", "kl"], "ojfa is one map for all"),
+        (["fit", "MODEL", "--refine", "kl", "--pairs", "1:2"], "there is no prediction to tune"),
+        (["fit", "MODEL", "--refine", "kl", "--split", "100/0/0"], "leave it none; give more text"),
+        (["lens", "MODEL", "a", "--compare", "matt"], "no estimator 'matt'"),
+        (["lens", "smolm2", "a"], "did you mean the built-in smollm2?"),
+        (["study", "MODEL", "--estimators", "calibrated"], "give another first, such as mat"),
+    ],
+    ids=lambda given: " ".join(given[:5]) if isinstance(given, list) else "",
+)
+def test_commands(monkeypatch, capsys, tmp_path, data_folder, arguments, said):
+    given = [str(data_folder / "tiny-gpt2") if word == "MODEL" else word for word in arguments]
+    monkeypatch.chdir(tmp_path)
+    error = refused(monkeypatch, capsys, *given)
+    assert said in error
+    # Before anything is run or said to be done.
+    assert "memory for sums" not in error
+    assert "fitting" not in error
+
+
+def test_estimators_without_what_they_need(model, text, sums, jumps):
+    with refusal("ridge", "no", "select split"):
+        solve_jumps(sums, "ridge")
+    with refusal("mat has no setting 'how'"):
+        solve_jumps(sums, "mat", how="pooled")
+    with refusal("'sideways'", "pooled or best-level"):
+        solve_jumps(collect(model, text, tokens=2_000, select=True), "ojfa", how="sideways")
+    with refusal("the rate given is 0", "0.2"):
+        lj.refine(model, jumps, lj.read("pydoc", limit=20), rate=0)
+
+
+def test_files_of_ours_that_hold_something_else(tmp_path, sums):
+    path = tmp_path / "moments.safetensors"
+    sums.save(path, progress={"fit": 3})
+    with refusal("unfinished", "--resume"):
+        Collected.load(path)
+    tensors, metadata = io.read_tensors(path)
+    head = json.loads(metadata["head"])
+    io.write_tensors(path, tensors, metadata | {"head": json.dumps(head | {"format": 99})})
+    with refusal("format 99", "upgrade"):
+        Collected.load(path)
+    io.write_tensors(path, tensors, metadata | {"kind": "jumps"})
+    with refusal("no file of moments", "--save-moments"):
+        Collected.load(path)
+    path.rename(tmp_path / serialization.NAME)
+    with refusal("holds no exit rule"):
+        serialization.load(tmp_path)
+
+
+def test_exit_rules_that_cannot_be():
+    with refusal("7 documents", "give another text"):
+        shares(range(7), seed=0)
+    with refusal("1.5", "from 0 to 1"):
+        log_odds(1.5)
+    assert log_odds(0) == -float("inf")
+    assert log_odds(1) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": -1}, "the seed given is -1"),
+        ({"learning_rate": float("nan")}, "the learning rate given is nan"),
+        ({"strength": -0.5}, "the strength given is -0.5"),
+    ],
+)
+def test_recipes(changes, said):
+    with refusal(said):
+        Recipe(**changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_where_there_is_none(tmp_path):
+    with refusal("no GPU", "cpu"):
+        arguments(Recipe(), tmp_path, device="cuda")
+
+
+def test_lenses_that_no_other_tool_can_hold(tmp_path):
+    tiny = lj.Model.wrap(tiny_model("gpt2", dtype=torch.float32), name="tiny")
+    pair, known = (Site(1), FINAL), foreign_lenses.drawn(tiny, [(0, 3)]).provenance
+    weight = torch.eye(foreign_lenses.D)
+    to_final = Jumps.of({pair: Affine.of(weight)}, {pair: JumpInfo(*pair, "mat")}, known)
+    with refusal("no jump between levels", "--pairs all"):
+        lj.export_lens(to_final, tiny, tmp_path / "a", format="mat")
+    with refusal("no jump from a level above 0 to the last", "to-last"):
+        lj.export_lens(
+            foreign_lenses.drawn(tiny, [(0, 3)]), tiny, tmp_path / "b.pt", format="jacobian"
+        )
+    with refusal("has no matrix in it"):
+        lj.import_lens(tmp_path, tiny, format="mat")
+    with refusal("is a folder, but a file was wanted"):
+        lj.import_lens(tmp_path, tiny, format="jacobian")
+    foreign_lenses.tuned_folder(tmp_path / "tuned", tiny)
+    torch.save([torch.ones(2)], tmp_path / "tuned" / "params.pt")
+    with refusal("holds a list", "dictionary of tensors"):
+        lj.import_lens(tmp_path / "tuned", tiny)
+
+
+def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
+    bare = model.hf
+    asked = {
+        "fit": lambda: lj.fit(bare, text),
+        "lens": lambda: lj.Lens(bare, jumps),
+        "generate": lambda: lj.generate(bare, jumps, "a"),
+        "calibrate": lambda: lj.calibrate(bare, jumps, text),
+        "prune": lambda: lj.prune(bare, text, drop=1),
+        "refine": lambda: lj.refine(bare, jumps, text),
+        "jacobian": lambda: lj.jacobian(bare, text),
+        "truncate": lambda: lj.truncate(bare, text, 1),
+        "export": lambda: lj.export_lens(jumps, bare, "x", "mat"),
+        "splice": lambda: lj.spliced(bare, jumps, 0, 4).__enter__(),
+        "states": lambda: next(lj.states(bare, [], [0])),
+        "check": lambda: lj.self_check(bare),
+        "load": lambda: check_model(jumps, bare, False),
+    }
+    for ask in asked.values():
+        with refusal("a GPT2LMHeadModel was given", "lj.Model.wrap(hf, tokenizer)"):
+            ask()
+
+
+def test_a_linear_model_whose_cuts_are_no_numbers(tmp_path):
+    for cuts in ("1e999", '"ab"', "[1]", '{"a": 1}'):
+        (tmp_path / LINEAR).write_text(f'{{"cuts": [[{cuts}, 2]]}}')
+        with refusal("damaged", "prune again"):
+            lj.load(tmp_path)
+
+
+def test_more_blocks_than_a_memory_holds(tmp_path):
+    tiny_model("gpt2", dtype=torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for many in (2**31, 10**400):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": many}))
+        with refusal(f"n_layer: {str(many)[:20]}", "at most 10,000"):
+            lj.load(tmp_path)
+
+
+def test_a_linear_model_without_its_map(tmp_path):
+    records.make_linear(tmp_path)
+    head = json.loads((tmp_path / LINEAR).read_text())
+    for cut in ([0, 10**12], [0, 10**400], [-1, 2], [2, 3]):
+        (tmp_path / LINEAR).write_text(json.dumps(head | {"cuts": [cut]}))
+        with refusal("names a map", "prune again"):
+            lj.load(tmp_path)
+
+
+def test_blocks_that_share_weights_cannot_be_dropped():
+    grouped = lj.Model.wrap(tiny_model("albert", dtype=torch.float32), name="albert")
+    with refusal("groups that share weights"):
+        lj.truncate(grouped, "pydoc", 1)
+
+
+def test_items_that_are_none(tmp_path):
+    (boolq,) = chosen(["boolq"])
+    (tmp_path / boolq.file).write_bytes(b"\xff\xfe{")
+    with refusal("cannot be read", "mend it"):
+        items_of(boolq, tmp_path)
+    for choices in ('"ab"', '{"a": 1, "b": 2}', "[1, 2]", "[" * 100_000):
+        (tmp_path / "task.jsonl").write_text(f'{{"query": "q", "gold": 0, "choices": {choices}}}')
+        with refusal("line 1", "is no item", "`choices`"):
+            read_task(tmp_path / "task.jsonl")
+
+
+def test_a_track_that_was_not_measured(tmp_path):
+    good = {name: [{"step": 0, "loss": 1.5}, {"step": 9, "loss": None}] for name in _TABLES}
+    path = tmp_path / "track.json"
+    path.write_text(json.dumps(good))
+    assert measured_before(path, 5)["steps"] == [{"step": 0, "loss": 1.5}]
+    for bad in (
+        {},
+        {"steps": 3},
+        {"levels": [3]},
+        {"blocks": [{"loss": 1}]},
+        {"steps": [{"step": "0"}]},
+    ):
+        path.write_text(json.dumps(good | bad if bad else bad))
+        with refusal("track.json", "remove"):
+            measured_before(path, 5)
+
+
+_TABLES = ("steps", "blocks", "levels")
+
+
+def _items(*lenses: str):
+    return [human_evaluation.Item("context", ("a",) * 5, lens, 0, 0) for lens in lenses]
+
+
+@pytest.mark.parametrize(
+    "read", [("mat", "mat"), ("mat", "identity", "mat"), ()], ids=["twice", "thrice", "never"]
+)
+def test_a_key_in_which_no_two_lenses_can_be_compared(tmp_path, read):
+    (tmp_path / human_evaluation.KEY).write_text(human_evaluation.write_key(_items(*read), "model"))
+    (tmp_path / human_evaluation.SHEET).write_text(
+        human_evaluation.write_sheet(_items(*read)), "utf-8"
+    )
+    with refusal("damaged", "once through each lens"):
+        human_evaluation.read_marks(tmp_path)
+
+
+def test_a_sheet_with_a_cell_without_end(tmp_path):
+    (tmp_path / human_evaluation.KEY).write_text(
+        human_evaluation.write_key(_items("mat", "identity"), "model")
+    )
+    whole = human_evaluation.write_sheet(_items("mat", "identity"))
+    (tmp_path / human_evaluation.SHEET).write_text(whole + '"' + "x" * 200_000, "utf-8")
+    with refusal("no row of a sheet", "undo the edit"):
+        human_evaluation.read_marks(tmp_path)
+
+
+def test_settings_of_a_study_that_begin_with_calibrated():
+    with refusal("mat,calibrated"):
+        settings_of("ours", estimators=("calibrated", "mat"))

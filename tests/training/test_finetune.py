@@ -1,0 +1,122 @@
+"""Tasks: files read, answers scored and learnt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import layerjump as lj
+from layerjump.errors import BadText
+from layerjump.training.data import IGNORED
+from layerjump.training.finetune import Item, accuracy, finetuned, padded, read_task, sequence
+
+
+@pytest.fixture(scope="module")
+def model(data_folder):
+    return lj.load(data_folder / "tiny-gpt2")
+
+
+def written(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_both_formats_are_read(tmp_path):
+    choices = {"query": "Is it? ", "choices": ["no", "yes"], "gold": 1}
+    assert (
+        read_task(written(tmp_path / "a", choices, "", choices))
+        == [Item("Is it?", ("no", "yes"), 1)] * 2
+    )
+    rows = [
+        {"premise": "P", "hypothesis": "H", "label": label}
+        for label in ("not_entailment", "entailment")
+    ]
+    first, second = read_task(written(tmp_path / "b", *rows))
+    assert first == Item("P\nQuestion: H\nAnswer:", ("entailment", "not entailment"), 1)
+    assert second.gold == 0
+
+
+def test_a_line_ends_where_a_line_ends(tmp_path):
+    row = {"query": "one\u2028two", "choices": ["no\x85", "yes"], "gold": 1}
+    (found,) = read_task(written(tmp_path / "a", json.dumps(row, ensure_ascii=False)))
+    assert found == Item("one\u2028two", ("no\x85", "yes"), 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON",
+        "[1]",
+        '{"query": "a", "choices": ["b"], "gold": 1}',
+        '{"query": 3, "choices": ["b"], "gold": 0}',
+        '{"premise": "a", "label": "b"}',
+    ],
+)
+def test_a_line_that_is_no_item_is_named(line, tmp_path):
+    good = {"query": "a", "choices": ["b"], "gold": 0}
+    with pytest.raises(BadText, match="line 2"):
+        read_task(written(tmp_path / "task", good, line))
+    with pytest.raises(BadText, match="no items"):
+        read_task(written(tmp_path / "empty", ""))
+    with pytest.raises(BadText, match="cannot be read"):
+        read_task(tmp_path / "absent")
+
+
+def test_long_prompts_lose_their_beginning_and_answers_are_all_that_is_learnt(model):
+    tokens = model.tokens
+    ids, labels = sequence(tokens, "Once upon a time. " * 60 + "The end was", "happy")
+    answer = tokens.encode([" happy"])[0]
+    assert len(ids) == len(labels) == tokens.max_length
+    assert ids[-len(answer) :].tolist() == labels[-len(answer) :].tolist() == answer
+    assert set(labels[: -len(answer)].tolist()) == {IGNORED}
+    with pytest.raises(BadText, match="shorter answers"):
+        sequence(tokens, "Once", "upon a time " * 80)
+
+
+def test_the_likeliest_answer_a_token_wins_padded_or_alone(model):
+    items = [
+        Item("Once upon a", ("time there was a little girl", "xqzj"), 0),
+        Item("Lily went to the", ("park", "zzzz qqqq xxxx"), 0),
+        Item("The dog was very", ("qxqx", "happy"), 1),
+    ]
+
+    def score(item, choice):
+        ids, labels = sequence(model.tokens, item.prompt, choice)
+        with torch.no_grad():
+            shares = model.hf(ids[None]).logits[0].log_softmax(-1)
+        found = [shares[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORED]
+        return float(torch.stack(found).mean())
+
+    by_hand = [
+        max(range(2), key=lambda n, item=item: score(item, item.choices[n])) == item.gold
+        for item in items
+    ]
+    assert accuracy(model, items) == sum(by_hand) / 3 == 1
+    turned = [Item(item.prompt, item.choices, 1 - item.gold) for item in items]
+    assert accuracy(model, turned) == 0
+
+
+def test_what_is_learnt_is_known_and_the_model_itself_is_left_alone(model):
+    """The wrong answers become the right ones."""
+    items = [Item(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")]
+    before = {name: weight.clone() for name, weight in model.hf.state_dict().items()}
+    assert accuracy(model, items) == 0
+    tuned = finetuned(model, items, steps=40, learning_rate=2e-3)
+    assert accuracy(tuned, items) == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in model.hf.state_dict().items())
+    again = finetuned(model, items, steps=40, learning_rate=2e-3)
+    ours, theirs = tuned.hf.state_dict(), again.hf.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_padding_is_on_the_right_and_is_not_learnt():
+    rows = [
+        (torch.tensor([5, 6, 7]), torch.tensor([IGNORED, 6, 7])),
+        (torch.tensor([8]), torch.tensor([8])),
+    ]
+    batch = padded(rows, pad=0)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]

@@ -1,0 +1,183 @@
+"""Pretraining: no strength is no penalty, how batches are dealt out does not matter, the end is a plain checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from helpers.pretraining import HELD_OUT, SMALL, TEXT
+from helpers.story_text import stories
+
+import layerjump as lj
+from layerjump.data.tokenization import Tokens
+from layerjump.errors import BadArtifact
+from layerjump.training.data import Rows, pack, train_tokenizer
+from layerjump.training.model import ARCHITECTURES, VARIED, Shape, new_model
+from layerjump.training.monitor import profile
+from layerjump.training.pretrain import pretrain
+from layerjump.training.trainer import arguments, train
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {
+        masked: train_tokenizer(TEXT.documents, 300, 16, masked=masked) for masked in (False, True)
+    }
+
+
+def trained(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
+    masked = recipe.architecture.masked
+    tokenizer = tokenizers[masked]
+    rows = pack(TEXT.documents, Tokens.of(tokenizer, max_positions=16, masked=masked), 16)
+    hf = new_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
+    settings = arguments(recipe, folder, accumulate=accumulate, device="cpu")
+    log = train(hf, tokenizer, rows, recipe, settings)
+    return hf.state_dict(), log
+
+
+def same(ours, theirs):
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_no_strength_is_plain_training_bit_for_bit(tokenizers, tmp_path):
+    """Beside a Trainer of Hugging Face's own, with the model's own loss."""
+    recipe = replace(SMALL, penalty="cosine", strength=0.0)
+    ours, log = trained(recipe, tokenizers, tmp_path / "ours")
+    rows = pack(TEXT.documents, Tokens.of(tokenizers[False], max_positions=16), 16)
+    plain = new_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
+    transformers.Trainer(
+        plain,
+        arguments(recipe, tmp_path / "plain", device="cpu"),
+        train_dataset=Rows(rows, 64, seed=0),
+    ).train()
+    assert same(ours, plain.state_dict())
+    penalised, more = trained(replace(recipe, strength=0.5), tokenizers, tmp_path / "penalised")
+    assert not same(penalised, ours)
+    assert log[-1]["penalty"] == 0 < more[-1]["penalty"]
+
+
+@pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "mse")])
+def test_a_batch_may_be_run_in_parts(arch, penalty, tokenizers, tmp_path):
+    """Float64, because Adam makes a whole step of a gradient that is rounding alone."""
+    recipe = replace(SMALL, arch=arch, penalty=penalty, strength=0.5)
+    whole, one = trained(recipe, tokenizers, tmp_path / "whole", dtype=torch.float64)
+    parts, four = trained(recipe, tokenizers, tmp_path / "parts", accumulate=4, dtype=torch.float64)
+    for name, weight in whole.items():
+        assert torch.allclose(weight, parts[name], atol=1e-5), name
+    for ours, theirs in zip(four, one, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["penalty"] == pytest.approx(theirs["penalty"], rel=1e-4)
+
+
+@pytest.mark.parametrize("penalty", ["cosine", "mse", "jump"])
+def test_a_strong_penalty_ends_lower_than_a_weak_one(penalty, tokenizers, tmp_path):
+    ends = []
+    for strength in (1e-3, 3.0):
+        recipe = replace(SMALL, steps=20, every=20, penalty=penalty, strength=strength)
+        _, log = trained(recipe, tokenizers, tmp_path / str(strength))
+        ends.append(log[-1]["penalty"] / strength)
+    assert ends[1] < 0.8 * ends[0]
+
+
+def test_two_processes_are_one_and_write_one_model(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXT.documents))
+    options = (
+        "--layers 2 --hidden 16 --heads 2 --vocab 300 --length 16 --steps 8 --batch 8 --every 4"
+    )
+    options += " --learning-rate 3e-3 --penalty jump --device cpu --json"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program = f"torch.distributed.run --nproc-per-node 2 --master-port {port} -m layerjump pretrain"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            *f"{program} --text {text} {options} -o {tmp_path / 'two'}".split(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    recipe = replace(SMALL, penalty="jump")
+    found = {
+        "one": pretrain(lj.read(text), tmp_path / "one", recipe, device="cpu"),
+        "two": json.loads(done.stdout),
+    }
+    assert found["two"]["processes"] == 2
+    for ours, theirs in zip(found["two"]["log"], found["one"]["log"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in found]
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        logits = [model(ids).logits for model in models]
+    assert torch.allclose(*logits, atol=1e-2)
+    page = (tmp_path / "two" / "training.html").read_text()
+    assert "From step to step" in page
+    assert "Block by block" in page
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
+    recipe = replace(SMALL, arch=arch, steps=2, every=2)
+    record = pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT, device="cpu")
+    with pytest.raises(BadArtifact, match="--force"):
+        pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT)
+    model = lj.load(tmp_path / "made")
+    assert model.n_blocks == 2
+    assert model.tokens.tokenizer.model_max_length == 16
+    again = profile(model, HELD_OUT).row()
+    last = record["tables"]["steps"][-1]
+    for name, value in again.items():
+        assert value == pytest.approx(last[name], rel=1e-3, abs=1e-3), name
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert str(tmp_path) not in card + json.dumps(record["settings"])
+    auto = transformers.AutoModelForMaskedLM if model.masked else transformers.AutoModelForCausalLM
+    assert auto.from_pretrained(tmp_path / "made").num_parameters() == record["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("what", "variant"), [(what, variant) for what in VARIED for variant in VARIED[what]]
+)
+def test_every_architecture_passes_the_self_check(what, variant, tokenizers):
+    kind = VARIED[what][variant]
+    hf = new_model(kind, Shape(2, 16, 2, 16), tokenizers[False], seed=0)
+    model = lj.Model.wrap(hf, tokenizers[False])
+    assert (model.n_blocks, model.width, model.max_positions) == (2, 16, 16)
+    hf.train()
+    dropped = [part for part in hf.modules() if isinstance(part, torch.nn.Dropout) and part.p]
+    assert not dropped
+
+
+def test_a_profiles_loss_is_the_models_own(data_folder):
+    model, text = lj.load(data_folder / "tiny-gpt2"), stories(40)
+    losses = []
+    for ids in model.tokens.encode(text.documents):
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            logits = model.hf(row).logits[0, 1:-1]  # position 0 is left out
+        losses += torch.nn.functional.cross_entropy(logits, row[0, 2:], reduction="none").tolist()
+    found = profile(model, text)
+    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert found.levels[-1] == {
+        "level": 4,
+        "r2": 1.0,
+        "agreement map": 1.0,
+        "agreement identity": 1.0,
+    }
+    assert len(found.blocks) == 4
+    assert found.mean("agreement map") > found.mean("agreement identity")

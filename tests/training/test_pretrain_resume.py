@@ -1,0 +1,132 @@
+"""Pretraining that is killed or diverges loses nothing, and what cannot be trained is refused before it begins."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+from helpers.cli import refused
+from helpers.pretraining import HELD_OUT, SMALL, TEXT
+from helpers.processes import end_of, start
+
+import layerjump as lj
+from layerjump.data.tokenization import Tokens
+from layerjump.errors import BadArtifact, BadText, BadTraining, Diverged, TextTooShort
+from layerjump.training.data import pack
+from layerjump.training.model import Shape
+from layerjump.training.pretrain import pretrain
+
+
+@pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "none")])
+def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
+    recipe = replace(SMALL, arch=arch, penalty=penalty, steps=24, every=6)
+    whole = pretrain(TEXT, tmp_path / "whole", recipe, held_out=HELD_OUT, device="cpu")
+    killed, work = tmp_path / "killed", tmp_path / "killed-training"
+    child = start(lambda: pretrain(TEXT, killed, recipe, held_out=HELD_OUT, device="cpu"))
+    while not (work / "checkpoint-6" / "whole").exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    assert end_of(child) == -signal.SIGKILL
+    assert not killed.exists()
+    (work / "checkpoint-23").mkdir()  # a checkpoint that the kill cut short
+    (work / "checkpoint-23" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(BadArtifact, match="learning_rate"):
+        pretrain(TEXT, killed, replace(recipe, learning_rate=1e-3), held_out=HELD_OUT)
+    record = pretrain(TEXT, killed, recipe, held_out=HELD_OUT, device="cpu")
+    weights = [tmp_path / name / "model.safetensors" for name in ("whole", "killed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [row["step"] for row in record["tables"]["steps"]] == [0, 6, 12, 18, 24]
+    assert record["tables"] == whole["tables"]
+    losses = [[row["lm_loss"] for row in made["log"]] for made in (whole, record)]
+    assert losses[0] == losses[1]
+    assert not work.exists()
+
+
+def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path):
+    recipe = replace(SMALL, steps=400, every=2, learning_rate=20.0)
+    with pytest.raises(Diverged, match="--learning-rate below 20") as stopped:
+        pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, device="cpu")
+    assert not (tmp_path / "out").exists()
+    kept = Path(str(stopped.value).split("checkpoint is ")[1].split(";")[0])
+    good = transformers.AutoModelForCausalLM.from_pretrained(kept)
+    assert all(bool(weight.isfinite().all()) for weight in good.parameters())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
+    rows = pack(TEXT.documents[:50], Tokens.of(tokenizer, max_positions=16), 16).long()
+    assert float(good(rows, labels=rows).loss.detach()) < 2 * math.log(300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"vocabulary": 100_000}, BadTraining, "gives only"),
+        ({"vocabulary": 10}, BadTraining, "at least 257"),
+        ({"length": 32}, BadTraining, "--positions 32"),
+        ({"batch": 9}, BadTraining, "multiple of 2"),
+        ({"arch": "rnn"}, BadTraining, "llama, mistral"),
+        ({"penalty": "l1"}, BadTraining, "none, cosine"),
+        ({"levels": (3,)}, BadTraining, "1 to 2"),
+        ({"steps": 0}, BadTraining, "1 or more"),
+        ({"strength": float("nan")}, BadTraining, "0 or more"),
+        ({"learning_rate": 0.0}, BadTraining, "above 0"),
+    ],
+)
+def test_bad_settings_say_what_was_wanted(changes, error, said, tmp_path):
+    def asked():
+        recipe = replace(SMALL, **changes)
+        pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, accumulate=2, device="cpu")
+
+    with pytest.raises(error, match=said):
+        asked()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_killed_while_it_wrote_its_model_has_nothing_left_to_train(tmp_path):
+    made = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep=True)
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    again = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+    assert again["tables"] == made["tables"]
+
+
+def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
+    with pytest.raises(BadTraining):
+        pretrain(TEXT, tmp_path / "out", replace(SMALL, vocabulary=50_000), held_out=HELD_OUT)
+    made = pretrain(TEXT, tmp_path / "out", replace(SMALL, steps=1, every=1), held_out=HELD_OUT)
+    assert made["settings"]["vocabulary"] == len(lj.load(tmp_path / "out").tokens.tokenizer) == 300
+
+
+def test_bad_shapes_and_texts(tmp_path):
+    with pytest.raises(BadTraining, match="multiple, such as 18"):
+        Shape(hidden=16, heads=3)
+    with pytest.raises(BadTraining, match="even size"):
+        Shape(hidden=15, heads=3)
+    with pytest.raises(BadTraining, match="layers given is 0"):
+        Shape(layers=0)
+    with pytest.raises(BadText, match="another"):
+        pretrain(TEXT, tmp_path / "out", SMALL, held_out=TEXT)
+    with pytest.raises(TextTooShort):
+        pretrain(lj.Corpus("one", ("Tom.",), ""), tmp_path / "out", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", "empty.txt"], "nothing but blanks"),
+        (["--text", "some.txt", "--heads", "3"], "does not divide"),
+        (["--text", "some.txt", "--levels", "two"], "give numbers"),
+        (["--text", "some.txt", "--vocab", "90000"], "gives only"),
+        (["--text", "some.txt", "--device", "tpu"], "cpu or cuda"),
+    ],
+)
+def test_on_the_command_line_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text(" \n")
+    Path("some.txt").write_text("\n".join(TEXT.documents))
+    assert said in refused(monkeypatch, capsys, "pretrain", *arguments, "-o", "out")
+    assert not Path("out").exists()
