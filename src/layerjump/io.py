@@ -298,3 +298,32 @@ def _put_right(folder: Path) -> None:
         if (leftover / OLD).exists() and not folder.exists():
             os.replace(leftover / OLD, folder)
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def check_free(folder: Path, *, force: bool) -> None:
+    """Refuse to write over something, before the work is done rather than after."""
+    folder = folder.expanduser()
+    if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadArtifact(
+            f"{folder} exists and would be overwritten; give another folder, or --force"
+        )
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None], *, force: bool) -> None:
+    """Let `write` fill a new folder, then give it its name in one step; an interruption leaves the old one, or none."""
+    check_free(folder, force=force)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True
+        ) as place:
+            new, old = Path(place) / "new", Path(place) / OLD
+            new.mkdir()
+            write(new)
+            for path in new.rglob("*"):
+                sync(path)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(new, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        sync(folder.parent)

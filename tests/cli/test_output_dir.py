@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from layerjump.cli.main import app
 from layerjump.errors import BadArtifact
-from layerjump.io import only_writer, writing
+from layerjump.io import only_writer, replace_folder, writing
 from layerjump.jumps.collect import Collected
-from layerjump.pruning.checkpoint import replace_folder
 from layerjump.training.hf_trainer import RUN, WHOLE, forget, last_checkpoint
 
 

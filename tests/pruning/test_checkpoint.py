@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadPruning, WrongModel
+from layerjump.io import replace_folder
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Anatomy
-from layerjump.pruning.checkpoint import replace_folder, save
+from layerjump.pruning.checkpoint import save
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned
 

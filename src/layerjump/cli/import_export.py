@@ -86,10 +86,10 @@ def export_lens(
     [bold]layerjump export jumps --model gpt2 --format mat -o linreg/gpt2[/]
     [bold]layerjump export jumps --model gpt2 --format jacobian -o lens.pt[/]
     """
+    from layerjump.io import check_free
     from layerjump.jumps.convert.convert import export_lens as write_lens
     from layerjump.jumps.jumps import Jumps
     from layerjump.models.loading import load
-    from layerjump.pruning.checkpoint import check_free
 
     check_free(output, force=force)
     loaded = load(

@@ -115,7 +115,7 @@ def pretrain(
 
 
 def _page(record: dict[str, Any]) -> str:
-    from layerjump.studies.training_dynamics import training_page
+    from layerjump.report.training_report import training_page
 
     return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
 

@@ -102,7 +102,8 @@ def prune(
     [bold]layerjump prune MODEL --first 12 -o draft[/]                      a shorter draft model
     """
     from layerjump.data.corpus import read
-    from layerjump.pruning.checkpoint import check_free, load, record_of
+    from layerjump.io import check_free
+    from layerjump.pruning.checkpoint import load, record_of
     from layerjump.pruning.distill import distil as train
     from layerjump.pruning.draft_model import truncate
     from layerjump.pruning.prune import calibrate

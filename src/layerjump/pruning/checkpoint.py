@@ -9,16 +9,17 @@ Load any model, also one that `prune` saved as base and jumps.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from layerjump import __version__
 from layerjump.errors import BadArtifact, WrongModel
-from layerjump.io import OLD, read_json, sync, write_json, write_text, writing
+from layerjump.io import (
+    read_json,
+    replace_folder,
+    write_json,
+    write_text,
+)
 from layerjump.jumps.jumps import Jumps
 from layerjump.models import loading
 from layerjump.models.fingerprint import fingerprint
@@ -143,35 +144,6 @@ def record_of(pruned: Pruned) -> dict[str, Any]:
         "loss": pruned.loss,
         "distilled": pruned.distilled,
     }
-
-
-def check_free(folder: Path, *, force: bool) -> None:
-    """Refuse to write over something, before the work is done rather than after."""
-    folder = folder.expanduser()
-    if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadArtifact(
-            f"{folder} exists and would be overwritten; give another folder, or --force"
-        )
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None], *, force: bool) -> None:
-    """Let `write` fill a new folder, then give it its name in one step; an interruption leaves the old one, or none."""
-    check_free(folder, force=force)
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True
-        ) as place:
-            new, old = Path(place) / "new", Path(place) / OLD
-            new.mkdir()
-            write(new)
-            for path in new.rglob("*"):
-                sync(path)
-            if folder.exists():
-                os.replace(folder, old)
-            os.replace(new, folder)
-            shutil.rmtree(old, ignore_errors=True)
-        sync(folder.parent)
 
 
 def load(source: str | Path, **settings: Any) -> Model:

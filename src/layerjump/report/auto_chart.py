@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from layerjump.report.tables import any_table, columns_of
 from layerjump.studies.charts import (
     BLUE,
     DASHES,
@@ -30,6 +29,7 @@ from layerjump.studies.charts import (
     unique,
 )
 from layerjump.studies.results import Row
+from layerjump.studies.tables import any_table, columns_of
 
 
 def same_axes(panels: Sequence[Panel]) -> None:

@@ -20,8 +20,8 @@ from plotly.offline import get_plotlyjs
 
 from layerjump import __version__
 from layerjump.report.summary import Finding
-from layerjump.report.tables import csv_link
 from layerjump.studies.charts import Panel, Study, safe, unique
+from layerjump.studies.tables import csv_link
 
 _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3"}
 

@@ -25,7 +25,6 @@ from layerjump.report.summary import (
     short_name,
     summary,
 )
-from layerjump.report.tables import cell, html_table
 from layerjump.studies import (
     architecture,
     early_exit,
@@ -39,6 +38,7 @@ from layerjump.studies import (
 )
 from layerjump.studies.charts import Maker, Panel, Study, number, plain_words, safe, unique
 from layerjump.studies.registry import STUDIES
+from layerjump.studies.tables import cell, html_table
 
 MAKERS: dict[str, list[Maker]] = {
     "r2": [predictions.r2_pairs, predictions.r2_composed],

@@ -19,7 +19,6 @@ from torch import Tensor
 from layerjump.generation.rules import FINE, GRID, SoftmaxGap
 from layerjump.lens.evaluate import Readings
 from layerjump.metrics.bootstrap import mean_interval, statistic_interval
-from layerjump.report.tables import html_table
 from layerjump.studies.charts import (
     GREY,
     Panel,
@@ -38,6 +37,7 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
+from layerjump.studies.tables import html_table
 
 AUTHORS_BERT_POSITION = 3
 """The t that the authors' BERT code gives the rule for every example."""

@@ -16,10 +16,10 @@ from layerjump.data.tokenization import token_text
 from layerjump.lens.render.token_text import visible
 from layerjump.models.activations import states
 from layerjump.models.model import Model
-from layerjump.report.tables import html_table
 from layerjump.studies.charts import Panel, Study, listed, mean, number, safe
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
+from layerjump.studies.tables import html_table
 
 SENTENCES = 4
 LEVELS = 6

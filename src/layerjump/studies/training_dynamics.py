@@ -19,7 +19,6 @@ import plotly.graph_objects as go
 from layerjump.errors import BadStudy
 from layerjump.models.loading import load
 from layerjump.models.model import Model
-from layerjump.report.page import Drawer, Section, page
 from layerjump.studies.charts import (
     AMBER,
     BLUE,
@@ -33,7 +32,6 @@ from layerjump.studies.charts import (
     empty_figure,
     heat_map,
     number,
-    safe,
 )
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
@@ -183,24 +181,3 @@ def _over(rows: Sequence[Row], up: str, column: str, title: str) -> go.Figure:
     figure = heat_map(named, "step", up, column, title=title, x_title="step", y_title=up)
     # Steps are names here: as numbers they would be spaced, and cells squared, by their size.
     return figure.update_xaxes(type="category").update_yaxes(autorange=True, dtick=1)
-
-
-def training_page(record: dict[str, Any], command: str) -> str:
-    """One file that shows a pretraining run, from its record alone."""
-    drawer, told = Drawer(), record["settings"]
-    name = f"{told['arch']}, {told['shape_layers']} blocks, width {told['shape_hidden']}"
-    penalty = (
-        told["penalty"]
-        if told["penalty"] == "none"
-        else f"{told['penalty']} × {told['strength']:g}"
-    )
-    about = (
-        f"{number(record['parameters'])} parameters; {number(told['steps'])} steps of {told['batch']} × "
-        f"{told['length']} tokens of {record['text']['name']}; penalty: {penalty}; seed {told['seed']}"
-    )
-    html = "".join(
-        drawer.panel(panel, record, files="training", command=command)
-        for maker in (over_steps, by_block)
-        for panel in maker(record)
-    )
-    return page(name, safe(about), "", [Section("training", "training", html)])

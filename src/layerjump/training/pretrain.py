@@ -22,9 +22,8 @@ from layerjump import __version__
 from layerjump.data.corpus import Corpus, split
 from layerjump.data.tokenization import Tokens
 from layerjump.errors import BadText
-from layerjump.io import write_json, write_text
+from layerjump.io import check_free, replace_folder, write_json, write_text
 from layerjump.models.loading import quiet_transformers
-from layerjump.pruning.checkpoint import check_free, replace_folder
 from layerjump.training.data import pack, train_tokenizer
 from layerjump.training.hf_trainer import forget, last_checkpoint
 from layerjump.training.model import new_model
