@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import layerjump as lj
-from layerjump.metrics.timing import alternate, machine, ratio
+from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
 TEXTS = {
     "sentences": "leipzig/eng_wikipedia_2016_10K-sentences.txt",
@@ -36,7 +36,9 @@ def main() -> None:
         options.tokens, options.repeats = 1_000, 2
 
     model = lj.load(options.model)
-    print(f"{machine()}\n{model}, all levels at all positions, {options.repeats} repeats, seed 0\n")
+    print(
+        f"{describe_machine()}\n{model}, all levels at all positions, {options.repeats} repeats, seed 0\n"
+    )
     print(f"{'text':10} {'tokens':>7} {'rival':8} {'tokens/s':>9} {'over body':>10} {'padding':>8}")
     figures: dict[str, float] = {}
     for kind, name in TEXTS.items():
@@ -46,10 +48,10 @@ def main() -> None:
 
 def measure(model: lj.Model, kind: str, path: Path, tokens: int, repeats: int) -> dict[str, float]:
     """Time the rivals on one text; print their rows, return the figures."""
-    corpus, positions = lj.read(path), lj.Positions("all", skip_first=0)
-    ours = lj.batches(corpus, model.tokens, positions, tokens_wanted=tokens)
+    corpus, positions = lj.load_text(path), lj.Positions("all", skip_first=0)
+    ours = lj.make_batches(corpus, model.tokenization, positions, tokens_wanted=tokens)
     naive = naive_batches(model, corpus, ours)
-    seconds = alternate(
+    seconds = time_alternately(
         {
             "capture": lambda: capture(model, ours),
             "body": lambda: body(model, ours),
@@ -73,7 +75,7 @@ def measure(model: lj.Model, kind: str, path: Path, tokens: int, repeats: int) -
 
 
 def capture(model: lj.Model, batches: Iterable[lj.Batch]) -> None:
-    for _ in lj.states(model, batches, range(model.n_blocks + 1)):
+    for _ in lj.capture_states(model, batches, range(model.n_blocks + 1)):
         pass
 
 
@@ -104,7 +106,7 @@ def naive_batches(model: lj.Model, corpus: lj.Corpus, ours: lj.Batches) -> list[
     for start in range(0, len(rows), 16):
         ids = [row for _, row in rows[start : start + 16]]
         grid = torch.nn.utils.rnn.pad_sequence(
-            ids, batch_first=True, padding_value=model.tokens.pad
+            ids, batch_first=True, padding_value=model.tokenization.pad
         )
         mask = torch.nn.utils.rnn.pad_sequence(
             [torch.ones_like(row) for row in ids], batch_first=True

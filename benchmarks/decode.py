@@ -24,7 +24,7 @@ import torch
 import layerjump as lj
 from layerjump.generation.calibration.calibrate import Calibration
 from layerjump.generation.result import Generated
-from layerjump.metrics.timing import machine
+from layerjump.metrics.timing import describe_machine
 from layerjump.studies import early_exit
 from layerjump.studies.setup import Setup, settings_of
 
@@ -80,7 +80,7 @@ def main() -> None:
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Everything about one model; prints its tables, returns its figures."""
     model = lj.load(SHARED / FOLDERS[name] if name in FOLDERS else name)
-    print(f"\n{machine()}\n{model}, {options.tokens} new tokens, seed 0")
+    print(f"\n{describe_machine()}\n{model}, {options.tokens} new tokens, seed 0")
     text, prompts = texts(options)
     jumps, figures = replayed(model, text, options)
     found = lj.calibrate(
@@ -105,7 +105,7 @@ def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
     """One text of all three for fitting and calibrating, and prompts from what is left."""
     documents, prompts = [], []
     for path in TEXTS.values():
-        read = [d for d in lj.read(options.text / path).documents if len(d.split()) > WORDS]
+        read = [d for d in lj.load_text(options.text / path).documents if len(d.split()) > WORDS]
         prompts += [" ".join(d.split()[:WORDS]) for d in read[: options.prompts]]
         documents.append([" ".join(d.split()[:MOST_WORDS]) for d in read[options.prompts :]])
     # One of each in turn, so that any first so many hold all three.
@@ -140,11 +140,11 @@ def replayed(
 
 def bound(model: lj.Model, found: Calibration) -> None:
     """The least time of a token: its weights are read once."""
-    weights = sum(p.nbytes for p in model.anatomy.blocks[0].parameters()) * model.n_blocks
-    head = model.anatomy.head.get_parameter("weight").nbytes
+    weights = sum(p.nbytes for p in model.structure.blocks[0].parameters()) * model.n_blocks
+    head = model.structure.unembedding.get_parameter("weight").nbytes
     start = time.perf_counter()
     for _ in range(5):
-        model.anatomy.head.get_parameter("weight").sum()
+        model.structure.unembedding.get_parameter("weight").sum()
     rate = 5 * head / (time.perf_counter() - start)
     print(
         f"a token reads {(weights + head) / 1e6:.0f} MB of weights; summing the vocabulary matrix goes at "
@@ -157,7 +157,7 @@ def shorter(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> di
     """Checkpoints of the first third and two thirds of the blocks, with a map to the vocabulary: assistants."""
     levels = (model.n_blocks // 3, 2 * model.n_blocks // 3)
     return {
-        f"{level} blocks": lj.truncate(model, text, level, tokens=options.fit // 4).model.hf
+        f"{level} blocks": lj.make_draft_model(model, text, level, tokens=options.fit // 4).model.hf
         for level in levels
     }
 
@@ -173,9 +173,9 @@ def race(
 ) -> dict[str, float]:
     """All rivals on all prompts, so many at a time."""
     settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
-    settings["pad_token_id"] = model.tokens.pad
+    settings["pad_token_id"] = model.tokenization.pad
     batches = [
-        model.tokens.generation_inputs(prompts[start : start + size])
+        model.tokenization.generation_inputs(prompts[start : start + size])
         for start in range(0, len(prompts), size)
     ]
     rivals = field_of(model, jumps, found, assistants, settings, size, batches[0])

@@ -25,12 +25,12 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 import layerjump as lj
-from layerjump.jumps.collect import plan
+from layerjump.jumps.collect import plan_run
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.pairs import Pair, parse_pairs
 from layerjump.jumps.statistics import Moments
-from layerjump.metrics.timing import alternate, machine, ratio
+from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS = {
@@ -50,7 +50,7 @@ LONG = {
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
 TURNS, FEWER = 2, 2  # levels → last: so many turns, on half of the tokens
-SETTINGS: dict[str, Any] = {"select": False, "sizes": "90/0/10"}
+SETTINGS: dict[str, Any] = {"select": False, "split": "90/0/10"}
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     if options.peak:
         print(peak_of_one_run(options.peak[0], options.peak[1], int(options.peak[2])))
         return
-    print(machine())
+    print(describe_machine())
     print(
         f"products of 4,096 rows by 576: {gflops(torch.float64):.0f} GFLOP/s in float64, "
         f"{gflops(torch.float32):.0f} in float32"
@@ -81,11 +81,13 @@ def main() -> None:
             figures[name] |= all_pairs(source, text, tokens, repeats)
         if options.only not in (None, "memory"):
             continue
-        sizes = (5_000, 20_000) if options.quick else (20_000, 200_000)
+        lengths = (5_000, 20_000) if options.quick else (20_000, 200_000)
         if options.quick and name == "smollm2":
-            sizes = (1_000, 2_000)
-        few, many = (peak(source, LONG[name], size) for size in sizes)
-        print(f"  peak memory at {sizes[0]:,} tokens {few:,.0f} MB, at {sizes[1]:,} {many:,.0f} MB")
+            lengths = (1_000, 2_000)
+        few, many = (peak(source, LONG[name], size) for size in lengths)
+        print(
+            f"  peak memory at {lengths[0]:,} tokens {few:,.0f} MB, at {lengths[1]:,} {many:,.0f} MB"
+        )
         figures[name]["rss_growth"] = many / few - 1
     print(json.dumps(figures))
 
@@ -93,15 +95,15 @@ def main() -> None:
 def gflops(dtype: torch.dtype) -> float:
     """What one core product reaches here: the floor under any method that forms one product a pair."""
     rows = torch.randn(4_096, 576, dtype=dtype)
-    seconds = alternate({"product": lambda: [rows.T @ rows for _ in range(20)]})["product"]
+    seconds = time_alternately({"product": lambda: [rows.T @ rows for _ in range(20)]})["product"]
     return 20 * 2 * rows.numel() * 576 / min(seconds) / 1e9
 
 
 def to_last(source: str, text: Path, tokens: int) -> dict[str, float]:
     """Every level → last, all positions, in several turns with the bare forward pass."""
-    model, corpus = lj.load(source), lj.read(text)
+    model, corpus = lj.load(source), lj.load_text(text)
     batches = run_batches(model, corpus, tokens, TURNS)
-    seconds = alternate(
+    seconds = time_alternately(
         {
             "forward": lambda: forward(model, batches),
             "to-last": lambda: fit(model, corpus, tokens, "to-last"),
@@ -115,10 +117,10 @@ def to_last(source: str, text: Path, tokens: int) -> dict[str, float]:
 
 def all_pairs(source: str, text: Path, tokens: int, repeats: int) -> dict[str, float]:
     """All pairs on their sample of positions, beside the bare forward pass and scikit-learn."""
-    model, corpus = lj.load(source), lj.read(text)
+    model, corpus = lj.load(source), lj.load_text(text)
     batches = run_batches(model, corpus, tokens, repeats)
     sampled: list[lj.Jumps] = []
-    seconds = alternate(
+    seconds = time_alternately(
         {
             "forward": lambda: forward(model, batches),
             "all pairs": lambda: sampled.append(fit(model, corpus, tokens, "all")),
@@ -136,7 +138,7 @@ def all_pairs(source: str, text: Path, tokens: int, repeats: int) -> dict[str, f
 
 def run_batches(model: lj.Model, corpus: lj.Corpus, tokens: int, turns: int) -> list[lj.Batch]:
     """The batches of fit and test documents that a fit runs; says what is run."""
-    chosen = plan(model, corpus, tokens=tokens, **SETTINGS)
+    chosen = plan_run(model, corpus, tokens=tokens, **SETTINGS)
     batches = [batch for part in chosen.batches.values() for batch in part]
     total = sum(batch.n_tokens for batch in batches)
     print(f"\n{model}, {corpus.name}, {total:,} tokens, seed 0, {turns} turns")
@@ -152,7 +154,7 @@ def print_times(seconds: dict[str, list[float]]) -> None:
 def fit(model: lj.Model, corpus: lj.Corpus, tokens: int, pairs: str, **more: Any) -> lj.Jumps:
     """The whole of a fit: plan, pass, solutions, test scores."""
     return solve_jumps(
-        plan(model, corpus, pairs=pairs, tokens=tokens, **SETTINGS, **more).run(), "mat"
+        plan_run(model, corpus, pairs=pairs, tokens=tokens, **SETTINGS, **more).run(), "mat"
     )
 
 
@@ -180,7 +182,7 @@ def mean_r2(jumps: lj.Jumps, pairs: list[Pair]) -> float:
 
 def against_sklearn(model: lj.Model, corpus: lj.Corpus) -> float:
     """How many times faster all pairs are solved from sums than by scikit-learn a pair, from stored states."""
-    pairs = parse_pairs("all", model.anatomy)
+    pairs = parse_pairs("all", model.structure)
     stored = stored_states(model, corpus, Moments(pairs).sites)
     n = len(next(iter(stored.values())))
     timed = [pairs[0], pairs[len(pairs) // 2], pairs[-1]]
@@ -205,8 +207,8 @@ def stored_states(
     model: lj.Model, corpus: lj.Corpus, sites: list[lj.Site]
 ) -> dict[lj.Site, torch.Tensor]:
     share = lj.Positions("share", 0.5)
-    batches = lj.batches(corpus, model.tokens, share, tokens_wanted=int(2.1 * STORED))
-    found = list(lj.states(model, batches, sites))
+    batches = lj.make_batches(corpus, model.tokenization, share, tokens_wanted=int(2.1 * STORED))
+    found = list(lj.capture_states(model, batches, sites))
     return {site: torch.cat([states[site] for states in found])[:STORED] for site in sites}
 
 

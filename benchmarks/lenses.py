@@ -44,7 +44,7 @@ from leaderboard.show import Board, beside, condensed, figure, markdown, table, 
 from mixture import mixture
 
 import layerjump as lj
-from layerjump.metrics.timing import machine
+from layerjump.metrics.timing import describe_machine
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = {
@@ -116,7 +116,7 @@ def main() -> None:
     )
     names = options.models.split(",") if options.models else QUICK if options.quick else BOARDS
     settings.output.mkdir(parents=True, exist_ok=True)
-    print(machine())
+    print(describe_machine())
     boards: dict[str, dict[str, Board]] = {}
     for name in names:
         boards[name] = all_boards(name, settings)
@@ -177,7 +177,7 @@ def all_boards(name: str, settings: Settings) -> dict[str, Board]:
     """Fit every lens of a model, and score it on each text; print the tables and return them."""
     source, texts = MODELS[name]
     model = lj.load(source)
-    mixed = mixture({text: lj.read(TEXTS[text]) for text in texts})
+    mixed = mixture({text: lj.load_text(TEXTS[text]) for text in texts})
     budget = BUDGETS.get(name, Budget())
     workshop = Workshop(
         model,
@@ -193,7 +193,7 @@ def all_boards(name: str, settings: Settings) -> dict[str, Board]:
         },
     )
     print(
-        f"\n{name} ({model.n_blocks} blocks, d {model.width}): {workshop.plan.batches['fit'].n_tokens:,} tokens of "
+        f"\n{name} ({model.n_blocks} blocks, d {model.d_model}): {workshop.plan.batches['fit'].n_tokens:,} tokens of "
         f"{mixed.corpus.name} to fit on (bare: {workshop.forward_seconds:.1f} CPU s), seed 0"
     )
     made = dict(workshop.make([lens for lens in settings.lenses if lens in OURS]))
@@ -207,7 +207,7 @@ def all_boards(name: str, settings: Settings) -> dict[str, Board]:
         for text in texts
     }
     if texts == ENGLISH:
-        held[ELSEWHERE] = held_out(model, lj.read(TEXTS[ELSEWHERE]), settings.positions)
+        held[ELSEWHERE] = held_out(model, lj.load_text(TEXTS[ELSEWHERE]), settings.positions)
     return {
         text: one_board(name, text, workshop, one, made, costs, settings)
         for text, one in held.items()
@@ -244,7 +244,7 @@ def one_board(
     for lens, cost in costs.items():
         board[lens]["fit"] = cost
     if settings.record and costs:
-        about = {"tokens": workshop.tokens, "positions": len(held), "machine": machine()}
+        about = {"tokens": workshop.tokens, "positions": len(held), "machine": describe_machine()}
         record(name, text, {lens: board[lens] | about for lens in costs})
         for lens in costs:
             record_scores(name, text, lens, scores[lens])

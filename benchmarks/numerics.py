@@ -19,7 +19,7 @@ import torch
 
 import layerjump as lj
 from layerjump.errors import LayerjumpError
-from layerjump.metrics.timing import machine
+from layerjump.metrics.timing import describe_machine
 
 SHARED = Path(__file__).parents[2] / "shared"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     options = parser.parse_args()
     tokens = 4_000 if options.quick else options.tokens
-    print(machine())
-    text = lj.read(options.text)
+    print(describe_machine())
+    text = lj.load_text(options.text)
     print(f"{options.model}, {text.name}, {tokens:,} tokens, {HELD} held-out positions, seed 0")
     figures: dict[str, Any] = {}
     first = None
@@ -55,13 +55,13 @@ def main() -> None:
 
 def states_of(model: lj.Model, text: lj.Corpus) -> dict[int, torch.Tensor]:
     """States of held-out positions at every level."""
-    documents = lj.split(len(text.documents), "80/10/10", seed=0).test
-    batches = lj.batches(
-        text, model.tokens, lj.Positions("sample", 16), documents=documents, seed=0
+    documents = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+    batches = lj.make_batches(
+        text, model.tokenization, lj.Positions("sample", 16), documents=documents, seed=0
     )
     levels = range(model.n_blocks + 1)
     parts, count = [], 0
-    for found in lj.states(model, batches, levels):
+    for found in lj.capture_states(model, batches, levels):
         parts.append({level: found.at[lj.Site(level)].clone() for level in levels})
         count += found.batch.n_picks
         if count >= HELD:

@@ -32,8 +32,8 @@ import psutil
 import torch
 
 import layerjump as lj
-from layerjump.jumps.cache import kept_jumps
-from layerjump.metrics.timing import alternate, machine, ratio
+from layerjump.jumps.cache import cached_jumps
+from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories15M"
 TOKENS, CLIENTS = 32, 32
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the load")
     parser.add_argument("--quick", action="store_true", help="within two minutes")
     options = parser.parse_args()
-    print(machine())
+    print(describe_machine())
     if options.load:
         figures = load(options.model[0], 20.0 if options.quick else options.seconds)
         grown = figures["memory_last_over_middle"] > MOST_GROWTH
@@ -70,7 +70,7 @@ def costs(names: list[str], lens: str, repeats: int) -> dict[str, float]:
     for name in names:
         model = lj.load(name)
         if lens != "identity":
-            kept_jumps(model, (lens,))
+            cached_jumps(model, (lens,))
         texts = prompts(model, repeats + 1)
         short = Path(name).name
         with serving(name) as port:
@@ -86,7 +86,7 @@ def costs(names: list[str], lens: str, repeats: int) -> dict[str, float]:
             def bare(model: lj.Model = model, texts: Iterator[str] = theirs) -> None:
                 least(model, next(texts))
 
-            seconds = alternate({"call": call, "least": bare}, repeats=repeats)
+            seconds = time_alternately({"call": call, "least": bare}, repeats=repeats)
             start = time.perf_counter()
             client.ask({"model": short, "text": texts[0], "lenses": [lens]})
             cached = time.perf_counter() - start
@@ -102,7 +102,7 @@ def costs(names: list[str], lens: str, repeats: int) -> dict[str, float]:
 @torch.no_grad()
 def least(model: lj.Model, text: str) -> None:
     """The bare forward pass, and a vocabulary product for every level."""
-    ids = torch.tensor([model.tokens.wrap(model.tokens.encode([text])[0])])
+    ids = torch.tensor([model.tokenization.wrap(model.tokenization.encode([text])[0])])
     final = []
     hook = model.stack.register_forward_hook(lambda _, __, out: final.append(out[0][0]))
     try:
@@ -110,17 +110,17 @@ def least(model: lj.Model, text: str) -> None:
     finally:
         hook.remove()
     for _ in range(model.n_blocks + 1):
-        model.anatomy.decode(final[0])
+        model.structure.decode(final[0])
 
 
 def prompts(model: lj.Model, count: int) -> list[str]:
     """Different texts of exactly so many tokens, special ones included."""
     found: list[str] = []
-    for document in lj.read("pydoc").documents:
+    for document in lj.load_text("pydoc").documents:
         words = document.split()
         for size in range(5, min(TOKENS, len(words)) + 1):
             text = " ".join(words[:size])
-            length = len(model.tokens.wrap(model.tokens.encode([text])[0]))
+            length = len(model.tokenization.wrap(model.tokenization.encode([text])[0]))
             if length == TOKENS and text not in found:
                 found.append(text)
             if length >= TOKENS:

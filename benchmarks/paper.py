@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import layerjump as lj
-from layerjump.metrics.timing import machine
+from layerjump.metrics.timing import describe_machine
 from layerjump.report.report import write_report
-from layerjump.studies.registry import MAIN, chosen
+from layerjump.studies.registry import MAIN, select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Setup, settings_of
 
@@ -114,7 +114,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(RUNS)
     if options.quick and not options.only:
         names = ["linearity-stories15M"]
-    print(machine())
+    print(describe_machine())
     figures = {name: one_run(name, options.output / name, options.quick) for name in names}
     print(json.dumps(figures))
 
@@ -125,10 +125,10 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     if quick:
         given = given | {"split": "600/60/60", "budget": 300}
     settings = settings_of(**given)
-    first, *others = [lj.read(text) for text in texts]
+    first, *others = [lj.load_text(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)
     results = run_studies(
-        setup, chosen(studies), folder, command=f"benchmarks/paper.py --only {name}"
+        setup, select_studies(studies), folder, command=f"benchmarks/paper.py --only {name}"
     )
     print(f"\n## {name}: {setup.model}, {', '.join(map(str, texts))}, seed 0")
     print(write_report(results, folder)[-1].read_text(encoding="utf-8"))

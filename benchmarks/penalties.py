@@ -29,15 +29,15 @@ from typing import Any
 import torch
 
 import layerjump as lj
-from layerjump.data.batches import batches
+from layerjump.data.batches import make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.evaluation.lm_eval import evaluate
-from layerjump.metrics.timing import machine
-from layerjump.metrics.token_loss import losses
+from layerjump.metrics.timing import describe_machine
+from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.prune import EVERY
-from layerjump.training.model import Shape
-from layerjump.training.pretrain import pretrain, together
+from layerjump.training.model import ModelShape
+from layerjump.training.pretrain import join_corpora, pretrain
 from layerjump.training.trainer import Recipe
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -51,7 +51,7 @@ ITEMS = 200
 STRENGTHS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
 FULL = Recipe(
     arch="mistral",
-    shape=Shape(layers=6, hidden=128, heads=4, positions=128),
+    shape=ModelShape(layers=6, hidden=128, heads=4, positions=128),
     vocabulary=1024,
     length=128,
     steps=600,
@@ -60,7 +60,7 @@ FULL = Recipe(
 )
 QUICK = replace(
     FULL,
-    shape=Shape(layers=3, hidden=64, heads=4, positions=64),
+    shape=ModelShape(layers=3, hidden=64, heads=4, positions=64),
     vocabulary=512,
     length=64,
     steps=200,
@@ -83,9 +83,9 @@ def main() -> None:
     steps = options.steps or recipe.steps
     recipe = replace(recipe, steps=steps, every=max(1, steps // 10))
     seeds = min(2, options.seeds) if options.quick else options.seeds
-    print(machine())
-    text = together([lj.read(path) for path in TRAIN])
-    judge, held_out = lj.load(JUDGE), lj.read(HELD_OUT)
+    print(describe_machine())
+    text = join_corpora([lj.load_text(path) for path in TRAIN])
+    judge, held_out = lj.load(JUDGE), lj.load_text(HELD_OUT)
     stories = 8 if options.quick else 60
     real = whole_stories(text, stories)
     print(f"real stories: {judged(judge, real)}")
@@ -142,7 +142,7 @@ def sampled(folder: Path, count: int) -> list[str]:
     """Stories from the end-of-text token on, at temperature 1, as long as the model goes."""
     model = lj.load(folder)
     hf: Any = model.hf
-    end = model.tokens.tokenizer.eos_token_id
+    end = model.tokenization.tokenizer.eos_token_id
     torch.manual_seed(0)
     made = hf.generate(
         torch.full((count, 1), end),
@@ -151,7 +151,7 @@ def sampled(folder: Path, count: int) -> list[str]:
         max_new_tokens=model.max_positions - 1,
         pad_token_id=end,
     )
-    texts = model.tokens.tokenizer.batch_decode(made, skip_special_tokens=True)
+    texts = model.tokenization.tokenizer.batch_decode(made, skip_special_tokens=True)
     return [text.strip() for text in texts if len(text.split()) > 3]
 
 
@@ -164,7 +164,11 @@ def judged(judge: Model, texts: list[str]) -> Measures:
     if not texts:
         return {"judge's perplexity": math.nan, "distinct 1": math.nan, "distinct 2": math.nan}
     corpus = Corpus("samples", tuple(texts), "")
-    found = {"judge's perplexity": losses(judge, batches(corpus, judge.tokens, EVERY)).perplexity}
+    found = {
+        "judge's perplexity": token_losses(
+            judge, make_batches(corpus, judge.tokenization, EVERY)
+        ).perplexity
+    }
     for n in (1, 2):
         grams = [gram for text in texts for gram in ngrams(text.split(), n)]
         found[f"distinct {n}"] = len(set(grams)) / max(1, len(grams))

@@ -30,13 +30,27 @@ from mixture import mixture
 from transformers import AutoModelForCausalLM
 
 import layerjump as lj
-from layerjump.data.batches import Batches, batches
-from layerjump.metrics.timing import alternate, machine, ratio
-from layerjump.metrics.token_loss import Losses, losses
+from layerjump.data.batches import Batches, make_batches
+from layerjump.metrics.timing import describe_machine, ratio, time_alternately
+from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
-from layerjump.pruning.distill import distil
-from layerjump.pruning.prune import EVERY, Calibration, Pruned, calibrate, cut_out, least_loss
-from layerjump.pruning.select import Choosing, Span, choose, must_stay, order_by_loss, spans
+from layerjump.pruning.distill import distill
+from layerjump.pruning.prune import (
+    EVERY,
+    CalibrationStates,
+    Pruned,
+    collect_calibration,
+    drop_and_replace,
+    least_loss,
+)
+from layerjump.pruning.select import (
+    BlockSelection,
+    Span,
+    contiguous_spans,
+    order_by_loss,
+    required_blocks,
+    select_blocks,
+)
 
 SHARED = Path(__file__).parents[2] / "shared"
 WIKI, STORIES = SHARED / "text/wikitext-2", SHARED / "text/tinystories"
@@ -71,21 +85,21 @@ class Bench:
         self.model = lj.load(SOURCES[name])
         self.most, self.minutes = most, minutes
         few = 4 if quick else 1
-        mixed = mixture({text: lj.read(TRAIN[text]) for text in READS[name]})
-        self.calibration = calibrate(
-            self.model, mixed.corpus, tokens=CALIBRATION // few, sizes=SIZES, seed=0
+        mixed = mixture({text: lj.load_text(TRAIN[text]) for text in READS[name]})
+        self.calibration = collect_calibration(
+            self.model, mixed.corpus, tokens=CALIBRATION // few, split=SIZES, seed=0
         )
         self.tests = {text: self._test(path, TEST // few) for text, path in TESTS.items()}
-        self.whole = {text: losses(self.model, test) for text, test in self.tests.items()}
-        stay = must_stay(self.model, self.calibration.fit)
+        self.whole = {text: token_losses(self.model, test) for text, test in self.tests.items()}
+        stay = required_blocks(self.model, self.calibration.fit)
         print(f"{self.model}: {self.calibration.about['tokens']:,} tokens; stay {stay}")
         for text, found in self.whole.items():
             print(f"  {text}: perplexity {found.perplexity:.2f} on {len(found.each):,} tokens")
         fit, select = self.calibration.fit, self.calibration.select
-        self.ours = Choosing(self.model, fit, select, stay)
+        self.ours = BlockSelection(self.model, fit, select, stay)
         ends = (1, self.model.n_blocks)
-        self.published = Choosing(self.model, fit, select, ())
-        self.ends_stay = Choosing(self.model, fit, select, ends)
+        self.published = BlockSelection(self.model, fit, select, ())
+        self.ends_stay = BlockSelection(self.model, fit, select, ends)
 
     @cached_property
     def by_loss(self) -> list[int]:
@@ -93,14 +107,18 @@ class Bench:
         return order_by_loss(self.most, self.ours)
 
     def _test(self, path: Path, tokens: int) -> Batches:
-        return batches(lj.read(path), self.model.tokens, EVERY, tokens_wanted=tokens)
+        return make_batches(
+            lj.load_text(path), self.model.tokenization, EVERY, tokens_wanted=tokens
+        )
 
     def ratios(self, model: Model) -> Found:
-        found: dict[str, Losses] = {t: losses(model, test) for t, test in self.tests.items()}
+        found: dict[str, TokenLosses] = {
+            t: token_losses(model, test) for t, test in self.tests.items()
+        }
         return {text: found[text].over(self.whole[text]) for text in self.tests}
 
     def cut(self, cuts: list[Span], method: str) -> Pruned:
-        return cut_out(self.model, cuts, method, self.calibration)
+        return drop_and_replace(self.model, cuts, method, self.calibration)
 
 
 def main() -> None:
@@ -109,7 +127,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, fewer drops")
     parser.add_argument("--minutes", type=float, default=5.0, help="of distillation for each drop")
     options = parser.parse_args()
-    print(machine())
+    print(describe_machine())
     figures: dict[str, dict[str, Ratios]] = {}
     for name in options.models.split(","):
         minutes = min(options.minutes, 0.5) if options.quick else options.minutes
@@ -148,7 +166,7 @@ def distilled(bench: Bench, pruned: Pruned) -> Found:
     start = time.perf_counter()
     steps = steps_in(bench, pruned, bench.calibration)
     with tempfile.TemporaryDirectory() as folder:
-        trained = distil(pruned, bench.calibration, folder, steps=steps, kl=1.0, whole=True)
+        trained = distill(pruned, bench.calibration, folder, steps=steps, kl=1.0, whole=True)
     found = bench.ratios(trained.model)
     show(f"distil, {(time.perf_counter() - start) / 60:.1f} minutes", found)
     return found
@@ -162,8 +180,8 @@ def keep(ratios: Ratios, name: str, found: Found) -> None:
 def one_run(bench: Bench, count: int) -> Span:
     """The run whose loss on select documents is least with a full map in place."""
     given = bench.ours if bench.ours.runs(count) else bench.ends_stay
-    one = Choosing(given.model, given.fit, given.select, given.stay, one_run=True)
-    return spans(choose("loss", count, one))[0]
+    one = BlockSelection(given.model, given.fit, given.select, given.stay, one_run=True)
+    return contiguous_spans(select_blocks("loss", count, one))[0]
 
 
 def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
@@ -174,19 +192,19 @@ def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
         "replaceme": (bench.ends_stay, "angle", "replaceme"),
     }
     found = {
-        name: (spans(choose(how, count, given)), method)
+        name: (contiguous_spans(select_blocks(how, count, given)), method)
         for name, (given, how, method) in chosen.items()
     }
-    ours = spans(bench.by_loss[:count])
+    ours = contiguous_spans(bench.by_loss[:count])
     return found | {"linear": (ours, "linear"), "fold": (ours, "turn")}
 
 
-def steps_in(bench: Bench, pruned: Pruned, calibration: Calibration) -> int:
+def steps_in(bench: Bench, pruned: Pruned, calibration: CalibrationStates) -> int:
     """As many training steps as the minutes allow: a step costs about three passes of the whole model."""
     batch = calibration.fit[0]
     start = time.perf_counter()
-    losses(bench.model, [batch])
-    losses(pruned.model, [batch])
+    token_losses(bench.model, [batch])
+    token_losses(pruned.model, [batch])
     return max(4, int(60 * bench.minutes / (2 * (time.perf_counter() - start))))
 
 
@@ -194,14 +212,16 @@ def steps_in(bench: Bench, pruned: Pruned, calibration: Calibration) -> int:
 def speed(pruned: Pruned) -> None:
     """Tokens a second of the checkpoint as Hugging Face loads it, beside the original, and the two logits."""
     original: Any = pruned.original.hf
-    prompt = torch.tensor([pruned.original.tokens.encode(["Once upon a time there was a"])[0]])
+    prompt = torch.tensor(
+        [pruned.original.tokenization.encode(["Once upon a time there was a"])[0]]
+    )
     settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
     with tempfile.TemporaryDirectory() as folder:
         pruned.save(Path(folder) / "model", force=True)
         short = AutoModelForCausalLM.from_pretrained(Path(folder) / "model").eval()
     here, there = (model(prompt).logits for model in (pruned.model.hf, short))
     apart = float((here - there).abs().max())
-    seconds = alternate(
+    seconds = time_alternately(
         {
             "original": lambda: original.generate(prompt, **settings),
             "exported": lambda: short.generate(prompt, **settings),

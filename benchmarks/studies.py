@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import layerjump as lj
-from layerjump.lens.evaluate import read_levels
-from layerjump.lens.lens import Lens, rows_at_once
-from layerjump.metrics.timing import alternate, machine, ratio
+from layerjump.lens.evaluate import evaluate_lenses
+from layerjump.lens.lens import Lens, chunk_rows
+from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
 TEXTS = Path(__file__).parents[2] / "shared/text"
 CASES = {
@@ -38,18 +38,20 @@ def main() -> None:
     model = lj.load(options.model)
     jumps = lj.fit(model, "pydoc", tokens=2_000)
     lenses = {"identity": Lens(model), "mat": Lens(model, jumps)}
-    print(f"{machine()}\n{model}, {', '.join(lenses)} at every level, seed 0\n")
+    print(f"{describe_machine()}\n{model}, {', '.join(lenses)} at every level, seed 0\n")
     print(f"{'text':10} {'tokens':>7} {'scored':>7} {'study s':>8} {'least s':>8} {'ratio':>6}")
     figures: dict[str, float] = {}
     for name, (text, positions, tokens) in CASES.items():
         tokens = tokens // (4 if options.quick else 1)
         picked = lj.Positions.parse(positions)
-        batches = lj.batches(lj.read(TEXTS / text), model.tokens, picked, tokens_wanted=tokens)
+        batches = lj.make_batches(
+            lj.load_text(TEXTS / text), model.tokenization, picked, tokens_wanted=tokens
+        )
         rivals: dict[str, Callable[[], object]] = {
-            "study": partial(read_levels, model, lenses, batches),
+            "study": partial(evaluate_lenses, model, lenses, batches),
             "least": partial(least, model, batches, len(lenses)),
         }
-        seconds = alternate(rivals, repeats=1 if options.quick else options.repeats)
+        seconds = time_alternately(rivals, repeats=1 if options.quick else options.repeats)
         over = ratio(seconds["study"], seconds["least"])
         middle = {rival: sorted(times)[len(times) // 2] for rival, times in seconds.items()}
         print(
@@ -63,10 +65,10 @@ def main() -> None:
 @torch.no_grad()
 def least(model: lj.Model, batches: lj.Batches, lenses: int) -> None:
     """The body once, and a bare vocabulary product for every reading."""
-    final = torch.cat([found["final"] for found in lj.states(model, batches, ["final"])])
-    for rows in final.split(rows_at_once(model)):
+    final = torch.cat([found["final"] for found in lj.capture_states(model, batches, ["final"])])
+    for rows in final.split(chunk_rows(model)):
         for _ in range(lenses * (model.n_blocks + 1)):
-            model.anatomy.decode(rows)
+            model.structure.decode(rows)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,21 @@ import torch
 import layerjump as lj
 
 model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-text = lj.read(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
+text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 tokens = 8_000  # more is better; this is for a look
 
 mat = lj.fit(model, text, tokens=tokens)
 calibrated = lj.fit(model, text, estimator="calibrated", tokens=tokens)
 lenses = {"logit lens": None, "mat": mat, "calibrated": calibrated}
 
-unseen = lj.split(len(text.documents), "80/10/10", seed=0).test
-batches = lj.batches(text, model.tokens, lj.Positions("all"), documents=unseen, tokens_wanted=600)
+unseen = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+batches = lj.make_batches(
+    text, model.tokenization, lj.Positions("all"), documents=unseen, tokens_wanted=600
+)
 levels = range(0, model.n_blocks + 1, max(1, model.n_blocks // 6))
 found = {name: torch.zeros(len(levels)) for name in lenses}
 with torch.no_grad():
-    for states in lj.states(model, batches, levels, logits=True):
+    for states in lj.capture_states(model, batches, levels, logits=True):
         own = states.logits.log_softmax(-1)
         for name, jumps in lenses.items():
             lens = lj.Lens(model, jumps)

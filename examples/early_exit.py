@@ -8,7 +8,7 @@ import sys
 import layerjump as lj
 
 model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-text = lj.read(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
+text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 
 jumps = lj.fit(model, text, tokens=8_000)
 found = lj.calibrate(model, jumps, text, target=0.9, documents=300)

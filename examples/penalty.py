@@ -10,15 +10,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerjump as lj
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.training.data import pack, train_tokenizer
 from layerjump.training.monitor import profile
 from layerjump.training.regularizers import cosine
 from layerjump.training.trainer import Levels
 
-text, steps, length = lj.read("pydoc"), 60, 64
+text, steps, length = lj.load_text("pydoc"), 60, 64
 tokenizer = train_tokenizer(text.documents, 512, length, masked=False)
-rows = pack(text.documents, Tokens.of(tokenizer, max_positions=length), length).long()
+rows = pack(text.documents, Tokenization.of(tokenizer, max_positions=length), length).long()
 shape = {"hidden_size": 64, "intermediate_size": 168, "num_attention_heads": 4}
 config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=3, **shape)
 

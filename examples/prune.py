@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import layerjump as lj
 
 model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-text = lj.read(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
+text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 folder = sys.argv[3] if len(sys.argv) > 3 else "smaller"
 
 pruned = lj.prune(model, text, drop=1, choice="influence", tokens=8_000)

@@ -10,18 +10,18 @@ import torch
 import layerjump as lj
 
 model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-text = lj.read(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
+text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 
 maps = lj.fit(model, text, pairs="submodules", tokens=4_000)
-unseen = lj.split(len(text.documents), "80/10/10", seed=0).test
-(batch, *_) = lj.batches(
-    text, model.tokens, lj.Positions("all"), documents=unseen, tokens_wanted=200
+unseen = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+(batch, *_) = lj.make_batches(
+    text, model.tokenization, lj.Positions("all"), documents=unseen, tokens_wanted=200
 )
 inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 with torch.no_grad():
     own = model.hf(**inputs).logits.argmax(-1)
     for block in range(1, model.n_blocks + 1):
-        with lj.linearised(model, maps, parts="attn", blocks=[block]):
+        with lj.linearize(model, maps, parts="attn", blocks=[block]):
             same = model.hf(**inputs).logits.argmax(-1) == own
         kept = same[batch.row, batch.position].float().mean()
         r2 = maps.info[f"{block}.attn.in", f"{block}.attn.out"].r2[0]

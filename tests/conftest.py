@@ -63,7 +63,7 @@ def study_text():
     """A text small enough to study in a moment."""
     import layerjump as lj
 
-    return lj.read("pydoc", limit=200)
+    return lj.load_text("pydoc", limit=200)
 
 
 @pytest.fixture(scope="session", params=["tiny-gpt2", "tiny-bert"])

@@ -15,11 +15,11 @@ from helpers.tiny_models import tiny_model
 import layerjump as lj
 from layerjump import io
 from layerjump.errors import LayerjumpError
-from layerjump.evaluation.tasks import chosen, items_of
+from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.dataset import shares
 from layerjump.generation.probes import log_odds
-from layerjump.jumps.collect import Collected, collect
+from layerjump.jumps.collect import SplitMoments, collect_moments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
@@ -48,7 +48,7 @@ def refusal(*words: str):
 @pytest.fixture(scope="module")
 def sums(model, text):
     """Sums of a text without a select split."""
-    return collect(model, text, tokens=2_000, sizes="90/0/10")
+    return collect_moments(model, text, tokens=2_000, split="90/0/10")
 
 
 @pytest.mark.parametrize(
@@ -84,24 +84,24 @@ def test_estimators_without_what_they_need(model, text, sums, jumps):
     with refusal("mat has no setting 'how'"):
         solve_jumps(sums, "mat", how="pooled")
     with refusal("'sideways'", "pooled or best-level"):
-        solve_jumps(collect(model, text, tokens=2_000, select=True), "ojfa", how="sideways")
+        solve_jumps(collect_moments(model, text, tokens=2_000, select=True), "ojfa", how="sideways")
     with refusal("the rate given is 0", "0.2"):
-        lj.refine(model, jumps, lj.read("pydoc", limit=20), rate=0)
+        lj.refine(model, jumps, lj.load_text("pydoc", limit=20), rate=0)
 
 
 def test_files_of_ours_that_hold_something_else(tmp_path, sums):
     path = tmp_path / "moments.safetensors"
     sums.save(path, progress={"fit": 3})
     with refusal("unfinished", "--resume"):
-        Collected.load(path)
+        SplitMoments.load(path)
     tensors, metadata = io.read_tensors(path)
     head = json.loads(metadata["head"])
     io.write_tensors(path, tensors, metadata | {"head": json.dumps(head | {"format": 99})})
     with refusal("format 99", "upgrade"):
-        Collected.load(path)
+        SplitMoments.load(path)
     io.write_tensors(path, tensors, metadata | {"kind": "jumps"})
     with refusal("no file of moments", "--save-moments"):
-        Collected.load(path)
+        SplitMoments.load(path)
     path.rename(tmp_path / serialization.NAME)
     with refusal("holds no exit rule"):
         serialization.load(tmp_path)
@@ -165,11 +165,11 @@ def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
         "calibrate": lambda: lj.calibrate(bare, jumps, text),
         "prune": lambda: lj.prune(bare, text, drop=1),
         "refine": lambda: lj.refine(bare, jumps, text),
-        "jacobian": lambda: lj.jacobian(bare, text),
-        "truncate": lambda: lj.truncate(bare, text, 1),
+        "jacobian": lambda: lj.fit_jacobian(bare, text),
+        "truncate": lambda: lj.make_draft_model(bare, text, 1),
         "export": lambda: lj.export_lens(jumps, bare, "x", "mat"),
-        "splice": lambda: lj.spliced(bare, jumps, 0, 4).__enter__(),
-        "states": lambda: next(lj.states(bare, [], [0])),
+        "splice": lambda: lj.skip_blocks(bare, jumps, 0, 4).__enter__(),
+        "states": lambda: next(lj.capture_states(bare, [], [0])),
         "check": lambda: lj.self_check(bare),
         "load": lambda: check_model(jumps, bare, False),
     }
@@ -206,14 +206,14 @@ def test_a_linear_model_without_its_map(tmp_path):
 def test_blocks_that_share_weights_cannot_be_dropped():
     grouped = lj.Model.wrap(tiny_model("albert", dtype=torch.float32), name="albert")
     with refusal("groups that share weights"):
-        lj.truncate(grouped, "pydoc", 1)
+        lj.make_draft_model(grouped, "pydoc", 1)
 
 
 def test_items_that_are_none(tmp_path):
-    (boolq,) = chosen(["boolq"])
+    (boolq,) = select_tasks(["boolq"])
     (tmp_path / boolq.file).write_bytes(b"\xff\xfe{")
     with refusal("cannot be read", "mend it"):
-        items_of(boolq, tmp_path)
+        load_items(boolq, tmp_path)
     for choices in ('"ab"', '{"a": 1, "b": 2}', "[1, 2]", "[" * 100_000):
         (tmp_path / "task.jsonl").write_text(f'{{"query": "q", "gold": 0, "choices": {choices}}}')
         with refusal("line 1", "is no item", "`choices`"):

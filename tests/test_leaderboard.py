@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerjump as lj
-from layerjump.lens.evaluate import read_levels
+from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.metrics.calibration import calibration_error, marginal_kl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -41,10 +41,12 @@ def jumps(causal, study_text):
 
 def test_what_is_wanted_is_what_the_text_has(model, study_text):
     held = held_out(model, study_text, POSITIONS)
-    documents = lj.split(len(study_text.documents)).test
+    documents = lj.split_documents(len(study_text.documents)).test
     assert set(held.document.tolist()) <= set(documents)
     for document in held.document.unique().tolist():
-        ids = model.tokens.wrap(model.tokens.encode([study_text.documents[document]])[0])
+        ids = model.tokenization.wrap(
+            model.tokenization.encode([study_text.documents[document]])[0]
+        )
         wanted = held.wanted[held.document == document]
         assert len(wanted) <= A_DOCUMENT * (1 + len(ids) // 100)
         assert set(wanted.tolist()) <= {*ids, -1}
@@ -56,7 +58,9 @@ def test_the_next_token_follows_the_one_whose_state_is_kept(causal, study_text):
     held = held_out(causal, study_text, POSITIONS)
     embedded, places = causal.hf.transformer.wte.weight, causal.hf.transformer.wpe.weight
     for state, wanted, document in zip(held.levels[0], held.wanted, held.document, strict=True):
-        ids = causal.tokens.wrap(causal.tokens.encode([study_text.documents[int(document)]])[0])
+        ids = causal.tokenization.wrap(
+            causal.tokenization.encode([study_text.documents[int(document)]])[0]
+        )
         room = len(places)  # a long document is cut into sequences, each counted from 0
         rows = [ids[start : start + room] for start in range(0, len(ids), room)]
         after = {
@@ -71,10 +75,12 @@ def test_the_next_token_follows_the_one_whose_state_is_kept(causal, study_text):
 def test_scores_are_the_librarys_readings(causal, study_text, jumps):
     held = held_out(causal, study_text, POSITIONS)
     found = score(causal, lj.Lens(causal, jumps), held)
-    documents = lj.split(len(study_text.documents)).test[: POSITIONS // A_DOCUMENT]
-    whole = lj.batches(study_text, causal.tokens, lj.Positions("all"), documents=documents)
+    documents = lj.split_documents(len(study_text.documents)).test[: POSITIONS // A_DOCUMENT]
+    whole = lj.make_batches(
+        study_text, causal.tokenization, lj.Positions("all"), documents=documents
+    )
     batches = whole.look_at(lj.Positions("sample", A_DOCUMENT))
-    read = read_levels(causal, {"mat": lj.Lens(causal, jumps)}, batches)
+    read = evaluate_lenses(causal, {"mat": lj.Lens(causal, jumps)}, batches)
     for name in ("kl", "surprisal"):
         wanted = getattr(read, name)[0, :-1].double().mean(-1)
         assert getattr(found, name).mean(-1) == pytest.approx(wanted.numpy(), rel=1e-4)

@@ -45,18 +45,20 @@ def held_out(
     seed: int = 0,
 ) -> HeldOut:
     """About n positions of the documents (of those `among` which they are) that `lj.fit` keeps for testing."""
-    test = lj.split(len(corpus.documents), seed=seed).test
+    test = lj.split_documents(len(corpus.documents), seed=seed).test
     kept = [document for document in test if among is None or document in among]
     documents = kept[: max(1, n // A_DOCUMENT)]
     some = lj.Positions("sample", A_DOCUMENT)
     if model.masked:
-        batches = lj.batches(corpus, model.tokens, some, documents=documents, seed=seed)
+        batches = lj.make_batches(corpus, model.tokenization, some, documents=documents, seed=seed)
     else:
         # Cut whole and then looked at here and there: otherwise a text ends at its last pick, and what comes next,
         # which calibration is held against, is not in it.
-        whole = lj.batches(corpus, model.tokens, lj.Positions("all"), documents=documents)
+        whole = lj.make_batches(
+            corpus, model.tokenization, lj.Positions("all"), documents=documents
+        )
         batches = whole.look_at(some)
-    found = list(lj.states(model, batches, range(model.n_blocks + 1)))
+    found = list(lj.capture_states(model, batches, range(model.n_blocks + 1)))
     document = torch.cat([each.batch.document for each in found])
     order = document.argsort(stable=True)
     wanted = torch.cat([_wanted(each.batch, masked=model.masked) for each in found])

@@ -14,7 +14,7 @@ import torch
 
 import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
-from layerjump.jumps.collect import Plan, plan
+from layerjump.jumps.collect import RunPlan, plan_run
 from layerjump.jumps.estimators.gradient import train_n_njtc
 from layerjump.jumps.fit import TO_TUNE, plan_settings, solve_jumps
 from layerjump.jumps.maps import FeatureKind
@@ -71,12 +71,12 @@ class Workshop:
         return {"tokens": self.tokens, "positions": positions, "seed": self.seed}
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """The run over the fit, select and test documents that every lens is fitted on."""
         return self._plan()
 
-    def _plan(self, **wanted: Any) -> Plan:
-        return plan(self.model, self.corpus, **self.settings, **wanted)
+    def _plan(self, **wanted: Any) -> RunPlan:
+        return plan_run(self.model, self.corpus, **self.settings, **wanted)
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -103,7 +103,7 @@ class Workshop:
 
     def _sums_to_final(self, reads: FeatureKind) -> tuple[Any, float]:
         if reads not in self._summed:
-            wanted = plan_settings("calibrated") | {"reads": reads}
+            wanted = plan_settings("calibrated") | {"features": reads}
             self._summed[reads] = timed(self._plan(**wanted).run)
         return self._summed[reads]
 
@@ -158,7 +158,7 @@ class Workshop:
                 lambda: train_n_njtc(self.model, self.corpus, tokens=fit, seed=self.seed)
             )
         return self._made(
-            lambda: lj.jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian)
+            lambda: lj.fit_jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian)
         )
 
     def _from_sums(self, name: str) -> Made:
@@ -166,7 +166,7 @@ class Workshop:
         collected, pass_seconds = self._pass
         settings: dict[str, Any] = {"estimator": name}
         if name in RANKS:
-            rank = max(1, self.model.width // RANKS[name])
+            rank = max(1, self.model.d_model // RANKS[name])
             settings = {"estimator": "low-rank", "rank": rank}
             if not self.model.masked:  # whose heads are more than a norm and a product
                 settings["metric"] = "unembedding"

@@ -12,7 +12,7 @@ from torch import Tensor
 import layerjump as lj
 from layerjump.metrics.bootstrap import Floats, document_weights, mean_interval, statistic_interval
 from layerjump.metrics.calibration import calibration_error, marginal_kl
-from layerjump.metrics.logits import KS, agreement, truth
+from layerjump.metrics.logits import KS, agreement, reference_logits
 from layerjump.models.structure import FINAL, Site
 from leaderboard.held_out import HeldOut
 
@@ -95,11 +95,11 @@ def score(model: lj.Model, lens: lj.Lens, held: HeldOut) -> Scores:
     """Read every level of the held-out positions through a lens."""
     n_levels, groups = model.n_blocks, _groups(held)
     cells = torch.full((5, n_levels, len(held)), torch.nan, dtype=torch.float64)
-    shape = (n_levels + 1, GROUPS, model.anatomy.vocabulary)
+    shape = (n_levels + 1, GROUPS, model.structure.vocab_size)
     totals = torch.zeros(shape)  # the last one is the model's own
     readable = [level for level in range(n_levels) if _reads(lens, level)]
     for rows in held.chunks():
-        true = truth(model.logits(held.levels[-1][rows]))
+        true = reference_logits(model.logits(held.levels[-1][rows]))
         totals[-1].index_add_(0, groups[rows], true.probabilities)
         for level in readable:
             logits = lens.logits(level, held.levels[level][rows])

@@ -2,7 +2,7 @@
 
     import layerjump as lj
     model = lj.load("smollm2")                    # or a hub id, a folder, a GGUF file
-    text = lj.read("pydoc")                       # or a file, a hub dataset, a list of strings
+    text = lj.load_text("pydoc")                       # or a file, a hub dataset, a list of strings
     jumps = lj.fit(model, text)                   # every level → last, in one pass, in closed form
     jumps[12, 30](states)                         # level 12 as level 30
     lj.Lens(model, jumps)("The capital of")       # what every level would predict
@@ -33,22 +33,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerjump.data.batches import Batch as Batch
     from layerjump.data.batches import Batches as Batches
-    from layerjump.data.batches import batches as batches
-    from layerjump.data.batches import one_batch as one_batch
+    from layerjump.data.batches import batch_from_ids as batch_from_ids
+    from layerjump.data.batches import make_batches as make_batches
     from layerjump.data.corpus import Corpus as Corpus
-    from layerjump.data.corpus import read as read
-    from layerjump.data.corpus import split as split
+    from layerjump.data.corpus import load_text as load_text
+    from layerjump.data.corpus import split_documents as split_documents
     from layerjump.data.positions import Positions as Positions
     from layerjump.generation.calibration.calibrate import calibrate as calibrate
     from layerjump.generation.generate import early_exit as early_exit
     from layerjump.generation.generate import generate as generate
-    from layerjump.interventions.linearize import linearised as linearised
-    from layerjump.interventions.linearize import spliced as spliced
-    from layerjump.jumps.collect import Collected as Collected
-    from layerjump.jumps.collect import collect as collect
+    from layerjump.interventions.linearize import linearize as linearize
+    from layerjump.interventions.linearize import skip_blocks as skip_blocks
+    from layerjump.jumps.collect import SplitMoments as SplitMoments
+    from layerjump.jumps.collect import collect_moments as collect_moments
     from layerjump.jumps.convert.convert import export_lens as export_lens
     from layerjump.jumps.convert.convert import import_lens as import_lens
-    from layerjump.jumps.estimators.gradient import jacobian as jacobian
+    from layerjump.jumps.estimators.gradient import fit_jacobian as fit_jacobian
     from layerjump.jumps.estimators.gradient import train_n_njtc as train_n_njtc
     from layerjump.jumps.fit import fit as fit
     from layerjump.jumps.jumps import Jumps as Jumps
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from layerjump.lens.lens import Lens as Lens
     from layerjump.lens.trajectory import Trajectory as Trajectory
     from layerjump.lens.tuning import refine as refine
-    from layerjump.models.activations import states as states
+    from layerjump.models.activations import capture_states as capture_states
     from layerjump.models.model import Model as Model
     from layerjump.models.self_check import self_check as self_check
     from layerjump.models.structure import Site as Site
     from layerjump.pruning.checkpoint import load as load
-    from layerjump.pruning.draft_model import truncate as truncate
+    from layerjump.pruning.draft_model import make_draft_model as make_draft_model
     from layerjump.pruning.prune import prune as prune
 
 __version__ = "0.1.0.dev0"
@@ -69,7 +69,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "Batch": "data.batches",
     "Batches": "data.batches",
-    "Collected": "jumps.collect",
+    "SplitMoments": "jumps.collect",
     "Corpus": "data.corpus",
     "Jumps": "jumps.jumps",
     "Lens": "lens.lens",
@@ -78,27 +78,27 @@ _HOME = {
     "Positions": "data.positions",
     "Site": "models.structure",
     "Trajectory": "lens.trajectory",
-    "batches": "data.batches",
+    "make_batches": "data.batches",
     "calibrate": "generation.calibration.calibrate",
-    "collect": "jumps.collect",
+    "collect_moments": "jumps.collect",
     "early_exit": "generation.generate",
     "export_lens": "jumps.convert.convert",
     "fit": "jumps.fit",
     "generate": "generation.generate",
     "import_lens": "jumps.convert.convert",
-    "jacobian": "jumps.estimators.gradient",
-    "linearised": "interventions.linearize",
+    "fit_jacobian": "jumps.estimators.gradient",
+    "linearize": "interventions.linearize",
     "load": "pruning.checkpoint",
-    "one_batch": "data.batches",
+    "batch_from_ids": "data.batches",
     "prune": "pruning.prune",
-    "read": "data.corpus",
+    "load_text": "data.corpus",
     "refine": "lens.tuning",
     "self_check": "models.self_check",
-    "split": "data.corpus",
-    "spliced": "interventions.linearize",
-    "states": "models.activations",
+    "split_documents": "data.corpus",
+    "skip_blocks": "interventions.linearize",
+    "capture_states": "models.activations",
     "train_n_njtc": "jumps.estimators.gradient",
-    "truncate": "pruning.draft_model",
+    "make_draft_model": "pruning.draft_model",
 }
 
 __all__ = sorted(_HOME)

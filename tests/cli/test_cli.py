@@ -189,10 +189,10 @@ def test_tuned_jumps_are_shown_with_their_kl_and_no_number_is_cut(capsys, monkey
     from layerjump.cli.inspect import print_jumps
 
     model = layerjump.load(data_folder / "tiny-gpt2")
-    text = layerjump.read("pydoc", limit=100)
+    text = layerjump.load_text("pydoc", limit=100)
     monkeypatch.setenv("COLUMNS", "80")
     ridge = layerjump.fit(model, text, estimator="ridge", tokens=2_000)
-    print_jumps(ridge, as_json=False, anatomy=True)
+    print_jumps(ridge, as_json=False, structure=True)
     plain = capsys.readouterr().out
     assert "…" not in plain.split(")", 1)[1]
     assert "3 → 4" in plain

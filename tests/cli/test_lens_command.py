@@ -60,7 +60,7 @@ def test_piped_text_is_plain_whatever_the_prompt_holds(run, data_folder):
 def test_a_folder_of_jumps_reads_sites_inside_blocks(run, data_folder, tmp_path):
     folder = str(data_folder / "tiny-bert")
     model = lj.load(folder)
-    jumps = lj.fit(model, "pydoc", pairs="2:4,2.mid:4", tokens=4_000, sizes="100/0/0")
+    jumps = lj.fit(model, "pydoc", pairs="2:4,2.mid:4", tokens=4_000, split="100/0/0")
     jumps.save_pretrained(tmp_path / "jumps")
     place = str(tmp_path / "jumps")
     text = "Lily saw a [MASK] dog."

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from layerjump.cli.main import app
 from layerjump.errors import BadArtifact
 from layerjump.io import only_writer, replace_folder, writing
-from layerjump.jumps.collect import Collected
+from layerjump.jumps.collect import SplitMoments
 from layerjump.training.hf_trainer import RUN, WHOLE, forget, last_checkpoint
 
 
@@ -193,7 +193,7 @@ def test_what_is_advised_works(data_folder, tmp_path):
     sums = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "sums"), "--save-moments"])
     assert sums.exit_code == 0
     # As a run of another seed would leave it that was stopped.
-    collected = Collected.load(tmp_path / "sums" / "moments.safetensors")
+    collected = SplitMoments.load(tmp_path / "sums" / "moments.safetensors")
     jumps.unlink()
     collected.save(tmp_path / "out" / "unfinished-0-of-1.safetensors", progress={"fit": 1})
     other = CliRunner().invoke(app, [*words, "--seed", "3", "--resume"])

@@ -39,7 +39,12 @@ def test_it_writes_a_checkpoint_that_it_can_read(model, tmp_path):
 def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "linear"
     lj.prune(
-        lj.load(model), lj.read("pydoc"), drop=1, method="linear", choice="deepest", tokens=3_000
+        lj.load(model),
+        lj.load_text("pydoc"),
+        drop=1,
+        method="linear",
+        choice="deepest",
+        tokens=3_000,
     ).save(folder)
     options = ["--max-new-tokens", "8", "--json"]
     monkeypatch.setattr(sys, "argv", ["layerjump", "generate", str(folder), "Once upon", *options])
@@ -47,7 +52,7 @@ def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys)
         main()
     assert not stopped.value.code
     whole = lj.load(folder)
-    inputs = whole.tokens.generation_inputs(["Once upon"])
+    inputs = whole.tokenization.generation_inputs(["Once upon"])
     written = whole.hf.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
     (text,) = json.loads(capsys.readouterr().out)["texts"]
     assert text["ids"] == written[0, inputs["input_ids"].shape[1] :].tolist()

@@ -16,7 +16,7 @@ from layerjump.generation.rules import Fixed, Never
 from layerjump.lens.lens import Lens
 from layerjump.models.families import FAMILIES
 from layerjump.models.model import Model
-from layerjump.models.structure import Anatomy
+from layerjump.models.structure import Structure
 
 DECODERS = [case for case in CASES if FAMILIES[case[0]].task == "causal"]
 END, NEW = 2, 14
@@ -39,7 +39,7 @@ def model(request) -> Model:
     # Eager attention in float64 makes NaN of a row with padding: Hugging Face's, so ours too.
     eager = request.param[0] in ("bloom", "gemma2", "gpt_neo", "gptj")
     hf = tiny_model(*request.param, dtype=torch.float32 if eager else torch.float64)
-    return Model(hf, Anatomy(hf), "-".join(request.param))
+    return Model(hf, Structure(hf), "-".join(request.param))
 
 
 def prompts(rows: int = 3) -> dict[str, torch.Tensor]:
@@ -119,8 +119,8 @@ def test_keys_and_values_are_those_of_a_full_pass(model):
 def test_a_fixed_exit_gives_what_the_lens_reads_there(model):
     for level in range(model.n_blocks):
         inputs = prompts(1)
-        batch = lj.one_batch(inputs["input_ids"][0].tolist())
-        (states,) = lj.states(model, [batch], [level])
+        batch = lj.batch_from_ids(inputs["input_ids"][0].tolist())
+        (states,) = lj.capture_states(model, [batch], [level])
         wanted = int(Lens(model).logits(level, states[level][-1:]).argmax())
         made = ours(model, inputs, Fixed(level), max_new_tokens=1)
         assert made.ids == [[wanted]]

@@ -9,10 +9,10 @@ import torch
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
-from layerjump.models.activations import Recorder, states
+from layerjump.models.activations import Recorder, capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import readings, reassembly, sample, self_check
-from layerjump.models.structure import FINAL, Anatomy, Site
+from layerjump.models.structure import FINAL, Site, Structure
 
 EXACT = 1e-12
 
@@ -20,7 +20,7 @@ EXACT = 1e-12
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def model(request: pytest.FixtureRequest) -> Model:
     hf = tiny_model(*request.param)
-    return Model(hf, Anatomy(hf), "-".join(request.param))
+    return Model(hf, Structure(hf), "-".join(request.param))
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def test_the_self_check_passes(model):
 
 
 def test_norm_and_head_of_level_L_are_the_models_logits(model, batch):
-    (ours,) = states(model, [batch], [model.n_blocks], logits=True)
+    (ours,) = capture_states(model, [batch], [model.n_blocks], logits=True)
     theirs = at(hf_output(model, batch).logits, batch)
     assert torch.allclose(ours.logits, theirs, rtol=0, atol=EXACT)
     assert torch.allclose(model.logits(ours[model.n_blocks]), theirs, rtol=0, atol=EXACT)
 
 
 def test_levels_below_L_are_hugging_faces_hidden_states(model, batch):
-    (ours,) = states(model, [batch], range(model.n_blocks))
+    (ours,) = capture_states(model, [batch], range(model.n_blocks))
     theirs = hf_output(model, batch).hidden_states
     assert len(theirs) == model.n_blocks + 1
     for level in range(model.n_blocks):
@@ -76,40 +76,42 @@ def test_levels_below_L_are_hugging_faces_hidden_states(model, batch):
 
 def test_a_run_that_ends_at_its_last_site_is_as_good_as_a_whole_one(model, batch):
     """It leaves the forward pass in the middle, in every family's own code."""
-    (whole,) = states(model, [batch], range(model.n_blocks + 1), logits=True)
+    (whole,) = capture_states(model, [batch], range(model.n_blocks + 1), logits=True)
     for level in range(model.n_blocks):
-        (short,) = states(model, [batch], [level])
+        (short,) = capture_states(model, [batch], [level])
         assert torch.equal(short[level], whole[level])
-    (again,) = states(model, [batch], [model.n_blocks], logits=True)
+    (again,) = capture_states(model, [batch], [model.n_blocks], logits=True)
     assert torch.equal(again.logits, whole.logits)
 
 
 def test_level_L_is_before_the_final_norm(model, batch):
     last = model.n_blocks
-    (ours,) = states(model, [batch], [last, "final"])
+    (ours,) = capture_states(model, [batch], [last, "final"])
     theirs = at(hf_output(model, batch).hidden_states[-1], batch)
     if model.masked:
         assert torch.allclose(ours[last], theirs, rtol=0, atol=EXACT)
-    elif model.anatomy.family.to_final:
+    elif model.structure.family.to_final:
         # Hugging Face's last entry is after the norm: what we call `final`.
         # T5 scales it once more.
-        scaled = model.anatomy.family.final_scale * theirs
+        scaled = model.structure.family.final_scale * theirs
         assert torch.allclose(ours["final"], scaled, rtol=0, atol=EXACT)
         assert ours[last].shape != theirs.shape or not torch.allclose(ours[last], theirs, atol=1e-3)
 
 
 def test_final_is_what_enters_the_vocabulary_product(model, batch):
     seen = []
-    handle = model.anatomy.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    handle = model.structure.unembedding.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0])
+    )
     hf_output(model, batch)
     handle.remove()
-    (ours,) = states(model, [batch], [FINAL])
+    (ours,) = capture_states(model, [batch], [FINAL])
     assert torch.allclose(ours[FINAL], at(seen[0], batch), rtol=0, atol=EXACT)
 
 
 def test_the_parts_of_each_block_add_up_to_the_next_level(model, batch):
-    sites = [site for site in model.anatomy.sites() if site != FINAL]
-    (ours,) = states(model, [batch], sites)
+    sites = [site for site in model.structure.sites() if site != FINAL]
+    (ours,) = capture_states(model, [batch], sites)
     assert len(reassembly(model, ours.at)) >= model.n_blocks
     for rebuilt, captured in reassembly(model, ours.at) + readings(model, ours.at):
         assert torch.allclose(rebuilt, captured, rtol=0, atol=EXACT)
@@ -123,7 +125,7 @@ def test_attention_mixes_tokens_and_feed_forward_does_not(model):
     sites = [Site(1, "attn.in"), Site(1, "attn.out"), Site(1, "ffn.in"), Site(1, "ffn.out")]
     pick = torch.tensor([1])
     found = []
-    with torch.no_grad(), Recorder(model.anatomy, sites) as recorder:
+    with torch.no_grad(), Recorder(model.structure, sites) as recorder:
         for ids in (one.input_ids, other_ids):
             recorder.start(pick)
             run_body(model, one, ids)
@@ -140,7 +142,7 @@ def test_cross_attention_reads_the_source_and_self_attention_does_not(model):
     batch = sample(model, rows=1, length=10)
     other = replace(batch, source_ids=(batch.source_ids + 7) % 60 + 1)
     same, other_sites = ["1.attn.out", "1.mid", "1.xattn.in"], ["1.xattn.out", "1.mid2"]
-    before, after = states(model, [batch, other], same + other_sites)
+    before, after = capture_states(model, [batch, other], same + other_sites)
     for site in same:
         assert torch.equal(before[site], after[site]), site
     for site in other_sites:
@@ -150,11 +152,11 @@ def test_cross_attention_reads_the_source_and_self_attention_does_not(model):
 def test_a_wrong_cross_attention_is_caught(model):
     if model.task != "seq2seq":
         pytest.skip("no encoder beside the decoder")
-    broken = Model(model.hf, Anatomy(model.hf), "broken")
-    row = broken.anatomy.family
-    broken.anatomy.family = replace(row, xattn_adds=row.attn_adds)
+    broken = Model(model.hf, Structure(model.hf), "broken")
+    row = broken.structure.family
+    broken.structure.family = replace(row, xattn_adds=row.attn_adds)
     assert [check.name for check in self_check(broken) if not check.passed] == ["blocks"]
-    broken.anatomy.family = replace(row, xattn=row.ffn)
+    broken.structure.family = replace(row, xattn=row.ffn)
     assert "inputs" in [check.name for check in self_check(broken) if not check.passed]
 
 
@@ -164,7 +166,7 @@ def test_a_later_token_changes_no_earlier_state(model):
     batch = sample(model, rows=1, length=14)
     levels = [Site(level) for level in range(model.n_blocks + 1)]
     found = []
-    with torch.no_grad(), Recorder(model.anatomy, levels) as recorder:
+    with torch.no_grad(), Recorder(model.structure, levels) as recorder:
         for token in (5, 50):
             ids = batch.input_ids.clone()
             ids[0, 9:] = token
@@ -181,8 +183,8 @@ def test_padding_changes_no_state(model):
     batch = sample(model, rows=2, length=14)
     short = batch.row == 1
     length = int(short.sum())
-    sites = [site for site in model.anatomy.sites() if site != FINAL]
-    (together,) = states(model, [batch], sites)
+    sites = [site for site in model.structure.sites() if site != FINAL]
+    (together,) = capture_states(model, [batch], sites)
     ids = batch.input_ids[1:, :length]
     position = torch.arange(length)
     row = torch.zeros_like(position)
@@ -191,10 +193,10 @@ def test_padding_changes_no_state(model):
         source = batch.source_ids[1:, : int(batch.source_mask[1].sum())]
         assert source.shape != batch.source_ids[1:].shape
         alone_batch = replace(alone_batch, source_ids=source, source_mask=torch.ones_like(source))
-    (alone,) = states(model, [alone_batch], sites)
+    (alone,) = capture_states(model, [alone_batch], sites)
     # GPT-Neo and GPT-J compute attention weights in float32 whatever the model's dtype.
-    rough = ("gpt_neo", "gptj", "t5")  # T5: the norms
-    tolerance = 1e-5 if model.hf.config.model_type in rough else 1e-10
+    float32_products = ("gpt_neo", "gptj", "t5")  # T5: the norms
+    tolerance = 1e-5 if model.hf.config.model_type in float32_products else 1e-10
     for site in sites:
         assert torch.allclose(together[site][short], alone[site], rtol=0, atol=tolerance), site
 
@@ -208,7 +210,7 @@ def test_a_window_shorter_than_the_text_is_honoured(model):
     reach = (window - 1) * model.n_blocks
     batch = sample(model, rows=1, length=14)
     last, found = 13, []
-    with torch.no_grad(), Recorder(model.anatomy, [Site(model.n_blocks)]) as recorder:
+    with torch.no_grad(), Recorder(model.structure, [Site(model.n_blocks)]) as recorder:
         for first in (5, 50):
             ids = batch.input_ids.clone()
             ids[0, : last - reach] = first
@@ -220,16 +222,16 @@ def test_a_window_shorter_than_the_text_is_honoured(model):
 
 
 def test_a_wrong_tail_is_caught(model):
-    broken = Model(model.hf, Anatomy(model.hf), "broken")
-    broken.anatomy.final_steps.append(lambda states: 1.01 * states)
+    broken = Model(model.hf, Structure(model.hf), "broken")
+    broken.structure.final_steps.append(lambda states: 1.01 * states)
     assert [check.name for check in self_check(broken) if not check.passed] == ["logits"]
 
 
 def test_a_wrong_part_is_caught(model):
     """Taking feed-forward's output for attention's own must not go unnoticed."""
-    broken = Model(model.hf, Anatomy(model.hf), "broken")
-    row = broken.anatomy.family
-    broken.anatomy.family = replace(row, attn_adds=row.ffn_adds)
+    broken = Model(model.hf, Structure(model.hf), "broken")
+    row = broken.structure.family
+    broken.structure.family = replace(row, attn_adds=row.ffn_adds)
     failed = [check.name for check in self_check(broken) if not check.passed]
     assert "blocks" in failed or "inputs" in failed
 

@@ -10,19 +10,19 @@ from helpers import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerjump.data.batches import _group, batches
-from layerjump.data.corpus import Corpus, read
+from layerjump.data.batches import _group, make_batches
+from layerjump.data.corpus import Corpus, load_text
 from layerjump.data.positions import PAPER, Positions
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText, TextTooShort
 
 TEXT = Path(__file__).resolve().parents[2].parent / "shared" / "text"
 LEIPZIG = TEXT / "leipzig" / "eng_wikipedia_2016_10K-sentences.txt"
 
 TOKENS = {
-    "bert": Tokens.of(tokenizers.bert(), max_positions=16),
-    "llama": Tokens.of(tokenizers.llama(), max_positions=16),
-    "gpt2": Tokens.of(tokenizers.gpt2(), max_positions=16),
+    "bert": Tokenization.of(tokenizers.bert(), max_positions=16),
+    "llama": Tokenization.of(tokenizers.llama(), max_positions=16),
+    "gpt2": Tokenization.of(tokenizers.gpt2(), max_positions=16),
 }
 EVERY = Positions("all", skip_first=0)
 
@@ -47,7 +47,7 @@ def picks(found) -> list[tuple[int, int, int]]:
 
 @given(corpora, tokens)
 def test_all_is_every_token_of_every_document_once(documents, tokens):
-    found = batches(corpus_of(documents), tokens, EVERY)
+    found = make_batches(corpus_of(documents), tokens, EVERY)
     seen = Counter((document, token) for document, _, token in picks(found))
     written = Counter((i, n + 7) for i, document in enumerate(documents) for n in document)
     assert seen == written
@@ -59,15 +59,15 @@ def test_picks_do_not_depend_on_budget_order_or_shards(documents, tokens, kind, 
     corpus, positions = corpus_of(documents), Positions.parse(kind)
     order = list(range(len(documents)))
     random.shuffle(order)
-    expected = picks(batches(corpus, tokens, positions, budget=a))
-    shuffled = batches(corpus, tokens, positions, documents=order, budget=b)
+    expected = picks(make_batches(corpus, tokens, positions, budget=a))
+    shuffled = make_batches(corpus, tokens, positions, documents=order, budget=b)
     assert picks(shuffled) == expected
     assert sorted(p for rank in range(3) for p in picks(shuffled.shard(rank, 3))) == expected
 
 
 @given(corpora, tokens, st.integers(1, 100), st.integers(1, 6))
 def test_shards_are_disjoint_complete_and_even(documents, tokens, budget, world):
-    found = batches(corpus_of(documents), tokens, EVERY, budget=budget)
+    found = make_batches(corpus_of(documents), tokens, EVERY, budget=budget)
     shards = [found.shard(rank, world) for rank in range(world)]
     lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 1
@@ -82,7 +82,7 @@ def test_shards_are_disjoint_complete_and_even(documents, tokens, budget, world)
 
 @given(corpora, tokens, kinds, st.integers(1, 100))
 def test_a_batch_is_what_it_says(documents, tokens, kind, budget):
-    found = batches(corpus_of(documents), tokens, Positions.parse(kind), budget=budget)
+    found = make_batches(corpus_of(documents), tokens, Positions.parse(kind), budget=budget)
     for batch in found:
         rows, longest = batch.input_ids.shape
         assert rows == 1 or rows * longest <= budget
@@ -102,7 +102,7 @@ def test_a_batch_is_what_it_says(documents, tokens, kind, budget):
 
 
 def test_a_long_document_is_cut_and_every_piece_wrapped():
-    found = batches(corpus_of([range(30)]), TOKENS["bert"], EVERY, max_length=16)
+    found = make_batches(corpus_of([range(30)]), TOKENS["bert"], EVERY, max_length=16)
     rows = sorted(row for batch in found for row in batch.input_ids.tolist())
     cls, sep, pad = tokenizers.CLS, tokenizers.SEP, tokenizers.PAD
     pieces = [[cls, *range(7, 21), sep], [cls, *range(21, 35), sep], [cls, 35, 36, sep]]
@@ -110,12 +110,12 @@ def test_a_long_document_is_cut_and_every_piece_wrapped():
 
 
 def test_max_length_cannot_exceed_the_models():
-    found = batches(corpus_of([range(100)]), TOKENS["llama"], EVERY, max_length=10**6)
+    found = make_batches(corpus_of([range(100)]), TOKENS["llama"], EVERY, max_length=10**6)
     assert max(batch.input_ids.shape[1] for batch in found) == 16
 
 
 def test_one_reads_only_the_beginning():
-    found = batches(corpus_of([range(100)] * 40), TOKENS["llama"], PAPER)
+    found = make_batches(corpus_of([range(100)] * 40), TOKENS["llama"], PAPER)
     assert found.n_sequences == found.n_picks == 40
     assert {position for _, position, _ in picks(found)} > {0, 15}
 
@@ -124,19 +124,19 @@ def test_nothing_is_run_after_a_causal_models_last_pick():
     """The same positions as for a masked model, which reads both ways and gets the whole text."""
     corpus = corpus_of([range(14)] * 40)
     for kind in ("one", "sample=3"):
-        found = batches(corpus, TOKENS["llama"], Positions.parse(kind))
+        found = make_batches(corpus, TOKENS["llama"], Positions.parse(kind))
         last = {document: position for document, position, _ in sorted(picks(found))}
         assert found.n_tokens == sum(position + 1 for position in last.values())
-    masked = Tokens.of(tokenizers.bert(), max_positions=16, masked=True)
-    assert batches(corpus, masked, Positions("one")).n_tokens == 40 * 16
+    masked = Tokenization.of(tokenizers.bert(), max_positions=16, masked=True)
+    assert make_batches(corpus, masked, Positions("one")).n_tokens == 40 * 16
 
 
 def test_a_masked_model_sees_masks_exactly_where_we_look():
     corpus = corpus_of([range(10), range(20, 33)])
     for kind in ("one", "sample=4", "40%", "all"):
         positions = Positions.parse(kind)
-        plain = Tokens.of(tokenizers.bert(), max_positions=16, masked=True)
-        for batch in batches(corpus, plain, positions):
+        plain = Tokenization.of(tokenizers.bert(), max_positions=16, masked=True)
+        for batch in make_batches(corpus, plain, positions):
             masked = batch.input_ids == tokenizers.MASK
             looked = torch.zeros_like(masked)
             looked[batch.row, batch.position] = positions.masks()
@@ -156,33 +156,33 @@ def batch_document_token(corpus: Corpus, document: int, position: int) -> int:
 
 
 def test_a_causal_model_sees_no_masks():
-    for batch in batches(corpus_of([range(10)]), TOKENS["llama"], Positions("sample", 4)):
+    for batch in make_batches(corpus_of([range(10)]), TOKENS["llama"], Positions("sample", 4)):
         (row,) = batch.input_ids.tolist()
         assert row == [tokenizers.BOS, *range(7, 17)][: len(row)]
 
 
 def test_sequences_with_nothing_to_draw_are_left_out():
     corpus = corpus_of([[1], [1, 2], [1, 2, 3], []])
-    found = batches(corpus, TOKENS["gpt2"], Positions("all", skip_first=2))
+    found = make_batches(corpus, TOKENS["gpt2"], Positions("all", skip_first=2))
     assert picks(found) == [(2, 2, 10)]
     assert (found.n_sequences, found.n_tokens) == (1, 3)
     with pytest.raises(TextTooShort, match="4 documents of numbers") as caught:
-        batches(corpus, TOKENS["gpt2"], Positions("all", skip_first=3))
+        make_batches(corpus, TOKENS["gpt2"], Positions("all", skip_first=3))
     assert "\n" not in str(caught.value)
 
 
 def test_documents_are_taken_in_order_until_there_are_enough_tokens():
     corpus = corpus_of([range(9)] * 6)  # 10 tokens each, with <s>
-    found = batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=15)
+    found = make_batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=15)
     assert {document for document, _, _ in picks(found)} == {4, 2}
-    exact = batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=20)
+    exact = make_batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=20)
     assert exact.n_tokens == 20
 
 
 def test_too_few_tokens():
     corpus = corpus_of([range(9)] * 6)
     with pytest.raises(TextTooShort) as caught:
-        batches(corpus, TOKENS["llama"], EVERY, documents=[1, 2], tokens_wanted=20_000)
+        make_batches(corpus, TOKENS["llama"], EVERY, documents=[1, 2], tokens_wanted=20_000)
     assert str(caught.value) == (
         "asked for 20,000 tokens of numbers, but its 2 documents have 20; "
         "give more text or ask for at most 20"
@@ -202,20 +202,20 @@ def test_too_few_tokens():
 )
 def test_options_that_make_no_sense(options, said):
     with pytest.raises(BadText) as caught:
-        batches(corpus_of([[1, 2, 3]] * 5), TOKENS["bert"], EVERY, **options)
+        make_batches(corpus_of([[1, 2, 3]] * 5), TOKENS["bert"], EVERY, **options)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
 def test_shards_that_are_not_there(rank, world):
-    found = batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
+    found = make_batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
     with pytest.raises(BadText, match=f"shard {rank} of {world}"):
         found.shard(rank, world)
 
 
 def test_more_shards_than_batches():
-    found = batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
+    found = make_batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
     empty = found.shard(1, 2)
     assert (len(found), len(empty), list(empty), empty.n_tokens, empty.padding) == (1, 0, [], 0, 0)
 
@@ -224,8 +224,8 @@ def test_the_seed_orders_the_batches_and_draws_the_picks():
     corpus = corpus_of([range(n % 14 + 1) for n in range(200)])
 
     def run(seed):
-        every = batches(corpus, TOKENS["llama"], EVERY, seed=seed, budget=64)
-        one = batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, budget=64)
+        every = make_batches(corpus, TOKENS["llama"], EVERY, seed=seed, budget=64)
+        one = make_batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, budget=64)
         return [batch.input_ids.tolist() for batch in every], picks(one)
 
     assert run(0) == run(0)
@@ -237,25 +237,27 @@ def test_the_seed_orders_the_batches_and_draws_the_picks():
 
 def test_the_first_batches_stand_for_all():
     corpus = corpus_of([range(n % 14 + 1) for n in range(3000)])
-    found = batches(corpus, TOKENS["llama"], EVERY, budget=64)
+    found = make_batches(corpus, TOKENS["llama"], EVERY, budget=64)
     widths = torch.tensor([batch.input_ids.shape[1] for batch in found], dtype=torch.float64)
     tenth = widths[: len(widths) // 10].mean()
     assert abs(tenth / widths.mean() - 1) < 0.15
 
 
 def test_sequences_of_one_document_are_drawn_apart():
-    found = batches(corpus_of([range(15 * 20)]), TOKENS["llama"], Positions("sample", 1))
+    found = make_batches(corpus_of([range(15 * 20)]), TOKENS["llama"], Positions("sample", 1))
     assert len({position for _, position, _ in picks(found)}) > 5
 
 
 def test_shards_even_out_over_the_rounds():
     corpus = corpus_of([range(n) for n in (7, 6, 5, 4)])
-    found = batches(corpus, TOKENS["llama"], EVERY, budget=1)  # batches of 8, 7, 6 and 5 tokens
+    found = make_batches(
+        corpus, TOKENS["llama"], EVERY, budget=1
+    )  # batches of 8, 7, 6 and 5 tokens
     assert [found.shard(rank, 2).n_tokens for rank in range(2)] == [13, 13]
 
 
 def test_indexing_is_like_a_lists():
-    found = batches(corpus_of([range(5)] * 9), TOKENS["llama"], EVERY, budget=12)
+    found = make_batches(corpus_of([range(5)] * 9), TOKENS["llama"], EVERY, budget=12)
     assert torch.equal(found[-1].input_ids, found[len(found) - 1].input_ids)
     with pytest.raises(IndexError):
         found[len(found)]
@@ -263,12 +265,12 @@ def test_indexing_is_like_a_lists():
 
 @pytest.mark.skipif(not LEIPZIG.exists(), reason=f"no real text at {LEIPZIG}")
 def test_little_is_padding_where_sentences_stand_next_to_long_documents():
-    sentences = read(LEIPZIG).documents
+    sentences = load_text(LEIPZIG).documents
     long = tuple(" ".join(sentences[i : i + 24]) for i in range(0, 4000, 24))
     mixed = Corpus("mixed", sentences[4000:] + long, "")
     vocabulary = sorted({word for sentence in sentences for word in sentence.split()})
-    tokens = Tokens.of(tokenizers.llama(vocabulary), max_positions=512)
-    found = batches(mixed, tokens, Positions("all"))
+    tokens = Tokenization.of(tokenizers.llama(vocabulary), max_positions=512)
+    found = make_batches(mixed, tokens, Positions("all"))
     assert max(batch.input_ids.shape[1] for batch in found) == 512
     assert found.padding < 0.05
 
@@ -285,13 +287,13 @@ def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
 
 def test_looking_elsewhere_masks_the_same_tokens():
     share = Positions.parse("15%")
-    found = batches(corpus_of([range(15)] * 9), TOKENS["bert"], share)
+    found = make_batches(corpus_of([range(15)] * 9), TOKENS["bert"], share)
     for look in (Positions("all"), Positions.parse("50%"), share):
         for ours, theirs in zip(found.look_at(look), found, strict=True):
             assert torch.equal(ours.input_ids, theirs.input_ids)
 
 
 def test_picks_say_which_sequence_of_their_document_they_are_in():
-    found = batches(corpus_of([range(15 * 4), range(5)]), TOKENS["llama"], EVERY)
+    found = make_batches(corpus_of([range(15 * 4), range(5)]), TOKENS["llama"], EVERY)
     said = {(int(d), int(s)) for b in found for d, s in zip(b.document, b.sequence, strict=True)}
     assert said == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)}

@@ -11,22 +11,22 @@ import pytest
 from helpers.text_files import ROWS, TEXTS, write
 
 from layerjump.data import corpus
-from layerjump.data.corpus import Corpus, read
+from layerjump.data.corpus import Corpus, load_text
 from layerjump.errors import BadText
 
 
 def test_a_list_is_read_as_it_is():
-    corpus = read(["one\n\ntwo", " ", "three "])
+    corpus = load_text(["one\n\ntwo", " ", "three "])
     assert corpus.documents == ("one\n\ntwo", "three")
 
 
 def test_an_endless_iterable_is_read_up_to_the_limit():
-    assert read((f"{i}" for i in itertools.count()), limit=3).documents == ("0", "1", "2")
+    assert load_text((f"{i}" for i in itertools.count()), limit=3).documents == ("0", "1", "2")
 
 
 def test_pydoc_is_english_prose_without_repeats():
-    corpus = read("pydoc")
-    assert corpus == read("pydoc")
+    corpus = load_text("pydoc")
+    assert corpus == load_text("pydoc")
     assert len(corpus.documents) > 800
     assert len(set(corpus.documents)) == len(corpus.documents)
     assert all(len(d) >= 40 and "\n" not in d and "::=" not in d for d in corpus.documents)

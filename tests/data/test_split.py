@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerjump.data.corpus import Corpus, split
+from layerjump.data.corpus import Corpus, split_documents
 from layerjump.errors import BadText, TextTooShort
 
 
@@ -24,18 +24,18 @@ def parts(splits):
 
 
 @given(st.integers(3, 300), st.integers(0, 5), st.sampled_from(["80/10/10", "98/1/1", "34/33/33"]))
-def test_percentages_deal_every_document_once(n, seed, sizes):
-    dealt = parts(split(n, sizes, seed=seed))
+def test_percentages_deal_every_document_once(n, seed, split):
+    dealt = parts(split_documents(n, split, seed=seed))
     assert sorted(itertools.chain(*dealt)) == list(range(n))
     assert all(dealt)
-    shares = [float(size) / 100 for size in sizes.split("/")]
+    shares = [float(size) / 100 for size in split.split("/")]
     off = [abs(len(part) - share * n) for part, share in zip(dealt, shares, strict=True)]
     assert max(off) <= 2
 
 
 def test_split_sizes():
     def lengths(*arguments):
-        return [len(part) for part in parts(split(*arguments))]
+        return [len(part) for part in parts(split_documents(*arguments))]
 
     assert lengths(1000) == [800, 100, 100]
     assert lengths(10_000, "9000/500/500") == [9000, 500, 500]
@@ -47,12 +47,12 @@ def test_split_sizes():
 
 def test_a_split_is_the_same_for_ever():
     # If this fails, numbers published with seed 0 can no longer be reproduced.
-    assert parts(split(8, "4/2/2")) == ((3, 2, 1, 6), (0, 7), (4, 5))
-    assert split(100, seed=1) != split(100) == split(100, seed=0)
+    assert parts(split_documents(8, "4/2/2")) == ((3, 2, 1, 6), (0, 7), (4, 5))
+    assert split_documents(100, seed=1) != split_documents(100) == split_documents(100, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("n", "sizes", "kind", "said"),
+    ("n", "split", "kind", "said"),
     [
         (2, "80/10/10", TextTooShort, "2 documents"),
         (9, "8/1/1", TextTooShort, "8/1/1"),
@@ -64,9 +64,9 @@ def test_a_split_is_the_same_for_ever():
         (9, (0.8, 0.1, 0.1), BadText, "0.8/0.1/0.1"),
     ],
 )
-def test_splits_that_cannot_be(n, sizes, kind, said):
+def test_splits_that_cannot_be(n, split, kind, said):
     with pytest.raises(BadText) as caught:
-        split(n, sizes)
+        split_documents(n, split)
     assert type(caught.value) is kind
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -74,4 +74,4 @@ def test_splits_that_cannot_be(n, sizes, kind, said):
 
 def test_a_negative_seed():
     with pytest.raises(BadText, match="seed given is -1"):
-        split(10, seed=-1)
+        split_documents(10, seed=-1)

@@ -8,7 +8,7 @@ import torch
 from helpers import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText
 
 MODELS = Path(__file__).resolve().parents[2].parent / "shared" / "models"
@@ -29,7 +29,7 @@ def real(name: str) -> PreTrainedTokenizerFast:
     ],
 )
 def test_what_goes_around(make, prefix, suffix, pad, mask):
-    tokens = Tokens.of(make(), max_positions=64)
+    tokens = Tokenization.of(make(), max_positions=64)
     assert (tokens.prefix, tokens.suffix) == (prefix, suffix)
     assert (tokens.pad, tokens.mask) == (pad, mask)
     assert tokens.wrap([9, 10]) == [*prefix, 9, 10, *suffix] == tokens.tokenizer("2 3").input_ids
@@ -38,44 +38,46 @@ def test_what_goes_around(make, prefix, suffix, pad, mask):
 
 def test_a_causal_model_never_gets_a_suffix():
     tokenizer = tokenizers.tokenizer("<s> $A </s>", bos_token="<s>", eos_token="</s>")
-    tokens = Tokens.of(tokenizer, max_positions=64)
+    tokens = Tokenization.of(tokenizer, max_positions=64)
     assert (tokens.prefix, tokens.suffix) == ((tokenizers.BOS,), ())
 
 
 def test_a_causal_model_with_a_mask_token_is_told_so():
-    tokens = Tokens.of(tokenizers.bert(), max_positions=64, masked=False)
+    tokens = Tokenization.of(tokenizers.bert(), max_positions=64, masked=False)
     assert (tokens.prefix, tokens.suffix, tokens.mask) == ((tokenizers.CLS,), (), None)
     with pytest.raises(BadText, match="no mask token"):
-        Tokens.of(tokenizers.llama(), max_positions=64, masked=True)
+        Tokenization.of(tokenizers.llama(), max_positions=64, masked=True)
 
 
 def test_a_bos_that_is_needed_is_added_once():
     shy = tokenizers.tokenizer("$A", bos_token="<s>")
-    assert Tokens.of(shy, max_positions=64).prefix == ()
-    assert Tokens.of(shy, max_positions=64, needs_bos=True).prefix == (tokenizers.BOS,)
-    assert Tokens.of(tokenizers.llama(), max_positions=64, needs_bos=True).prefix == (
+    assert Tokenization.of(shy, max_positions=64).prefix == ()
+    assert Tokenization.of(shy, max_positions=64, needs_bos=True).prefix == (tokenizers.BOS,)
+    assert Tokenization.of(tokenizers.llama(), max_positions=64, needs_bos=True).prefix == (
         tokenizers.BOS,
     )
     without = tokenizers.tokenizer("$A")
-    assert Tokens.of(without, max_positions=64, needs_bos=True).prefix == ()
+    assert Tokenization.of(without, max_positions=64, needs_bos=True).prefix == ()
 
 
 def test_padding_is_found_without_touching_the_tokenizer():
     tokenizer = tokenizers.gpt2()
-    tokens = Tokens.of(tokenizer, max_positions=64)
+    tokens = Tokenization.of(tokenizer, max_positions=64)
     tokens.encode(["1 2"])
     tokens.generation_inputs(["1 2", "3"])
     assert tokens.pad == tokenizers.EOS
     assert tokenizer.pad_token is None
     assert tokenizer.padding_side == "right"
-    assert Tokens.of(tokenizers.tokenizer("$A"), max_positions=64).pad == tokenizers.UNK
+    assert Tokenization.of(tokenizers.tokenizer("$A"), max_positions=64).pad == tokenizers.UNK
 
 
 @pytest.mark.parametrize(
     ("limit", "positions", "length"), [(100, 64, 64), (32, 64, 32), (10**30, 64, 64)]
 )
 def test_the_shorter_limit_holds(limit, positions, length):
-    assert Tokens.of(tokenizers.gpt2(limit=limit), max_positions=positions).max_length == length
+    assert (
+        Tokenization.of(tokenizers.gpt2(limit=limit), max_positions=positions).max_length == length
+    )
 
 
 @pytest.mark.parametrize("limit", ["512", -float("inf"), float("nan"), 0])
@@ -83,31 +85,31 @@ def test_a_limit_that_is_no_number(limit):
     tokenizer = tokenizers.gpt2()
     tokenizer.model_max_length = limit
     with pytest.raises(BadText, match=f"model_max_length is '{limit}'"):
-        Tokens.of(tokenizer, max_positions=64)
+        Tokenization.of(tokenizer, max_positions=64)
 
 
 def test_an_unknown_token_that_is_unknown():
     tokenizer = tokenizers.gpt2()
     tokenizer._special_tokens_map["unk_token"] = "[WHAT]"
     with pytest.raises(BadText, match=r"unknown token is '\[WHAT\]', which is not in its voc"):
-        Tokens.of(tokenizer, max_positions=64)
+        Tokenization.of(tokenizer, max_positions=64)
 
 
 def test_no_room_for_text():
     with pytest.raises(BadText, match=r"sequences of 2 tokens .* beside the 2") as caught:
-        Tokens.of(tokenizers.bert(), max_positions=2)
+        Tokenization.of(tokenizers.bert(), max_positions=2)
     assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_that_knows_no_common_word_is_still_probed():
-    tokens = Tokens.of(real("rxn-bert"), max_positions=512)
+    tokens = Tokenization.of(real("rxn-bert"), max_positions=512)
     assert tokens.encode(["a"]) == [[]]  # the probe that is tried first
     assert (tokens.prefix, tokens.suffix) == ((12,), (13,))
     assert (tokens.mask, tokens.room) == (14, 510)
 
 
 def test_a_real_llama_tokenizer():
-    tokens = Tokens.of(real("stories15M"), max_positions=1024)
+    tokens = Tokenization.of(real("stories15M"), max_positions=1024)
     assert (tokens.prefix, tokens.suffix, tokens.mask, tokens.max_length) == ((1,), (), None, 256)
     assert tokens.pad == 2  # there is no pad token, so the end of text fills
     assert tokens.encode(["a </s> b"]) == [
@@ -118,7 +120,7 @@ def test_a_real_llama_tokenizer():
 def test_encoding_is_in_full_in_order_and_silent(caplog):
     texts = [" ".join(str(i % 1000) for i in range(n % 40)) for n in range(2100)]
     texts[1500] = "5 " * 3000
-    tokens = Tokens.of(tokenizers.llama(limit=16), max_positions=16)
+    tokens = Tokenization.of(tokenizers.llama(limit=16), max_positions=16)
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").addHandler(caplog.handler)
         encoded = tokens.encode(texts)
@@ -129,7 +131,7 @@ def test_encoding_is_in_full_in_order_and_silent(caplog):
 
 
 def test_prompts_are_padded_on_the_left():
-    tokens = Tokens.of(tokenizers.llama(), max_positions=64)
+    tokens = Tokenization.of(tokenizers.llama(), max_positions=64)
     inputs = tokens.generation_inputs(["0 1 2", "3"])
     s, p = tokenizers.BOS, tokenizers.EOS
     assert torch.equal(inputs["input_ids"], torch.tensor([[s, 7, 8, 9], [p, p, s, 10]]))
@@ -146,6 +148,6 @@ def test_prompts_are_padded_on_the_left():
 )
 def test_prompts_that_cannot_be_continued(make, text, said):
     with pytest.raises(BadText) as caught:
-        Tokens.of(make(), max_positions=16).generation_inputs([text])
+        Tokenization.of(make(), max_positions=16).generation_inputs([text])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -12,9 +12,9 @@ from helpers.task_data import LINES, write_questions
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation, LayerjumpError
-from layerjump.evaluation.early_exit import How, how, numbers
+from layerjump.evaluation.early_exit import ModelVariant, make_variant, numbers
 from layerjump.evaluation.lm_eval import evaluate, wilson
-from layerjump.evaluation.tasks import TASKS, chosen, items_of
+from layerjump.evaluation.tasks import TASKS, load_items, select_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 
@@ -39,7 +39,7 @@ def theirs(folder, data, names):
     from layerjump.evaluation.lm_eval import LocalTask
 
     model = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
-    tasks = {name: LocalTask(TASKS[name], items_of(TASKS[name], data)) for name in names}
+    tasks = {name: LocalTask(TASKS[name], load_items(TASKS[name], data)) for name in names}
     return run(model, tasks, bootstrap_iters=1000)
 
 
@@ -100,7 +100,7 @@ def test_a_fixed_level_is_what_the_lens_reads_there(tiny, jumps, data, batch_siz
     assert found.mean_level == 2
     lens, tokenizer = lj.Lens(tiny, jumps), tiny.tokenizer
     for name in names:
-        for item, seen in zip(items_of(TASKS[name], data), found.items[name], strict=True):
+        for item, seen in zip(load_items(TASKS[name], data), found.items[name], strict=True):
             expected = [_read(tiny, lens, tokenizer, *pair) for pair in _pairs(item)]
             assert seen["loglikelihoods"] == pytest.approx(expected, abs=1e-4)
 
@@ -135,7 +135,7 @@ def test_a_level_as_lm_evals_arguments_give_it(tiny, data_folder, jumps, data, p
 
     def scored(more):
         model = get_model("layerjump").create_from_arg_string(f"{where},{more}", {"batch_size": 1})
-        task = {"copa": LocalTask(TASKS["copa"], items_of(TASKS["copa"], data))}
+        task = {"copa": LocalTask(TASKS["copa"], load_items(TASKS["copa"], data))}
         samples = run(model, task, bootstrap_iters=0)["samples"]["copa"]
         return [[pair[0] for pair in sample["filtered_resps"]] for sample in samples]
 
@@ -174,7 +174,7 @@ def test_parts_are_replaced_and_put_back(tiny, data, plain):
     pairs = "2.ffn.in:2.ffn.out,3.ffn.in:3.ffn.out"
     maps = lj.fit(tiny, stories(200), pairs=pairs, tokens=6_000)
     found = evaluate(tiny, "copa", data, jumps=maps, parts="ffn", blocks="2-3")
-    with lj.linearised(tiny, maps, parts="ffn", blocks=[2, 3]):
+    with lj.linearize(tiny, maps, parts="ffn", blocks=[2, 3]):
         inside = evaluate(tiny, "copa", data)
     assert found.items == inside.items
     assert found.items["copa"] != plain.items["copa"]
@@ -227,7 +227,7 @@ def test_wilsons_interval():
 )
 def test_settings_that_make_no_sense(tiny, settings, said):
     with pytest.raises(LayerjumpError, match=said):
-        how(tiny, **settings).reader(tiny)
+        make_variant(tiny, **settings).reader(tiny)
 
 
 def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
@@ -235,8 +235,8 @@ def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
     with pytest.raises(BadEvaluation, match="3-5"):
         numbers("three")
     with pytest.raises(BadEvaluation, match="neither an exit rule nor parts"):
-        how(tiny, jumps=jumps)
-    assert how(tiny) == How()
+        make_variant(tiny, jumps=jumps)
+    assert make_variant(tiny) == ModelVariant()
 
 
 def test_an_encoder_is_refused(data_folder, data):
@@ -262,7 +262,7 @@ def test_an_encoder_is_refused(data_folder, data):
 def test_files_that_are_not_a_tasks(tmp_path, line, said):
     (tmp_path / "piqa.jsonl").write_text(line)
     with pytest.raises(LayerjumpError, match=said):
-        items_of(TASKS["piqa"], tmp_path)
+        load_items(TASKS["piqa"], tmp_path)
 
 
 def test_labels_must_be_the_tasks(tmp_path):
@@ -270,8 +270,8 @@ def test_labels_must_be_the_tasks(tmp_path):
     row = {"premise": "a", "hypothesis": "b", "label": "perhaps"}
     (folder / "superglue/CB/val.jsonl").write_text(json.dumps(row))
     with pytest.raises(BadEvaluation, match="entailment or contradiction or neutral"):
-        items_of(TASKS["cb"], folder)
-    assert [task.name for task in chosen("piqa, copa,piqa")] == ["piqa", "copa"]
+        load_items(TASKS["cb"], folder)
+    assert [task.name for task in select_tasks("piqa, copa,piqa")] == ["piqa", "copa"]
 
 
 def test_the_network_is_left_alone(tiny, data, monkeypatch):

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import How, how
+from layerjump.evaluation.early_exit import ModelVariant, make_variant
 from layerjump.evaluation.perplexity import perplexity, windows
 
 
@@ -80,15 +80,15 @@ def test_the_context_is_the_window_unless_told(tiny, text):
 
 def test_exit_rules_and_parts_are_heeded(tiny, text):
     plain = perplexity(tiny, text, window=64)
-    never = perplexity(tiny, text, window=64, how=how(tiny, exit="maxprob:1.1"))
+    never = perplexity(tiny, text, window=64, how=make_variant(tiny, exit="maxprob:1.1"))
     assert never.value == pytest.approx(plain.value, rel=1e-12)
     assert never.mean_level == tiny.n_blocks
-    early = perplexity(tiny, text, window=64, how=how(tiny, exit="fixed:1"))
+    early = perplexity(tiny, text, window=64, how=make_variant(tiny, exit="fixed:1"))
     assert early.mean_level == 1
     assert early.value > plain.value
     maps = lj.fit(tiny, stories(100), pairs="2.ffn.in:2.ffn.out", tokens=3_000)
-    asked = How(maps, parts="ffn", blocks=(2,))
-    with lj.linearised(tiny, maps, parts="ffn", blocks=[2]):
+    asked = ModelVariant(maps, parts="ffn", blocks=(2,))
+    with lj.linearize(tiny, maps, parts="ffn", blocks=[2]):
         expected, _ = naive(tiny, text, 64, 32)
     assert perplexity(tiny, text, window=64, how=asked).value == pytest.approx(expected, rel=1e-9)
     assert perplexity(tiny, text, window=64).value == plain.value

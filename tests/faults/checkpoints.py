@@ -34,7 +34,7 @@ def read(source: Path) -> None:
     """Load, check, and read a word where there is a tokenizer to read it."""
     loaded = lj.load(source)
     if loaded.tokenizer is not None:
-        loaded.tokens.encode(["abba"])
+        loaded.tokenization.encode(["abba"])
 
 
 def make_gguf(folder: Path) -> None:

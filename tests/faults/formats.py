@@ -24,14 +24,14 @@ from faults.small import D, model
 from layerjump import io
 from layerjump.generation.calibration import serialization as calibration_file
 from layerjump.generation.calibration.calibrate import Calibration
-from layerjump.generation.calibration.search import Contender, Probes
+from layerjump.generation.calibration.search import Probes, RuleCandidate
 from layerjump.generation.rules import Drafting
 from layerjump.jumps import serialization
-from layerjump.jumps.collect import Collected, merge
+from layerjump.jumps.collect import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.statistics import Moments
 from layerjump.lens.tuning import NAME as UNFINISHED
-from layerjump.lens.tuning import Tuned, Tuning
+from layerjump.lens.tuning import TunedMap, Tuning
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.structure import FINAL, Site
 from layerjump.report.report import write_report
@@ -108,7 +108,7 @@ SEALED = (resealed, resealed, resealed, *mutate.SAFETENSORS)
 def _read_jumps(path: Path) -> None:
     jumps = serialization.load(path.parent)
     for pair in jumps:
-        jumps.anatomy(*pair)
+        jumps.spectrum(*pair)
     repr(jumps)
 
 
@@ -123,18 +123,21 @@ def _make_moments(folder: Path) -> None:
     known = vars(synthetic_jumps.provenance(n_blocks=2, width=4))
     own = ("n_fit", "n_select", "n_test", "estimator", "settings", "layerjump")
     about = {key: value for key, value in known.items() if key not in own}
-    Collected(splits, about | {"max_length": 512}).save(folder / "moments.safetensors")
+    SplitMoments(splits, about | {"max_length": 512}).save(folder / "moments.safetensors")
 
 
 def _read_moments(path: Path) -> None:
-    repr(solve_jumps(merge([Collected.load(path)]), "ridge", strength=0.1))
+    repr(solve_jumps(merge_moments([SplitMoments.load(path)]), "ridge", strength=0.1))
 
 
 def _make_exit(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     gate = {level: torch.randn(D + 3, generator=draw) for level in (1, 2)}
     probes = Probes(gate, {level: torch.randn(3, generator=draw) for level in (1, 2)})
-    first, second = Contender("two-stage", (1, 2), probes, 0.5), Contender("gate", (1,), probes)
+    first, second = (
+        RuleCandidate("two-stage", (1, 2), probes, 0.5),
+        RuleCandidate("gate", (1,), probes),
+    )
     test = {"agreement": 0.9, "low": 0.8, "high": 0.95, "blocks_saved": 0.3, "cost": 0.7}
     about = {
         "target": 0.9,
@@ -191,7 +194,7 @@ def _read_results(path: Path) -> None:
 def a_tuning() -> Tuning:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(20, 4, generator=draw)
-    tuned = {(Site(level), FINAL): Tuned(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
+    tuned = {(Site(level), FINAL): TunedMap(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
     tuning = Tuning(tuned, 0.1, 50)
     for _ in range(2):
         for one in tuned.values():

@@ -10,7 +10,7 @@ from helpers import foreign_lenses
 
 import layerjump as lj
 from faults.small import model
-from layerjump.evaluation.tasks import chosen, items_of
+from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.models.fingerprint import fingerprint
 from layerjump.pruning.checkpoint import BASE, LINEAR
 from layerjump.studies import human_evaluation
@@ -69,7 +69,7 @@ def read_sheet(path: Path) -> None:
 def make_items(folder: Path) -> None:
     """A file of each kind of task, and two that a fine-tuning reads."""
     for name, row in ITEMS.items():
-        place = folder / Path(chosen([name])[0].file).name
+        place = folder / Path(select_tasks([name])[0].file).name
         place.write_text(f"{json.dumps(row)}\n" * 3)
     for name in ("boolq", "cb"):
         (folder / f"learn-{name}.jsonl").write_text(f"{json.dumps(ITEMS[name])}\n" * 3)
@@ -79,13 +79,13 @@ def read_items(path: Path) -> None:
     if path.name.startswith("learn-"):
         read_task(path)
         return
-    for task in chosen(list(ITEMS)):
+    for task in select_tasks(list(ITEMS)):
         if Path(task.file).name == path.name:
             place = path.parent / task.file
             if place != path:  # a task that has a folder of its own
                 place.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(place)
-            items_of(task, path.parent)
+            load_items(task, path.parent)
 
 
 def make_track(folder: Path) -> None:

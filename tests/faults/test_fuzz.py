@@ -16,7 +16,7 @@ from faults.formats import FORMATS, Format
 from layerjump import io
 from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError, NewerFormat
 from layerjump.generation.calibration import serialization
-from layerjump.jumps.collect import Collected
+from layerjump.jumps.collect import SplitMoments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.report.report import write_report
 from layerjump.studies.runner import load_results
@@ -98,14 +98,14 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
         said = json.dumps(head | {"about": about})
         io.write_tensors(path, tensors, metadata | {"head": said})
         with pytest.raises(BadArtifact):
-            Collected.load(path)
+            SplitMoments.load(path)
     io.write_tensors(path, {}, metadata)
     with pytest.raises(BadArtifact, match="no sums"):
-        Collected.load(path)
+        SplitMoments.load(path)
     none = json.dumps(head | {"n": dict.fromkeys(head["n"], 0)})
     io.write_tensors(path, {}, metadata | {"head": none})
     with pytest.raises(BadMoments, match="no positions"):
-        solve_jumps(Collected.load(path), "mat")
+        solve_jumps(SplitMoments.load(path), "mat")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_sums_whose_account_makes_no_sense(tmp_path, change, said):
     head = json.dumps(json.loads(metadata["head"]) | change)
     io.write_tensors(path, tensors, metadata | {"head": head})
     with pytest.raises(LayerjumpError, match=said) as refused:
-        Collected.load(path)
+        SplitMoments.load(path)
     assert len(str(refused.value)) < 500
 
 
@@ -199,7 +199,7 @@ def test_a_shift_that_claims_to_be_wide_takes_no_room(tmp_path):
     wide = {name: torch.zeros(10**6) for name in tensors if "|shift/" in name}
     io.write_tensors(path, tensors | wide, head)
     with pytest.raises(BadArtifact, match="not those of its pairs"):
-        Collected.load(path)
+        SplitMoments.load(path)
 
 
 def test_results_that_lack_what_a_page_is_made_of(tmp_path):

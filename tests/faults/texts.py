@@ -39,4 +39,4 @@ def make(folder: Path) -> None:
 
 
 def read(path: Path) -> None:
-    len(lj.read(path).sha256)
+    len(lj.load_text(path).sha256)

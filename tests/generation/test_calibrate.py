@@ -17,7 +17,12 @@ from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.calibrate import calibrate
 from layerjump.generation.calibration.cost_model import Costs, measure
-from layerjump.generation.calibration.dataset import OPENING, own_text, shares, unseen_documents
+from layerjump.generation.calibration.dataset import (
+    OPENING,
+    generate_text,
+    shares,
+    unseen_documents,
+)
 from layerjump.generation.loop import LATELY
 from layerjump.generation.probes import calibration_curve
 from layerjump.generation.rules import Drafting, Fixed, Never
@@ -49,7 +54,7 @@ def test_drafting_rests_while_it_does_not_pay(model, jumps):
 def test_documents_of_the_fit_are_left_out(model, jumps):
     text = stories(300)
     free = unseen_documents(jumps, text)
-    assert set(free).isdisjoint(lj.split(300, "80/10/10", seed=0).fit)
+    assert set(free).isdisjoint(lj.split_documents(300, "80/10/10", seed=0).fit)
     assert len(free) == 60
     assert unseen_documents(jumps, stories(40, seed=5)) == tuple(range(40))
     dealt = shares(free, 0)
@@ -81,12 +86,12 @@ def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
     with pytest.raises(BadArtifact, match="layerjump calibrate"):
         serialization.load(tmp_path / "nothing")
     with torch.no_grad():
-        model.anatomy.head.weight.add_(1)
+        model.structure.unembedding.weight.add_(1)
         try:
             with pytest.raises(WrongModel):
                 serialization.load(tmp_path, model=model)
         finally:
-            model.anatomy.head.weight.sub_(1)
+            model.structure.unembedding.weight.sub_(1)
 
 
 def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
@@ -102,15 +107,15 @@ def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
 
 def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
     text = stories(40, seed=6)
-    (first, *_) = batches = own_text(model, text, range(40), tokens=10, picks=4)
+    (first, *_) = batches = generate_text(model, text, range(40), tokens=10, picks=4)
     assert 120 < sum(batch.n_picks for batch in batches) <= 160  # some texts end early
     assert first.position.min() >= OPENING - 1
     for batch in batches:
-        at = next(iter(lj.states(model, [batch], [model.n_blocks])))[model.n_blocks]
+        at = next(iter(lj.capture_states(model, [batch], [model.n_blocks])))[model.n_blocks]
         following = batch.input_ids[batch.row, batch.position + 1]
         assert torch.equal(model.logits(at).argmax(-1), following)
         opening = [text.documents[document] for document in batch.document.tolist()]
-        ids = model.tokens.encode(opening)
+        ids = model.tokenization.encode(opening)
         for row, document in zip(batch.row.tolist(), ids, strict=True):
             assert batch.input_ids[row, :OPENING].tolist() == document[:OPENING]
 

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 import layerjump as lj
 from layerjump.errors import BadExit, BadJumps
 from layerjump.generation.rules import Fixed, SoftmaxGap
-from layerjump.lens.evaluate import read_levels
+from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 
 model, jumps = fitted_gpt2.model, greedy_generation.jumps  # fixtures
@@ -48,7 +48,7 @@ def test_verified_text_of_a_trained_model_is_its_own(model, jumps, rule):
 
 def test_stories_verified_and_never(stories):
     prompts = [PROMPT, "Tom had a red ball. One day", "The sun"]
-    jumps = lj.fit(stories, lj.read("pydoc", limit=120), tokens=3_000)
+    jumps = lj.fit(stories, lj.load_text("pydoc", limit=120), tokens=3_000)
     wanted = unpadded(theirs(stories, prompts), stories.hf.generation_config.eos_token_id)
     for rule, verify in (("never", False), ("gap:0.5", True), ("fixed:3", True)):
         made = lj.generate(stories, jumps, prompts, exit=rule, verify=verify, **GREEDY)
@@ -59,9 +59,9 @@ def test_real_generation_uses_the_levels_that_a_replay_says(model, jumps):
     """The `exits` study reads every level and says where a token would have left; here it really leaves."""
     rule = SoftmaxGap(0.35, 12.0)
     made = lj.generate(model, jumps, PROMPT, exit=rule, **GREEDY)
-    prompt = model.tokens.generation_inputs([PROMPT])["input_ids"][0].tolist()
-    batch = lj.one_batch([*prompt, *made.ids[0]][:-1])
-    readings = read_levels(model, {"jumps": Lens(model, jumps)}, [batch])
+    prompt = model.tokenization.generation_inputs([PROMPT])["input_ids"][0].tolist()
+    batch = lj.batch_from_ids([*prompt, *made.ids[0]][:-1])
+    readings = evaluate_lenses(model, {"jumps": Lens(model, jumps)}, [batch])
     replayed = rule.replay(readings.confidence[0], readings.position)[len(prompt) - 1 :]
     assert made.levels[0] == replayed.tolist()
     assert len(set(made.levels[0])) > 1
@@ -71,7 +71,7 @@ def test_real_generation_uses_the_levels_that_a_replay_says(model, jumps):
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_it_is_a_custom_generation_function(model, jumps, verify):
-    inputs = model.tokens.generation_inputs([PROMPT])
+    inputs = model.tokenization.generation_inputs([PROMPT])
     how = lj.early_exit(jumps, "gap:0.4", verify=verify)
     found = model.hf.generate(**inputs, custom_generate=how, **GREEDY)
     same = lj.generate(model, jumps, PROMPT, exit="gap:0.4", verify=verify, **GREEDY)
@@ -102,7 +102,7 @@ def test_the_streamer_gets_known_tokens_only(model, jumps):
         model, jumps, PROMPT, exit="fixed:1", verify=True, streamer=listener, **GREEDY
     )
     prompt, *rest = listener.got
-    assert prompt.tolist() == model.tokens.generation_inputs([PROMPT])["input_ids"].tolist()
+    assert prompt.tolist() == model.tokenization.generation_inputs([PROMPT])["input_ids"].tolist()
     assert [int(token) for token in rest] == made.ids[0]
     assert made.counts.rollbacks > 0
     assert listener.ended == 1

@@ -48,7 +48,7 @@ def test_what_is_not_a_plain_llama_is_run_by_hugging_face():
         assert isinstance(blocks_of(model), HuggingFaceBlocks)
     assert isinstance(blocks_of(lj.Model.wrap(tiny_model("llama"))), HuggingFaceBlocks)
     hooked = lj.Model.wrap(tiny_model("llama", dtype=torch.float32))
-    handle = hooked.anatomy.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    handle = hooked.structure.blocks[1].mlp.register_forward_hook(lambda *_: None)
     assert isinstance(blocks_of(hooked), HuggingFaceBlocks)
     handle.remove()
     assert isinstance(blocks_of(hooked), LeanLlama)
@@ -59,5 +59,5 @@ def test_a_changed_head_is_noticed():
     state = torch.randn(1, 32)
     before = with_lean_head(model).logits(state)
     with torch.no_grad():
-        model.anatomy.head.weight.mul_(2)
+        model.structure.unembedding.weight.mul_(2)
     assert torch.allclose(with_lean_head(model).logits(state), 2 * before, rtol=1e-5)

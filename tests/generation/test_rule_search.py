@@ -10,19 +10,19 @@ from sklearn.linear_model import LogisticRegression
 
 from layerjump.generation.calibration.calibrate import binomial_tail, loosest
 from layerjump.generation.calibration.cost_model import Costs
-from layerjump.generation.calibration.dataset import Evidence, candidates
+from layerjump.generation.calibration.dataset import CalibrationSet, candidates
 from layerjump.generation.calibration.search import (
-    Contender,
     Probes,
     Replayed,
+    RuleCandidate,
     at_one_level,
     break_even,
     cheapest,
     cheapest_drafts,
     draft_cost,
 )
-from layerjump.generation.probes import Gate, gate_features, logistic
-from layerjump.generation.rules import Look
+from layerjump.generation.probes import Probe, logistic, probe_features
+from layerjump.generation.rules import LevelReading
 
 
 def evidence(n=4_000, right=0.9, seed=0):
@@ -33,7 +33,7 @@ def evidence(n=4_000, right=0.9, seed=0):
     features = torch.cat(
         [torch.logit(gap.clamp(1e-4, 1 - 1e-4))[..., None], torch.ones(2, n, 1)], -1
     )
-    return Evidence((1, 2), hit, gap, features, torch.arange(n))
+    return CalibrationSet((1, 2), hit, gap, features, torch.arange(n))
 
 
 def test_logistic_is_scikit_learns():
@@ -57,17 +57,17 @@ def test_labels_that_are_all_alike_are_no_trouble():
 
 def test_a_gate_reads_the_state_alone():
     states, position = torch.randn(6, 4) * 100, torch.arange(6)
-    features = gate_features(states, position)
+    features = probe_features(states, position)
     assert torch.allclose(features[:, :4].square().mean(-1), torch.ones(6))
     assert torch.allclose(features[:, 4].exp(), states.square().mean(-1).sqrt(), rtol=1e-5)
     assert features[:, 5].tolist() == position.tolist()
     weights = torch.randn(1, 7)
-    gate = Gate(weights, (2,), 0.5)
+    gate = Probe(weights, (2,), 0.5)
 
     def read(level, states):
         raise AssertionError("a gate makes no vocabulary product")
 
-    look = Look(2, states, position, read)
+    look = LevelReading(2, states, position, read)
     assert torch.equal(gate.stops(look), features @ weights[0] >= 0)
     alone = [gate.odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
     assert torch.allclose(torch.cat(alone), features @ weights[0], rtol=1e-4, atol=1e-4)
@@ -84,7 +84,7 @@ def test_the_binomial_tail_is_the_binomials():
 
 def test_the_guarantee_holds_as_often_as_stated():
     """Of many calibrations of the same rule, at most about 1 − confidence end below the target."""
-    contender = Contender(
+    contender = RuleCandidate(
         "gap", (1, 2), Probes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {})
     )
     truth = contender.replay(evidence(60_000, 0.7, seed=999), 3)
@@ -102,7 +102,7 @@ def test_a_replayed_rule_counts_what_it_costs():
     gap = torch.tensor([[0.9, 0.2, 0.2], [0.0, 0.9, 0.2]])
     right = torch.tensor([[True, True, True], [True, False, True]])
     features = torch.cat([torch.logit(gap, eps=1e-6)[..., None], torch.ones(2, 3, 1)], -1)
-    seen = Evidence((1, 2), right, gap, features, torch.arange(3))
+    seen = CalibrationSet((1, 2), right, gap, features, torch.arange(3))
     same = torch.tensor([1.0, 0.0]).double()  # a gate that says what the gap says
     probes = Probes(
         {1: same, 2: same},
@@ -113,7 +113,7 @@ def test_a_replayed_rule_counts_what_it_costs():
         ("gate", [1, 1, 1], [1, 2, 2]),
         ("two-stage", [1, 1, 1], [1, 2, 2]),
     ):
-        made = Contender(kind, (1, 2), probes, worth=0.5).replay(seen, 4)(0.8)
+        made = RuleCandidate(kind, (1, 2), probes, worth=0.5).replay(seen, 4)(0.8)
         assert made.left.tolist() == [1, 2, 4]
         assert made.right.tolist() == [True, False, True]
         assert made.heads.tolist() == heads

@@ -17,11 +17,11 @@ from layerjump.generation.rules import (
     Agree,
     Entropy,
     Fixed,
-    Look,
+    LevelReading,
     MaxProb,
     Never,
     SoftmaxGap,
-    parse,
+    parse_rule,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -97,7 +97,9 @@ def test_confidences_are_left_as_they_were():
 def look(logits, earlier=(), level=2):
     logits = torch.as_tensor(logits, dtype=torch.float64)
     state = torch.zeros(len(logits), 4)
-    return Look(level, state, torch.full((len(logits),), 50), lambda level, states: logits, earlier)
+    return LevelReading(
+        level, state, torch.full((len(logits),), 50), lambda level, states: logits, earlier
+    )
 
 
 def test_rules_say_what_their_names_say():
@@ -121,11 +123,11 @@ def test_a_rule_that_does_not_ask_makes_no_vocabulary_product():
 
 
 def test_rules_have_short_names():
-    assert parse("never") == Never()
-    assert parse("fixed:3") == Fixed(3)
-    assert parse("maxprob:0.8@2,1") == MaxProb(0.8, at=(1, 2))
-    assert parse("agree:2") == Agree(2)
-    gap = parse("gap:0.7@3")
+    assert parse_rule("never") == Never()
+    assert parse_rule("fixed:3") == Fixed(3)
+    assert parse_rule("maxprob:0.8@2,1") == MaxProb(0.8, at=(1, 2))
+    assert parse_rule("agree:2") == Agree(2)
+    gap = parse_rule("gap:0.7@3")
     assert gap.at == (3,)
     assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
     wrongs = (
@@ -140,4 +142,4 @@ def test_rules_have_short_names():
     )
     for wrong in wrongs:
         with pytest.raises(BadExit, match="give never"):
-            parse(wrong)
+            parse_rule(wrong)

@@ -7,18 +7,18 @@ from helpers.story_text import stories
 
 import layerjump as lj
 from layerjump import io
-from layerjump.data.batches import batches
+from layerjump.data.batches import make_batches
 from layerjump.data.positions import Positions
 from layerjump.errors import BadArtifact, BadExit
-from layerjump.evaluation.early_exit import Reader
+from layerjump.evaluation.early_exit import TeacherForcedExit
 from layerjump.generation import rules
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.calibrate import calibrate
 from layerjump.generation.calibration.cost_model import Costs, measure, replay_cost
-from layerjump.generation.calibration.dataset import gather
+from layerjump.generation.calibration.dataset import build_calibration_set
 from layerjump.generation.rules import Drafting, Fixed, MaxProb
-from layerjump.generation.shortlist import Among, shortlist_of
-from layerjump.models.activations import states
+from layerjump.generation.shortlist import ShortlistRule, shortlist_of
+from layerjump.models.activations import capture_states
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
 
@@ -30,12 +30,14 @@ PROMPTS = ["One day, Tom", "The cat saw a big dog and"]
 @pytest.fixture(scope="module")
 def few(model):
     """The tokens of some stories, every third of them left out."""
-    ids = sorted({token for ids in model.tokens.encode(stories(20).documents) for token in ids})
+    ids = sorted(
+        {token for ids in model.tokenization.encode(stories(20).documents) for token in ids}
+    )
     return torch.tensor([token for place, token in enumerate(ids) if place % 3])
 
 
 def test_with_all_tokens_on_the_list_nothing_changes(model, jumps):
-    everything = Among(Fixed(2), torch.arange(model.anatomy.vocabulary))
+    everything = ShortlistRule(Fixed(2), torch.arange(model.structure.vocab_size))
     for verify in (False, True):
         plain = lj.generate(model, jumps, PROMPTS, exit=Fixed(2), verify=verify, **SETTINGS)
         short = lj.generate(model, jumps, PROMPTS, exit=everything, verify=verify, **SETTINGS)
@@ -47,9 +49,9 @@ def test_with_all_tokens_on_the_list_nothing_changes(model, jumps):
 
 
 def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
-    made = lj.generate(model, jumps, "One day, Tom", exit=Among(Fixed(2), few), **SETTINGS)
+    made = lj.generate(model, jumps, "One day, Tom", exit=ShortlistRule(Fixed(2), few), **SETTINGS)
     assert set(made.ids[0]) <= set(few.tolist())
-    inputs = model.tokens.generation_inputs(["One day, Tom"])["input_ids"]
+    inputs = model.tokenization.generation_inputs(["One day, Tom"])["input_ids"]
     state = model.hf(inputs, output_hidden_states=True).hidden_states[2][:, -1]
     logits = lj.Lens(model, jumps).logits(2, state)[0]
     assert made.ids[0][0] == few[logits[few].argmax()]
@@ -57,19 +59,19 @@ def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
 
 
 def test_verified_text_is_the_models_whatever_the_list(model, jumps, few):
-    rule = Drafting(Among(Fixed(2), few), 0.0)
+    rule = Drafting(ShortlistRule(Fixed(2), few), 0.0)
     made = lj.generate(model, jumps, PROMPTS, exit=rule, verify=True, **SETTINGS)
     assert made.ids == lj.generate(model, None, PROMPTS, **SETTINGS).ids
     assert made.counts.drafts > made.counts.accepted > 0
 
 
 def test_a_text_in_which_only_other_tokens_are_allowed(model, jumps, few):
-    others = [t for t in range(model.anatomy.vocabulary) if t not in set(few.tolist())]
+    others = [t for t in range(model.structure.vocab_size) if t not in set(few.tolist())]
     made = lj.generate(
         model,
         jumps,
         "One day, Tom",
-        exit=Among(Fixed(2), few),
+        exit=ShortlistRule(Fixed(2), few),
         prefix_allowed_tokens_fn=lambda row, ids: others,
         **SETTINGS,
     )
@@ -79,13 +81,17 @@ def test_a_text_in_which_only_other_tokens_are_allowed(model, jumps, few):
 def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
     text = stories(60, seed=3)
     read = {
-        name: gather(
-            model, jumps, batches(text, model.tokens, Positions("sample", 4)), (1, 2), among
+        name: build_calibration_set(
+            model,
+            jumps,
+            make_batches(text, model.tokenization, Positions("sample", 4)),
+            (1, 2),
+            among,
         )
         for name, among in (
             ("whole", None),
-            ("all", Among(Fixed(1), torch.arange(model.anatomy.vocabulary))),
-            ("few", Among(Fixed(1), few)),
+            ("all", ShortlistRule(Fixed(1), torch.arange(model.structure.vocab_size))),
+            ("few", ShortlistRule(Fixed(1), few)),
         )
     }
     assert torch.equal(read["whole"].right, read["all"].right)
@@ -96,12 +102,12 @@ def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
 
 def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
     """The shortlist decides where a position is read; what is read there is the whole vocabulary."""
-    (batch, *_) = batches(stories(6, seed=7), model.tokens, Positions("all"))
-    found = next(iter(states(model, [batch], range(model.n_blocks + 1))))
-    rule = Among(MaxProb(0.3, at=(1, 2)), few)
+    (batch, *_) = make_batches(stories(6, seed=7), model.tokenization, Positions("all"))
+    found = next(iter(capture_states(model, [batch], range(model.n_blocks + 1))))
+    rule = ShortlistRule(MaxProb(0.3, at=(1, 2)), few)
     short = lj.Lens(rule.model(model), jumps)
     lens, where = lj.Lens(model, jumps), {}
-    for rows, logits in Reader(model, jumps, rule).read(found.at, batch.position):
+    for rows, logits in TeacherForcedExit(model, jumps, rule).read(found.at, batch.position):
         for row, each in zip(rows.tolist(), logits, strict=True):
             where[row] = each
     for row in range(len(batch.position)):
@@ -120,8 +126,8 @@ def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):
     assert rules.shortlist(model, text, range(50)) is None  # a vocabulary too small for it
     monkeypatch.setattr(rules, "LENGTH", 40)
     found = rules.shortlist(model, text, range(30))
-    count = torch.zeros(model.anatomy.vocabulary)
-    for ids in model.tokens.encode(text.documents[:30]):
+    count = torch.zeros(model.structure.vocab_size)
+    for ids in model.tokenization.encode(text.documents[:30]):
         count += torch.bincount(torch.tensor(ids), minlength=len(count))
     assert len(found) == 40
     assert found.tolist() == sorted(found.tolist())
@@ -153,7 +159,7 @@ def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypa
 
 
 def test_a_list_of_tokens_that_the_model_does_not_have_is_refused(model, jumps):
-    wrong = Among(Fixed(1), torch.tensor([0, model.anatomy.vocabulary]))
+    wrong = ShortlistRule(Fixed(1), torch.tensor([0, model.structure.vocab_size]))
     with pytest.raises(BadExit, match="shortlist of 2 tokens"):
         lj.generate(model, jumps, "One day", exit=wrong)
 
@@ -165,4 +171,4 @@ def test_looks_at_a_list_cost_what_they_cost(model, jumps, few):
         [1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1]
     )
     assert measure(model, jumps).short is None
-    assert measure(model, jumps, Among(Fixed(1), few)).short > 0
+    assert measure(model, jumps, ShortlistRule(Fixed(1), few)).short > 0

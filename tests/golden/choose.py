@@ -75,12 +75,12 @@ def documents(count: int) -> list[str]:
 def main() -> None:
     texts = documents(520)
     examples: dict[str, object] = {"documents": texts}
-    for name, sizes in SPLIT.items():
-        parts = lj.split(len(texts), sizes)
-        examples[name] = {"split": sizes, "fit": parts.fit, "test": parts.test}
-    tokens = lj.load(HERE.parent / "fixtures" / "tiny-bert").tokens
+    for name, split in SPLIT.items():
+        parts = lj.split_documents(len(texts), split)
+        examples[name] = {"split": split, "fit": parts.fit, "test": parts.test}
+    tokens = lj.load(HERE.parent / "fixtures" / "tiny-bert").tokenization
     position = [0] * len(texts)
-    for batch in lj.batches(lj.read(texts), tokens, PAPER):
+    for batch in lj.make_batches(lj.load_text(texts), tokens, PAPER):
         for document, place in zip(batch.document.tolist(), batch.position.tolist(), strict=True):
             position[document] = place
     examples["bert"]["position"] = position

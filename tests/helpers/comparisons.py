@@ -11,8 +11,8 @@ import layerjump as lj
 
 def kept(model, text, sites, documents, positions):
     """All states of some documents, as float64 arrays."""
-    batches = lj.batches(text, model.tokens, positions, documents=documents)
-    found = list(lj.states(model, batches, sites))
+    batches = lj.make_batches(text, model.tokenization, positions, documents=documents)
+    found = list(lj.capture_states(model, batches, sites))
     return {site: torch.cat([states[site] for states in found]).double().numpy() for site in sites}
 
 

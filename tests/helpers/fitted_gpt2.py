@@ -15,7 +15,7 @@ def model(data_folder):
 
 @pytest.fixture(scope="module")
 def text():
-    return lj.read("pydoc", limit=300)
+    return lj.load_text("pydoc", limit=300)
 
 
 @pytest.fixture(scope="module")

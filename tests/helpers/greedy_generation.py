@@ -16,8 +16,8 @@ def jumps(model, study_text):
 
 
 def theirs(model, prompts, **settings):
-    inputs = model.tokens.generation_inputs(prompts)
-    found = model.hf.generate(**inputs, pad_token_id=model.tokens.pad, **(GREEDY | settings))
+    inputs = model.tokenization.generation_inputs(prompts)
+    found = model.hf.generate(**inputs, pad_token_id=model.tokenization.pad, **(GREEDY | settings))
     return found[:, inputs["input_ids"].shape[1] :]
 
 

@@ -12,7 +12,7 @@ from layerjump.generation.calibration import serialization
 
 def calibrated_jumps(model: lj.Model, folder: Path) -> Path:
     """Jumps between all levels, with an exit rule beside them."""
-    text = lj.read("pydoc", limit=900)
+    text = lj.load_text("pydoc", limit=900)
     jumps = lj.fit(model, text, tokens=4_000, pairs="all")
     jumps.save_pretrained(folder)
     serialization.save(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from helpers.story_text import stories
-from layerjump.training.model import Shape
+from layerjump.training.model import ModelShape
 from layerjump.training.trainer import Recipe
 
 TEXT, HELD_OUT = stories(300), stories(60, seed=1, name="others")
 SMALL = Recipe(
-    shape=Shape(layers=2, hidden=16, heads=2, positions=16),
+    shape=ModelShape(layers=2, hidden=16, heads=2, positions=16),
     vocabulary=300,
     length=16,
     steps=8,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-from layerjump.data.corpus import read
+from layerjump.data.corpus import load_text
 from layerjump.models.loading import load
-from layerjump.studies.registry import chosen
+from layerjump.studies.registry import select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Setup, settings_of
 
@@ -17,8 +17,10 @@ HOSTILE = '</script></td><img src=x onerror="alert(1)"><svg onload=alert(2)>&amp
 def small_run(model_folder: Path, folder: Path) -> dict:
     """The five main studies of a tiny trained model on a little text."""
     settings = settings_of("ours", tokens=6_000, score=100, estimators=("mat", "affine"))
-    setup = Setup(load(str(model_folder)), read("pydoc"), settings)
-    return run_studies(setup, chosen(None), folder, command="layerjump study tiny --tokens 6000")
+    setup = Setup(load(str(model_folder)), load_text("pydoc"), settings)
+    return run_studies(
+        setup, select_studies(None), folder, command="layerjump study tiny --tokens 6000"
+    )
 
 
 def with_more(results: dict) -> dict:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from layerjump.data.corpus import read
+from layerjump.data.corpus import load_text
 from layerjump.errors import BadText
 
 ROWS = [{"id": i, "text": f"row number {i}"} for i in range(5)]
@@ -20,7 +20,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 def complaint(source, *, kind: type[BadText] = BadText, **options) -> str:
     """The message of the error that reading must end in."""
     with pytest.raises(BadText) as caught:
-        read(source, **options)
+        load_text(source, **options)
     assert type(caught.value) is kind
     message = str(caught.value)
     assert "\n" not in message

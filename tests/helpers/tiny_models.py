@@ -12,7 +12,7 @@ from helpers.tokenizers import llama as llama_words
 from layerjump.models.families import FAMILIES
 from layerjump.models.loading import CLASSES
 from layerjump.models.model import Model
-from layerjump.models.structure import Anatomy
+from layerjump.models.structure import Structure
 
 # Common names; each configuration translates them to its own.
 SIZES: dict[str, Any] = {
@@ -155,4 +155,4 @@ def silent_gpt2() -> PreTrainedModel:
 
 def wrapped(hf: PreTrainedModel, words: bool = False) -> Model:
     """Not checked, as `Model.wrap` would; with a tokenizer of numbers where words are wanted."""
-    return Model(hf, Anatomy(hf), "tiny", llama_words() if words else None)
+    return Model(hf, Structure(hf), "tiny", llama_words() if words else None)

@@ -17,13 +17,13 @@ def gpt2(data_folder):
 
 @pytest.fixture(scope="module")
 def text():
-    return lj.read("pydoc", limit=80)
+    return lj.load_text("pydoc", limit=80)
 
 
 @pytest.fixture(scope="module")
 def jumps(gpt2, text):
     pairs = "0:4,1:4,2:4,3:4,2.mid:4,0:2,1:3"
-    return lj.fit(gpt2, text, pairs=pairs, sizes="100/0/0")
+    return lj.fit(gpt2, text, pairs=pairs, split="100/0/0")
 
 
 def made(family: str, variant: str = "") -> lj.Model:

@@ -8,14 +8,14 @@ from helpers import synthetic_jumps
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.errors import BadModel
-from layerjump.interventions.linearize import PARTS, jumping, linearised, pairs_of, spliced
+from layerjump.interventions.linearize import PARTS, jumping, linearize, pairs_of, skip_blocks
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Anatomy, Site
+from layerjump.models.structure import Site, Structure
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
 
 EXACT = 1e-10
@@ -24,7 +24,7 @@ EXACT = 1e-10
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def model(request: pytest.FixtureRequest) -> Model:
     hf = tiny_model(*request.param)
-    return Model(hf, Anatomy(hf), "-".join(request.param))
+    return Model(hf, Structure(hf), "-".join(request.param))
 
 
 def jumps_of(model: Model, pairs: list, scale: float = 0.2) -> Jumps:
@@ -34,7 +34,7 @@ def jumps_of(model: Model, pairs: list, scale: float = 0.2) -> Jumps:
     def normal(*shape: int) -> torch.Tensor:
         return scale * torch.randn(*shape, dtype=torch.float64, generator=draw)
 
-    d = model.width
+    d = model.d_model
     maps = {pair: Affine.of(normal(d, d), bias=normal(d)) for pair in pairs}
     infos = {pair: JumpInfo(*pair, "affine") for pair in pairs}
     provenance = synthetic_jumps.provenance(width=d, n_blocks=model.n_blocks)
@@ -47,7 +47,7 @@ def levels(model: Model) -> list:
 
 
 def last_level(model: Model, batch) -> torch.Tensor:
-    (found,) = states(model, [batch], [model.n_blocks])
+    (found,) = capture_states(model, [batch], [model.n_blocks])
     return found[model.n_blocks]
 
 
@@ -62,7 +62,7 @@ def test_nothing_replaced_is_bit_identical(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     before = last_level(model, batch)
     for parts in (*PARTS, "block"):
-        with linearised(model, jumps, parts=parts, blocks=[]):
+        with linearize(model, jumps, parts=parts, blocks=[]):
             assert torch.equal(last_level(model, batch), before)
 
 
@@ -70,7 +70,7 @@ def test_a_splice_is_the_map_and_then_the_later_blocks(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     rerun = Rerun(model, batch)
     for i, j in ((0, 1), (1, 2), (0, model.n_blocks), (1, model.n_blocks)):
-        with torch.no_grad(), spliced(model, jumps, i, j):
+        with torch.no_grad(), skip_blocks(model, jumps, i, j):
             found = last_level(model, batch)
         with torch.no_grad():
             expected = rerun.from_level(j, jumps[i, j](rerun.levels[i]))
@@ -80,7 +80,7 @@ def test_a_splice_is_the_map_and_then_the_later_blocks(model):
 def test_each_block_its_own_map_is_a_chain_of_maps(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     rerun = Rerun(model, batch)
-    with torch.no_grad(), linearised(model, jumps, parts="block"):
+    with torch.no_grad(), linearize(model, jumps, parts="block"):
         found = last_level(model, batch)
         expected = rerun.levels[0]
         for block in range(1, model.n_blocks + 1):
@@ -91,9 +91,9 @@ def test_each_block_its_own_map_is_a_chain_of_maps(model):
 def test_the_model_is_restored_after_success_and_after_an_exception(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     before, whole = as_found(model), last_level(model, batch)
-    with spliced(model, jumps, 0, 2):
+    with skip_blocks(model, jumps, 0, 2):
         assert not torch.allclose(last_level(model, batch), whole, atol=1e-3)
-    with pytest.raises(KeyError), linearised(model, jumps, parts="block", blocks=[1]):
+    with pytest.raises(KeyError), linearize(model, jumps, parts="block", blocks=[1]):
         raise KeyError
     assert as_found(model) == before
     assert torch.equal(last_level(model, batch), whole)
@@ -135,7 +135,7 @@ def test_generation_with_a_cache_is_generation_without_one(model, parts):
         pytest.skip("no such part")
     jumps = jumps_of(model, pairs)
     plain = generated(model)
-    with linearised(model, jumps, parts=parts, blocks=[1]):
+    with linearize(model, jumps, parts=parts, blocks=[1]):
         assert generated(model) == one_by_one(model)
     assert generated(model) == plain
 
@@ -145,7 +145,7 @@ def test_a_splice_generates_with_a_cache_as_without(model):
         pytest.skip("does not generate by itself")
     jumps = jumps_of(model, levels(model))
     for i, j in ((0, 2), (1, 2)):
-        with spliced(model, jumps, i, j):
+        with skip_blocks(model, jumps, i, j):
             assert generated(model) == one_by_one(model)
 
 
@@ -165,17 +165,17 @@ def test_jumping_over_blocks_by_the_identity_is_a_model_without_them(model):
 @pytest.fixture(scope="module")
 def gpt2() -> Model:
     hf = tiny_model("gpt2")
-    return Model(hf, Anatomy(hf), "gpt2")
+    return Model(hf, Structure(hf), "gpt2")
 
 
 def test_a_stand_in_for_attention_is_the_fitted_map(gpt2):
     (pair,) = pairs_of(gpt2, 2, "attn")
     jumps = jumps_of(gpt2, [pair])
     batch = sample(gpt2)
-    (exact,) = states(gpt2, [batch], [pair[0]])
-    with torch.no_grad(), linearised(gpt2, jumps, parts="attn", blocks=[2]):
+    (exact,) = capture_states(gpt2, [batch], [pair[0]])
+    with torch.no_grad(), linearize(gpt2, jumps, parts="attn", blocks=[2]):
         # The source of the map is the part's own input, and what follows is its output.
-        (found,) = states(gpt2, [batch], ["2.mid", 1])
+        (found,) = capture_states(gpt2, [batch], ["2.mid", 1])
         assert torch.allclose(found["2.mid"], found[1] + jumps[pair](exact[pair[0]]), atol=EXACT)
 
 
@@ -186,7 +186,7 @@ def test_bad_parts_and_blocks_are_refused(gpt2):
         ({"parts": "xattn"}, "no xattn"),
         ({"parts": "block", "blocks": [4]}, "blocks 1 to 3"),
     ):
-        with pytest.raises(BadModel, match=message), linearised(gpt2, jumps, **settings):
+        with pytest.raises(BadModel, match=message), linearize(gpt2, jumps, **settings):
             pass
-    with pytest.raises(BadModel, match="levels from 0 to 3"), spliced(gpt2, jumps, 2, 2):
+    with pytest.raises(BadModel, match="levels from 0 to 3"), skip_blocks(gpt2, jumps, 2, 2):
         pass

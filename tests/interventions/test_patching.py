@@ -8,13 +8,20 @@ from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
-from layerjump.interventions.patching import Rerun, constant, mapped, noisy, only, replaced
+from layerjump.interventions.patching import (
+    Rerun,
+    add_noise,
+    patch,
+    replace_by_constant,
+    replace_by_map,
+    restrict_to,
+)
 from layerjump.jumps.memory import site_width
 from layerjump.jumps.pairs import parse_pairs
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Anatomy, Site
+from layerjump.models.structure import Site, Structure
 
 EXACT = 1e-12
 
@@ -22,7 +29,7 @@ EXACT = 1e-12
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def model(request: pytest.FixtureRequest) -> Model:
     hf = tiny_model(*request.param)
-    return Model(hf, Anatomy(hf), "-".join(request.param))
+    return Model(hf, Structure(hf), "-".join(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def hooks(model: Model) -> dict:
 
 
 def last_level(model: Model, batch: Batch) -> torch.Tensor:
-    (found,) = states(model, [batch], [model.n_blocks])
+    (found,) = capture_states(model, [batch], [model.n_blocks])
     return found[model.n_blocks]
 
 
@@ -52,13 +59,13 @@ def untouched(source: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def every_part(model: Model) -> list:
-    pairs = parse_pairs("submodules", model.anatomy)
+    pairs = parse_pairs("submodules", model.structure)
     blocks = range(1, model.n_blocks + 1)
     return pairs + [(Site(block, "attn.in"), Site(block, "heads")) for block in blocks]
 
 
 def test_the_levels_are_those_of_the_model(model, batch, rerun):
-    (found,) = states(model, [batch], range(model.n_blocks + 1))
+    (found,) = capture_states(model, [batch], range(model.n_blocks + 1))
     assert len(rerun.levels) == model.n_blocks + 1
     for level in range(model.n_blocks + 1):
         assert torch.equal(rerun.picked(rerun.levels[level]), found[level])
@@ -74,26 +81,26 @@ def test_a_rerun_from_any_level_is_the_same_to_the_last_bit(model, rerun):
 
 def test_replacing_nothing_changes_nothing(model, batch):
     before = last_level(model, batch)
-    with replaced(model, {}):
+    with patch(model, {}):
         assert torch.equal(last_level(model, batch), before)
 
 
 def test_replacing_parts_by_what_they_give_changes_nothing(model, batch, rerun):
     changes = dict.fromkeys(every_part(model), untouched)
     assert torch.equal(rerun.from_level(0, changes=changes), rerun.levels[-1])
-    with replaced(model, changes):
+    with patch(model, changes):
         assert torch.equal(last_level(model, batch), rerun.picked(rerun.levels[-1]))
 
 
 def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
     """The change reads what the norm reads, so the norm itself may stand in as the map."""
-    family = model.anatomy.family
+    family = model.structure.family
     changes = {}
-    for block, module in enumerate(model.anatomy.blocks, start=1):
+    for block, module in enumerate(model.structure.blocks, start=1):
         for name, path in (("ln1", family.ln1), ("lnx", family.lnx), ("ln2", family.ln2)):
             if path is not None:
                 norm = module.get_submodule(path)
-                changes[Site(block, f"{name}.in"), Site(block, f"{name}.out")] = mapped(
+                changes[Site(block, f"{name}.in"), Site(block, f"{name}.out")] = replace_by_map(
                     norm.forward
                 )
     assert torch.allclose(rerun.from_level(0, changes=changes), rerun.levels[-1], atol=EXACT)
@@ -102,12 +109,12 @@ def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
 @pytest.mark.parametrize("part", ["attn", "xattn", "ffn"])
 def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
     """In the last block, against the block's own arithmetic written out."""
-    crossed = model.anatomy.family.xattn is not None
+    crossed = model.structure.family.xattn is not None
     if part == ("attn" if crossed else "xattn"):
         pytest.skip("cross-attention, where there is any, reads what attention gave")
     block = model.n_blocks
     pair = Site(block, f"{part}.in"), Site(block, f"{part}.out")
-    zero = constant(torch.zeros(model.width))
+    zero = replace_by_constant(torch.zeros(model.d_model))
     found = rerun.picked(rerun.from_level(block - 1, changes={pair: zero}))
     assert torch.allclose(found, by_hand(model, rerun, without=part), rtol=0, atol=EXACT)
     assert not torch.allclose(found, rerun.picked(rerun.levels[-1]), atol=1e-3)
@@ -115,10 +122,10 @@ def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
 
 def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
     """The last block's output when it adds no attention or no feed-forward, from its parts."""
-    block, row = model.n_blocks, model.anatomy.family
-    module = model.anatomy.blocks[-1]
+    block, row = model.n_blocks, model.structure.family
+    module = model.structure.blocks[-1]
     parts = {name: Site(block, name) for name in ("attn.in", "attn.out", "ffn.in", "ffn.out")}
-    (found,) = states(model, [rerun.batch], [block - 1, *parts.values()])
+    (found,) = capture_states(model, [rerun.batch], [block - 1, *parts.values()])
     stream = found[block - 1]
     attn, ffn = found[parts["attn.out"]], found[parts["ffn.out"]]
     if row.xattn is not None:
@@ -140,9 +147,9 @@ def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
 
 
 def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
-    block, row = model.n_blocks, model.anatomy.family
-    (found,) = states(model, [rerun.batch], [Site(block, "mid"), Site(block, "mid2")])
-    lnx, ln2 = (model.anatomy.blocks[-1].get_submodule(path) for path in (row.lnx, row.ln2))
+    block, row = model.n_blocks, model.structure.family
+    (found,) = capture_states(model, [rerun.batch], [Site(block, "mid"), Site(block, "mid2")])
+    lnx, ln2 = (model.structure.blocks[-1].get_submodule(path) for path in (row.lnx, row.ln2))
     with torch.no_grad():
         if without == "ffn":
             stream = found[Site(block, "mid2")]
@@ -156,7 +163,7 @@ def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) ->
 
 def feed_forward(model: Model, x: torch.Tensor) -> torch.Tensor:
     """What the last block's feed-forward adds for an input, through its own modules."""
-    module, row = model.anatomy.blocks[-1], model.anatomy.family
+    module, row = model.structure.blocks[-1], model.structure.family
     kind = model.hf.config.model_type
     if kind in ("opt", "bart"):
         return module.fc2(module.activation_fn(module.fc1(x)))
@@ -175,8 +182,10 @@ def test_a_head_replaced_by_zero_is_a_head_whose_columns_are_zero(model, rerun):
     size = site_width(model, Site(block, "heads")) // heads
     columns = slice(size, 2 * size)
     pair = Site(block, "attn.in"), Site(block, "heads")
-    found = rerun.from_level(block - 1, changes={pair: only(columns, constant(torch.zeros(size)))})
-    projection = model.anatomy.tap(pair[1]).module
+    found = rerun.from_level(
+        block - 1, changes={pair: restrict_to(columns, replace_by_constant(torch.zeros(size)))}
+    )
+    projection = model.structure.tap(pair[1]).module
     weight = projection.weight.data
     kept = weight.clone()
     transposed = type(projection).__name__ == "Conv1D"
@@ -191,7 +200,7 @@ def test_a_head_replaced_by_zero_is_a_head_whose_columns_are_zero(model, rerun):
 
 def test_one_head_changes_nothing_if_it_is_given_its_own_output(model, rerun):
     pair = Site(2, "attn.in"), Site(2, "heads")
-    same = rerun.from_level(1, changes={pair: only(slice(0, 8), untouched)})
+    same = rerun.from_level(1, changes={pair: restrict_to(slice(0, 8), untouched)})
     assert torch.equal(same, rerun.levels[-1])
 
 
@@ -203,19 +212,19 @@ def test_only_the_block_asked_for_changes(model, batch, rerun):
     assert not torch.allclose(changed, rerun.levels[2], atol=1e-6)
     expected = rerun.from_level(2, changed)
     assert torch.equal(rerun.from_level(0, changes={pair: twice}), expected)
-    with replaced(model, {pair: twice}):
+    with patch(model, {pair: twice}):
         for _ in range(2):  # calls are counted anew in every pass
-            (found,) = states(model, [batch], [1, 2, model.n_blocks])
+            (found,) = capture_states(model, [batch], [1, 2, model.n_blocks])
     assert torch.equal(found[1], rerun.picked(rerun.levels[1]))
     assert torch.equal(found[2], rerun.picked(changed))
     assert torch.equal(found[model.n_blocks], rerun.picked(expected))
 
 
 def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
-    weight = 0.1 * torch.randn(model.width, model.width, dtype=torch.float64)
-    jump = torch.nn.Linear(model.width, model.width, bias=False, dtype=torch.float64)
+    weight = 0.1 * torch.randn(model.d_model, model.d_model, dtype=torch.float64)
+    jump = torch.nn.Linear(model.d_model, model.d_model, bias=False, dtype=torch.float64)
     jump.weight.data = weight
-    with torch.no_grad(), replaced(model, {(0, 2): mapped(jump)}):
+    with torch.no_grad(), patch(model, {(0, 2): replace_by_map(jump)}):
         found = last_level(model, batch)
     expected = rerun.from_level(2, rerun.levels[0] @ weight.T)
     assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
@@ -224,7 +233,7 @@ def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
 def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
     """A linear stand-in for attention, against the captured input times its weight."""
     pair = Site(1, "attn.in"), Site(1, "attn.out")
-    weight = torch.randn(model.width, model.width, dtype=torch.float64)
+    weight = torch.randn(model.d_model, model.d_model, dtype=torch.float64)
     seen = []
 
     def change(source, exact):
@@ -232,7 +241,7 @@ def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
         return seen[-1]
 
     rerun.from_level(0, changes={pair: change}, to=1)
-    (found,) = states(model, [rerun.batch], [pair[0]])
+    (found,) = capture_states(model, [rerun.batch], [pair[0]])
     grid = seen[0].reshape(*rerun.batch.input_ids.shape, -1)
     assert torch.allclose(rerun.picked(grid), found[pair[0]] @ weight.T, rtol=0, atol=1e-10)
 
@@ -247,9 +256,9 @@ def test_no_hook_stays_behind(model, batch, rerun):
     rerun.from_level(0, changes={pair: untouched})
     with pytest.raises(ZeroDivisionError):
         rerun.from_level(0, changes={pair: broken})
-    with pytest.raises(ZeroDivisionError), replaced(model, {pair: broken}):
+    with pytest.raises(ZeroDivisionError), patch(model, {pair: broken}):
         last_level(model, batch)
-    with pytest.raises(KeyError), replaced(model, {pair: untouched}):
+    with pytest.raises(KeyError), patch(model, {pair: untouched}):
         raise KeyError
     with pytest.raises(IndexError):
         Rerun(model, Batch(10**6 + batch.input_ids, *list(vars(batch).values())[1:]))
@@ -260,7 +269,7 @@ def test_no_hook_stays_behind(model, batch, rerun):
 @pytest.fixture(scope="module")
 def gpt2() -> Model:
     hf = tiny_model("gpt2")
-    return Model(hf, Anatomy(hf), "gpt2")
+    return Model(hf, Structure(hf), "gpt2")
 
 
 def test_noise_is_as_long_as_the_maps_error(gpt2):
@@ -268,8 +277,8 @@ def test_noise_is_as_long_as_the_maps_error(gpt2):
     torch.nn.init.zeros_(zero.weight)
     exact = torch.randn(2, 5, 32, dtype=torch.float64)
     with torch.no_grad():
-        made = noisy(zero, seed=1)(exact, exact)
-        again = noisy(zero, seed=1)(exact, exact)
+        made = add_noise(zero, seed=1)(exact, exact)
+        again = add_noise(zero, seed=1)(exact, exact)
     assert torch.equal(made, again)
     assert torch.allclose((made - exact).norm(dim=-1), exact.norm(dim=-1))
     assert abs(torch.nn.functional.cosine_similarity(made - exact, exact, dim=-1).mean()) < 0.5
@@ -279,7 +288,7 @@ def test_a_float32_map_serves_a_float64_model(gpt2):
     jump = torch.nn.Linear(32, 32)
     source = torch.randn(3, 32, dtype=torch.float64)
     with torch.no_grad():
-        made = mapped(jump)(source, source)
+        made = replace_by_map(jump)(source, source)
         assert made.dtype == torch.float64
         assert torch.equal(made, jump(source.float()).double())
 
@@ -288,7 +297,7 @@ def test_a_source_that_comes_later_is_refused(gpt2):
     batch = sample(gpt2)
     with (
         pytest.raises(BadModel, match="only later"),
-        replaced(gpt2, {("2.attn.in", "1.attn.out"): untouched}),
+        patch(gpt2, {("2.attn.in", "1.attn.out"): untouched}),
     ):
         last_level(gpt2, batch)
 

@@ -10,7 +10,7 @@ from helpers.synthetic_jumps import same
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator
-from layerjump.jumps.cache import has_kept, kept_jumps
+from layerjump.jumps.cache import cached_jumps, has_cached_jumps
 
 FEW = {"tokens": 3_000}
 
@@ -36,15 +36,15 @@ def runs(model):
 
 
 def test_the_second_use_loads_what_the_first_one_fitted(home, model, runs):
-    assert not has_kept(model, ["mat"], **FEW)
+    assert not has_cached_jumps(model, ["mat"], **FEW)
     seen = []
-    first = kept_jumps(model, ["mat"], progress=lambda *done: seen.append(done), **FEW)["mat"]
+    first = cached_jumps(model, ["mat"], progress=lambda *done: seen.append(done), **FEW)["mat"]
     passes = len(runs)
     assert passes == len(seen) > 0
     assert seen[-1][0] == seen[-1][1] > 2_000
-    assert has_kept(model, ["mat"], **FEW)
-    assert not has_kept(model, ["mat", "affine"], **FEW)
-    assert same(kept_jumps(model, ["mat"], **FEW)["mat"], first)
+    assert has_cached_jumps(model, ["mat"], **FEW)
+    assert not has_cached_jumps(model, ["mat", "affine"], **FEW)
+    assert same(cached_jumps(model, ["mat"], **FEW)["mat"], first)
     assert len(runs) == passes
     wanted = lj.fit(model, "pydoc", **FEW)
     for pair in wanted:
@@ -54,13 +54,13 @@ def test_the_second_use_loads_what_the_first_one_fitted(home, model, runs):
 
 
 def test_several_estimators_cost_one_pass(home, model, runs):
-    found = kept_jumps(model, ["mat", "affine", "ridge"], **FEW)
+    found = cached_jumps(model, ["mat", "affine", "ridge"], **FEW)
     assert list(found) == ["mat", "affine", "ridge"]
     assert found["ridge"].info[2, 4].strength is not None  # chosen on the select split
     passes = len(runs)
-    kept_jumps(model, ["ridge", "mat"], **FEW)
+    cached_jumps(model, ["ridge", "mat"], **FEW)
     assert len(runs) == passes
-    kept_jumps(model, ["mat", "mean-shift"], **FEW)
+    cached_jumps(model, ["mat", "mean-shift"], **FEW)
     assert passes < len(runs) <= 2 * passes
 
 
@@ -68,25 +68,25 @@ def test_more_text_and_other_text_are_kept_apart(home, model, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"Lily had {n} red balls and a dog named Max." for n in range(400)))
     settings = {"text": str(file), "tokens": 2_000}
-    other = kept_jumps(model, **settings)["mat"]
+    other = cached_jumps(model, **settings)["mat"]
     assert other.provenance.text != "pydoc"
-    assert has_kept(model, **settings)
-    assert not has_kept(model, **FEW)
+    assert has_cached_jumps(model, **settings)
+    assert not has_cached_jumps(model, **FEW)
     file.write_text(file.read_text().replace("Lily", "Tom"))
-    assert not has_kept(model, **settings)
+    assert not has_cached_jumps(model, **settings)
 
 
 def test_other_weights_have_jumps_of_their_own(home, model, data_folder):
-    kept_jumps(model, **FEW)
+    cached_jumps(model, **FEW)
     changed = lj.load(data_folder / "tiny-gpt2")
     with torch.no_grad():
         changed.hf.transformer.h[1].mlp.c_fc.weight.mul_(1.5)
-    assert not has_kept(changed, **FEW)
+    assert not has_cached_jumps(changed, **FEW)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "mixed"])
 def test_a_broken_folder_is_fitted_again(damage, home, model, runs):
-    first = kept_jumps(model, **FEW)["mat"]
+    first = cached_jumps(model, **FEW)["mat"]
     (tensors,) = home.rglob("jumps.safetensors")
     if damage == "cut":
         tensors.write_bytes(tensors.read_bytes()[:-100])
@@ -95,11 +95,11 @@ def test_a_broken_folder_is_fitted_again(damage, home, model, runs):
     else:
         (tensors.parent / "jumps.json").write_text("{}")
     before = len(runs)
-    again = kept_jumps(model, **FEW)["mat"]
+    again = cached_jumps(model, **FEW)["mat"]
     assert len(runs) > before
     assert same(first, again)
     done = len(runs)
-    kept_jumps(model, **FEW)
+    cached_jumps(model, **FEW)
     assert len(runs) == done
 
 
@@ -107,7 +107,7 @@ def test_two_processes_fit_once(home, model):
     def fit() -> None:
         passes = []
         model.stack.register_forward_pre_hook(lambda *_: passes.append(1))
-        kept_jumps(model, **FEW)
+        cached_jumps(model, **FEW)
         (home / f"passes-{os.getpid()}").write_text(str(len(passes)))
 
     children = [start(fit) for _ in range(3)]
@@ -118,15 +118,15 @@ def test_two_processes_fit_once(home, model):
 
 
 def test_a_masked_model_is_fitted_at_masks(home, data_folder):
-    jumps = kept_jumps(lj.load(data_folder / "tiny-bert"), tokens=6_000)["mat"]
+    jumps = cached_jumps(lj.load(data_folder / "tiny-bert"), tokens=6_000)["mat"]
     assert jumps.provenance.positions == "15%"
 
 
 def test_what_cannot_be_kept_is_said_before_anything_runs(home, model, runs):
     with pytest.raises(BadEstimator, match="no estimator 'magic'"):
-        kept_jumps(model, ["mat", "magic"], **FEW)
+        cached_jumps(model, ["mat", "magic"], **FEW)
     with pytest.raises(BadEstimator, match="low-rank wants a rank"):
-        kept_jumps(model, ["low-rank"], **FEW)
+        cached_jumps(model, ["low-rank"], **FEW)
     assert runs == []
 
 
@@ -134,4 +134,4 @@ def test_a_home_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, model)
     Path(tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("LAYERJUMP_HOME", str(tmp_path / "file"))
     with pytest.raises(BadArtifact, match="cannot be written"):
-        kept_jumps(model, **FEW)
+        cached_jumps(model, **FEW)

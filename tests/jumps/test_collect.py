@@ -20,9 +20,9 @@ from layerjump.errors import (
     TooLarge,
     WrongModel,
 )
-from layerjump.jumps.collect import Collected, merge, plan
+from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.memory import Bill, site_width
+from layerjump.jumps.memory import CostEstimate, site_width
 from layerjump.jumps.pairs import parse_pairs
 from layerjump.models.structure import Site
 
@@ -31,7 +31,7 @@ model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 
 @pytest.fixture(scope="module")
 def collected(model, text):
-    return lj.collect(model, text, pairs="all", positions="all")
+    return lj.collect_moments(model, text, pairs="all", positions="all")
 
 
 @pytest.mark.parametrize("skip_first", [0, 1])
@@ -39,10 +39,10 @@ def collected(model, text):
 def test_mat_equals_scikit_learn_on_the_same_states(name, skip_first, data_folder, real_folder):
     """Also with attention-sink rows (skip_first 0): predictions within 1e-4 of their standard deviation."""
     folder = real_folder(name) if name == "stories15M" else data_folder / name
-    model, text = lj.load(folder), lj.read("pydoc")
+    model, text = lj.load(folder), lj.load_text("pydoc")
     positions = lj.Positions("sample", 9, skip_first=skip_first, special=True)
-    jumps = lj.fit(model, text, positions=positions, sizes="1000/0/100")
-    parts = lj.split(len(text.documents), "1000/0/100")
+    jumps = lj.fit(model, text, positions=positions, split="1000/0/100")
+    parts = lj.split_documents(len(text.documents), "1000/0/100")
     here, last = Site(1), Site(model.n_blocks)
     train = kept(model, text, [here, last], parts.fit, positions)
     test = kept(model, text, [here, last], parts.test, positions)
@@ -70,7 +70,7 @@ def test_an_affine_model_is_recovered():
     hf = silent_gpt2()
     model = lj.Model.wrap(hf, byte_tokenizer())
     jumps = lj.fit(
-        model, lj.read("pydoc", limit=120), pairs="to-last", estimator="affine", max_length=32
+        model, lj.load_text("pydoc", limit=120), pairs="to-last", estimator="affine", max_length=32
     )
     for info in jumps.info.values():
         assert info.r2[0] == pytest.approx(1, abs=1e-8)
@@ -96,17 +96,17 @@ def test_every_estimator_makes_jumps(collected, estimator):
 
 @pytest.mark.parametrize("how", ["pooled", "best-level"])
 def test_one_jump_for_all(model, text, how):
-    jumps = solve_jumps(lj.collect(model, text), "ojfa", rank=8, how=how)
+    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", rank=8, how=how)
     assert len({tuple(jumps[level, 4][0].weight.flatten()[:9].tolist()) for level in range(4)}) == 1
     assert all(info.rank == 8 for info in jumps.info.values())
 
 
 def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
     """At the same small rank, the metric's map has the smaller error in logits, on held-out text."""
-    run = lj.collect(model, text, positions="all")
+    run = lj.collect_moments(model, text, positions="all")
     plain = solve_jumps(run, "low-rank", rank=4)
     metric = solve_jumps(run, "low-rank", rank=4, metric="unembedding", model=model)
-    parts = lj.split(len(text.documents))
+    parts = lj.split_documents(len(text.documents))
     test = kept(model, text, [Site(1), Site(4)], parts.test, lj.Positions("all"))
     x, y = (torch.from_numpy(test[site]).float() for site in (Site(1), Site(4)))
     scale = model.hf.transformer.ln_f.weight * model.hf.lm_head.weight
@@ -118,7 +118,7 @@ def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
 
 
 def test_sub_modules_are_paired_input_to_output_with_position_0(model, text):
-    run = lj.collect(model, text, pairs="submodules", tokens=6000)
+    run = lj.collect_moments(model, text, pairs="submodules", tokens=6000)
     assert len(run.fit.pairs) == 16
     assert run.about["skip_first"] == 0
     jumps = solve_jumps(run, "affine")
@@ -127,38 +127,38 @@ def test_sub_modules_are_paired_input_to_output_with_position_0(model, text):
 
 
 def test_pairs_are_parsed_and_bad_ones_named(model):
-    anatomy = model.anatomy
-    assert len(parse_pairs("all", anatomy)) == 10
-    assert parse_pairs("adjacent", anatomy)[0] == (Site(0), Site(1))
-    assert parse_pairs("0:4, 2.attn.in:final", anatomy)[1][0] == Site(2, "attn.in")
+    structure = model.structure
+    assert len(parse_pairs("all", structure)) == 10
+    assert parse_pairs("adjacent", structure)[0] == (Site(0), Site(1))
+    assert parse_pairs("0:4, 2.attn.in:final", structure)[1][0] == Site(2, "attn.in")
     for bad, message in [("0", "give to-last"), ("0:9", "levels 0 to 4"), ("3:3", "to itself")]:
         with pytest.raises(LayerjumpError, match=message):
-            parse_pairs(bad, anatomy)
+            parse_pairs(bad, structure)
 
 
 def test_all_pairs_sample_positions_by_themselves(model):
-    run = plan(model, "pydoc", pairs="all")
+    run = plan_run(model, "pydoc", pairs="all")
     share = lj.Positions.parse(run.about["positions"]).amount
     assert share == 0.15
-    assert run.batches["fit"].n_picks >= 44 * model.width
-    few = plan(model, lj.read("pydoc", limit=60), pairs="all")
+    assert run.batches["fit"].n_picks >= 44 * model.d_model
+    few = plan_run(model, lj.load_text("pydoc", limit=60), pairs="all")
     assert lj.Positions.parse(few.about["positions"]).amount > 0.15
-    assert few.batches["fit"].n_picks == pytest.approx(44 * model.width, rel=0.05)
+    assert few.batches["fit"].n_picks == pytest.approx(44 * model.d_model, rel=0.05)
 
 
 def test_few_positions_are_warned_about(model, caplog):
     with caplog.at_level("WARNING", logger="layerjump"):
-        plan(model, lj.read("pydoc", limit=60), positions="one")
+        plan_run(model, lj.load_text("pydoc", limit=60), positions="one")
     assert "inflated by 1 + d/(n−d−1)" in caplog.text
 
 
 def test_the_bill_is_refused_when_memory_lacks(model, text):
-    run = plan(model, text, pairs="all", positions="all")
-    entries = 64 * 64 * (4 + 10) if model.width == 64 else model.width**2 * 14
-    assert run.bill.sums_bytes == 3 * (8 * entries + 4 * 2000 * 5 * model.width)
+    run = plan_run(model, text, pairs="all", positions="all")
+    entries = 64 * 64 * (4 + 10) if model.d_model == 64 else model.d_model**2 * 14
+    assert run.bill.sums_bytes == 3 * (8 * entries + 4 * 2000 * 5 * model.d_model)
     assert "positions; memory for sums" in str(run.bill)
     with pytest.raises(TooLarge, match="fewer pairs"):
-        Bill(10**15, 0, 1, 1, 1, 1).require_memory()
+        CostEstimate(10**15, 0, 1, 1, 1, 1).require_memory()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gemma2", "albert"])
@@ -166,14 +166,14 @@ def test_widths_are_known_before_the_run(family):
     wrapped = lj.Model.wrap(tiny_model(family))
     from layerjump.models.self_check import sample
 
-    (found,) = lj.states(wrapped, [sample(wrapped)], wrapped.anatomy.sites())
-    for site in wrapped.anatomy.sites():
+    (found,) = lj.capture_states(wrapped, [sample(wrapped)], wrapped.structure.sites())
+    for site in wrapped.structure.sites():
         assert site_width(wrapped, site) == found[site].shape[1], site
 
 
 def test_text_shorter_than_asked_for(model):
     with pytest.raises(TextTooShort, match="asked for"):
-        lj.collect(model, lj.read("pydoc", limit=50), tokens=10**7)
+        lj.collect_moments(model, lj.load_text("pydoc", limit=50), tokens=10**7)
 
 
 def test_bad_states_name_level_and_batch(model, text):
@@ -182,7 +182,7 @@ def test_bad_states_name_level_and_batch(model, text):
     with torch.no_grad():
         hf.transformer.h[1].mlp.c_proj.bias[3] = float("nan")
     with pytest.raises(BadMoments, match=r"site 2 hold NaN .* in batch 0 of the test split"):
-        lj.collect(wrapped, text, max_length=32)
+        lj.collect_moments(wrapped, text, max_length=32)
 
 
 # -- saved sums
@@ -190,7 +190,7 @@ def test_bad_states_name_level_and_batch(model, text):
 
 def test_saved_sums_give_the_same_jumps(collected, tmp_path):
     collected.save(tmp_path / "m.safetensors")
-    loaded = Collected.load(tmp_path / "m.safetensors")
+    loaded = SplitMoments.load(tmp_path / "m.safetensors")
     assert loaded.about == collected.about
     for name, total in collected.fit.sums.items():
         assert torch.equal(total, loaded.fit.sums[name])
@@ -208,8 +208,8 @@ def test_two_halves_merge_to_the_whole(model, text):
         lj.Corpus(name, docs, "")
         for name, docs in (("a", text.documents[:150]), ("b", text.documents[150:]))
     ]
-    whole = merge([lj.collect(model, corpus, sizes="100/0/0") for corpus in half])
-    once = lj.collect(model, text, sizes="100/0/0")
+    whole = merge_moments([lj.collect_moments(model, corpus, split="100/0/0") for corpus in half])
+    once = lj.collect_moments(model, text, split="100/0/0")
     assert whole.fit.n == once.fit.n
     assert whole.about["text"] == "a + b"
     assert_same_predictions(solve_jumps(whole, "mat"), solve_jumps(once, "mat"), model, text)
@@ -217,13 +217,13 @@ def test_two_halves_merge_to_the_whole(model, text):
 
 def test_what_cannot_be_merged_is_said(collected, model, text, data_folder):
     with pytest.raises(BadMoments, match="count it twice"):
-        merge([collected, collected])
-    other = lj.collect(lj.load(data_folder / "tiny-bert"), text, pairs="all", tokens=3000)
+        merge_moments([collected, collected])
+    other = lj.collect_moments(lj.load(data_folder / "tiny-bert"), text, pairs="all", tokens=3000)
     with pytest.raises(WrongModel, match="different weights"):
-        merge([collected, other])
-    few = lj.collect(model, lj.read("pydoc", limit=80), pairs="to-last")
+        merge_moments([collected, other])
+    few = lj.collect_moments(model, lj.load_text("pydoc", limit=80), pairs="to-last")
     with pytest.raises(BadMoments, match="same pairs"):
-        merge([collected, few])
+        merge_moments([collected, few])
 
 
 def test_damaged_and_foreign_files_are_named(collected, tmp_path):
@@ -232,9 +232,9 @@ def test_damaged_and_foreign_files_are_named(collected, tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(BadArtifact):
-        Collected.load(path)
+        SplitMoments.load(path)
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(2)}, path)
     with pytest.raises(BadArtifact):
-        Collected.load(path)
+        SplitMoments.load(path)

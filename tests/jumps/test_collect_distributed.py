@@ -45,7 +45,7 @@ def test_several_processes_give_the_same_jumps(n, model, data_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     one, many = (lj.Jumps.from_pretrained(tmp_path / name) for name in ("one", "many"))
     assert json.loads((tmp_path / "many" / "jumps.json").read_text())["provenance"]["n_fit"] > 0
-    assert_same_predictions(many, one, model, lj.read("pydoc"))
+    assert_same_predictions(many, one, model, lj.load_text("pydoc"))
     for pair in one:
         assert one.info[pair].r2 == pytest.approx(many.info[pair].r2, abs=1e-5)
 

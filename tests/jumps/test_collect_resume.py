@@ -11,7 +11,7 @@ from helpers import fitted_gpt2
 from helpers.comparisons import same_bytes
 
 from layerjump.errors import BadArtifact
-from layerjump.jumps.collect import Checkpoint, Collected, plan
+from layerjump.jumps.collect import Checkpoint, SplitMoments, plan_run
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 
@@ -96,17 +96,17 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path
 
 
 def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
-    run = plan(model, text)
+    run = plan_run(model, text)
     checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(Collected(run.moments, run.about), dict.fromkeys(run.batches, 0))
-    again = plan(model, text, seed=1)
+    checkpoint.save(SplitMoments(run.moments, run.about), dict.fromkeys(run.batches, 0))
+    again = plan_run(model, text, seed=1)
     with pytest.raises(BadArtifact, match="other settings .*seed 0 → 1"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))
 
 
 def test_resuming_with_other_features_is_refused(model, text, tmp_path):
-    run = plan(model, text, pairs="to-final", reads="both")
-    Checkpoint(tmp_path).save(Collected(run.moments, run.about), dict.fromkeys(run.batches, 0))
-    again = plan(model, text, pairs="to-final", reads="rms")
+    run = plan_run(model, text, pairs="to-final", features="both")
+    Checkpoint(tmp_path).save(SplitMoments(run.moments, run.about), dict.fromkeys(run.batches, 0))
+    again = plan_run(model, text, pairs="to-final", features="rms")
     with pytest.raises(BadArtifact, match="other settings .*features both → rms"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import layerjump as lj
 from layerjump.cli.main import app
 from layerjump.errors import BadEstimator, BadJumps
-from layerjump.lens.trajectory import read
+from layerjump.lens.trajectory import read_trajectory
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.structure import Site
 
@@ -163,7 +163,7 @@ def test_thin_factors_are_multiplied_out(model, tmp_path):
 def test_an_imported_lens_works_from_a_saved_folder(data_folder, tmp_path):
     """Read, generated with: as any fitted one."""
     model = lj.load(data_folder / "tiny-gpt2")
-    fitted = lj.fit(model, "pydoc", tokens=3000, sizes="100/0/0")
+    fitted = lj.fit(model, "pydoc", tokens=3000, split="100/0/0")
     lj.export_lens(fitted, model, tmp_path / "lens", "tuned-lens")
     lj.import_lens(tmp_path / "lens", model).save_pretrained(tmp_path / "jumps")
     jumps = lj.Jumps.from_pretrained(tmp_path / "jumps", model=model)
@@ -188,7 +188,7 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
 ):
     """Read with, beside another, calibrated and generated with: at the levels that it has."""
     model = lj.load(data_folder / "tiny-gpt2")
-    fitted = lj.fit(model, "pydoc", tokens=3000, pairs=pairs, sizes="100/0/0")
+    fitted = lj.fit(model, "pydoc", tokens=3000, pairs=pairs, split="100/0/0")
     lj.export_lens(fitted, model, tmp_path / path, format)
     jumps = lj.import_lens(tmp_path / path, model)
     lens, names = lj.Lens(model, jumps), tuple(map(str, levels))
@@ -197,7 +197,7 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
     theirs = lens(TEXT)
     assert theirs.levels == names
     assert (ours.top == theirs.top).all()
-    both = read(model, {"identity": lj.Lens(model), "theirs": lens}, TEXT)
+    both = read_trajectory(model, {"identity": lj.Lens(model), "theirs": lens}, TEXT)
     assert both["identity"].levels == both["theirs"].levels == names
     found = lj.calibrate(model, jumps, stories(300, seed=1), target=0.8)
     assert set(found.rule.at or ()) <= set(levels)
@@ -213,14 +213,14 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
 
 def test_jumps_that_read_no_level_say_so(data_folder):
     model = lj.load(data_folder / "tiny-gpt2")
-    jumps = lj.fit(model, "pydoc", tokens=1000, pairs="0:2", sizes="100/0/0")
+    jumps = lj.fit(model, "pydoc", tokens=1000, pairs="0:2", split="100/0/0")
     with pytest.raises(BadJumps, match="no level can be read; fit with --pairs to-last"):
         lj.Lens(model, jumps)(TEXT)
 
 
 def test_what_a_file_says_of_itself_is_not_taken_for_a_setting(data_folder, tmp_path):
     model = lj.load(data_folder / "tiny-gpt2")
-    fitted = lj.fit(model, "pydoc", tokens=3000, sizes="100/0/0")
+    fitted = lj.fit(model, "pydoc", tokens=3000, split="100/0/0")
     lj.export_lens(fitted, model, tmp_path / "lens.pt", "jacobian")
     content = torch.load(tmp_path / "lens.pt")
     content["metadata"] |= {"temperature": 0.7, "how": "to-tune", "imported_from": "elsewhere"}
@@ -237,7 +237,7 @@ def test_what_a_file_says_of_itself_is_not_taken_for_a_setting(data_folder, tmp_
 def test_export_and_import_as_commands(data_folder, tmp_path):
     folder, lens = str(data_folder / "tiny-gpt2"), str(tmp_path / "lens.pt")
     model = lj.load(folder)
-    fitted = lj.fit(model, "pydoc", tokens=1000, sizes="100/0/0")
+    fitted = lj.fit(model, "pydoc", tokens=1000, split="100/0/0")
     fitted.save_pretrained(tmp_path / "jumps")
     run = CliRunner()
     where = ["--model", folder, "-o"]
@@ -269,7 +269,7 @@ def test_the_jacobian_lens_is_fitted_by_command(data_folder, tmp_path):
     done = run.invoke(app, [*command, "-o", str(tmp_path), "--seed", "2", "--json"])
     assert done.exit_code == 0, done.stderr
     model = lj.load(data_folder / "tiny-gpt2")
-    wanted = lj.jacobian(model, "pydoc", tokens=100, seed=2)
+    wanted = lj.fit_jacobian(model, "pydoc", tokens=100, seed=2)
     assert same_maps(lj.Jumps.from_pretrained(tmp_path, model=model), wanted)
     refused = run.invoke(app, [*command, "-o", str(tmp_path / "other"), "--rank", "3"])
     assert isinstance(refused.exception, BadEstimator)

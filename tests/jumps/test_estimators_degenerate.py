@@ -65,9 +65,9 @@ def test_products_formed_in_float32_are_solved_to_their_own_precision():
     x = torch.cat([x, x @ random(6, 6, seed=7)], 1)
     source, (target,) = sums(x, y)
     xc, yc = (x - x.mean(0)).float(), (y - y.mean(0)).float()
-    rough = Source(400, source.mean, (xc.mT @ xc).double())
+    float32_products = Source(400, source.mean, (xc.mT @ xc).double())
     rough_target = Target(target.mean, (xc.mT @ yc).double(), target.spread)
-    found = solve("affine", rough, [rough_target])[0]
+    found = solve("affine", float32_products, [rough_target])[0]
     wanted = solve("affine", source, [target])[0]
     torch.testing.assert_close(found(x), wanted(x), rtol=1e-3, atol=1e-3)
 

@@ -66,8 +66,8 @@ def test_few_rows_span_few_directions_however_the_sums_are_rounded():
 
 def test_a_negative_eigenvalue_shows_how_large_rounding_is():
     rotation = torch.linalg.qr(random(8, 8))[0]
-    sizes = torch.tensor([1, 1, 1, 1, 1, 1, 1e-8, -1e-8]).double()
-    factor = factorise((rotation * sizes) @ rotation.mT, torch.zeros(8).bool(), independent=1000)
+    split = torch.tensor([1, 1, 1, 1, 1, 1, 1e-8, -1e-8]).double()
+    factor = factorise((rotation * split) @ rotation.mT, torch.zeros(8).bool(), independent=1000)
     assert factor.basis.shape[1] == 6
 
 

@@ -7,7 +7,7 @@ from helpers.tiny_models import tiny_model
 from transformers import AutoTokenizer
 
 import layerjump as lj
-from layerjump.data.batches import one_batch
+from layerjump.data.batches import batch_from_ids
 from layerjump.errors import BadModel, TextTooShort
 from layerjump.jumps.estimators import gradient
 from layerjump.models.model import Model
@@ -22,7 +22,7 @@ TEXT = lj.Corpus(
     ),
     "made for the test",
 )
-ALL = {"sizes": "100/0/0", "tokens": 50}
+ALL = {"split": "100/0/0", "tokens": 50}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,11 @@ def rows(
     model: Model, *, skip_first: int, max_length: int = 128, tokens: int = 50
 ) -> list[list[int]]:
     """The sequences that these settings read."""
-    chosen = lj.batches(
+    chosen = lj.make_batches(
         TEXT,
-        model.tokens,
+        model.tokenization,
         lj.Positions("all", skip_first=skip_first),
-        documents=lj.split(len(TEXT.documents), "100/0/0").fit,
+        documents=lj.split_documents(len(TEXT.documents), "100/0/0").fit,
         tokens_wanted=tokens,
         max_length=max_length,
     )
@@ -59,11 +59,11 @@ def rows(
 
 def by_hand(model: Model, ids: list[int], level: int, skip_first: int) -> torch.Tensor:
     """J of one sequence, from the whole Jacobian of the remaining blocks: mean over sources, sum over later targets."""
-    state = next(lj.states(model, [one_batch(ids)], [level]))[level]
+    state = next(lj.capture_states(model, [batch_from_ids(ids)], [level]))[level]
 
     def rest(source):
         stream = source[None]
-        for block in model.anatomy.blocks[level:]:
+        for block in model.structure.blocks[level:]:
             stream = block(stream)  # without a mask GPT-2 makes its own, a causal one
             stream = stream[0] if isinstance(stream, tuple) else stream
         return stream[0]
@@ -77,7 +77,7 @@ def by_hand(model: Model, ids: list[int], level: int, skip_first: int) -> torch.
 @pytest.mark.parametrize("skip_first", [1, 4])
 def test_it_is_the_mean_of_autograds_own_jacobian(tiny, skip_first):
     settings = {"skip_first": skip_first, "max_length": 8, "tokens": 12}
-    found = lj.jacobian(tiny, TEXT, sizes="100/0/0", **settings)
+    found = lj.fit_jacobian(tiny, TEXT, split="100/0/0", **settings)
     read = [ids for ids in rows(tiny, **settings) if len(ids) > skip_first + 1]
     assert len(read) > 1
     for level in (0, 3):
@@ -89,12 +89,12 @@ def test_it_is_the_mean_of_autograds_own_jacobian(tiny, skip_first):
 def test_on_an_exactly_linear_network_it_is_the_product_of_the_matrices(tokenizer):
     model = linear_gpt2(tokenizer)
     factors = [mixing(block) for block in model.hf.transformer.h]
-    found = lj.jacobian(model, TEXT, skip_first=2, **ALL)
-    product = torch.eye(model.width, dtype=torch.float64)
+    found = lj.fit_jacobian(model, TEXT, skip_first=2, **ALL)
+    product = torch.eye(model.d_model, dtype=torch.float64)
     for level in reversed(range(model.n_blocks)):
         product = product @ factors[level]
         torch.testing.assert_close(found[level, 3].weight, product.float(), rtol=1e-5, atol=1e-5)
-    assert (product - torch.eye(model.width)).norm() > 1  # and not by being the identity
+    assert (product - torch.eye(model.d_model)).norm() > 1  # and not by being the identity
 
 
 def linear_gpt2(tokenizer) -> Model:
@@ -127,7 +127,7 @@ def test_finite_differences_agree_in_other_families(tokenizer, family, step, clo
     """Push the sources along a direction, one by one: what level L gains at the targets is J times the direction."""
     model = with_vocabulary(family, tokenizer)
     settings = {"skip_first": 3, "max_length": 9, "tokens": 12}
-    weight = lj.jacobian(model, TEXT, levels=[1], sizes="100/0/0", **settings)[1, 3].weight
+    weight = lj.fit_jacobian(model, TEXT, levels=[1], split="100/0/0", **settings)[1, 3].weight
     direction = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gains = [pushed(model, ids, direction, step) for ids in rows(model, **settings) if len(ids) > 4]
     wanted = torch.stack(gains).mean(0)
@@ -150,26 +150,26 @@ def last_level(model: Model, ids: list[int], position: int, push: torch.Tensor) 
         (output if torch.is_tensor(output) else output[0])[0, position] += push
         return output
 
-    handle = model.anatomy.blocks[0].register_forward_hook(hook)
+    handle = model.structure.blocks[0].register_forward_hook(hook)
     try:
-        return next(lj.states(model, [one_batch(ids)], [3]))[3].clone()
+        return next(lj.capture_states(model, [batch_from_ids(ids)], [3]))[3].clone()
     finally:
         handle.remove()
 
 
 def test_batches_and_copies_change_rounding_alone(tiny, monkeypatch):
-    whole = lj.jacobian(tiny, TEXT, skip_first=2, **ALL)
+    whole = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
     for cells in (40, 5000):
         monkeypatch.setattr(gradient, "_CELLS", cells)
-        again = lj.jacobian(tiny, TEXT, skip_first=2, **ALL)
+        again = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
         for pair in whole:
             torch.testing.assert_close(again[pair].weight, whole[pair].weight)
 
 
 def test_a_seed_gives_the_same_bits_and_another_seed_another_text(tiny):
-    one, again = (lj.jacobian(tiny, TEXT, tokens=20, seed=3) for _ in range(2))
+    one, again = (lj.fit_jacobian(tiny, TEXT, tokens=20, seed=3) for _ in range(2))
     assert synthetic_jumps.same(one, again)
-    others = [lj.jacobian(tiny, TEXT, tokens=20, seed=seed) for seed in range(3)]
+    others = [lj.fit_jacobian(tiny, TEXT, tokens=20, seed=seed) for seed in range(3)]
     assert not all(torch.equal(one[0, 4].weight, other[0, 4].weight) for other in others)
 
 
@@ -177,27 +177,27 @@ def test_the_model_is_left_as_it_was(tiny):
     parameter = next(tiny.hf.parameters())
     before = parameter.requires_grad, parameter.grad
     calls = []
-    lj.jacobian(tiny, TEXT, levels=[2], progress=lambda *told: calls.append(told), **ALL)
+    lj.fit_jacobian(tiny, TEXT, levels=[2], progress=lambda *told: calls.append(told), **ALL)
     assert (parameter.requires_grad, parameter.grad) == before
     assert all(p.grad is None for p in tiny.hf.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny.anatomy.blocks)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tiny.structure.blocks)
     assert calls[-1][0] == calls[-1][1] >= 50
 
 
 def test_it_knows_where_it_comes_from_and_the_lens_reads_through_it(tiny, tmp_path):
-    found = lj.jacobian(tiny, TEXT, skip_first=2, **ALL)
+    found = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
     known = found.provenance
     lengths = [len(ids) for ids in rows(tiny, skip_first=2)]
     assert known.estimator == "jacobian"
     assert known.text_sha256 == TEXT.sha256
     assert known.tokens == sum(lengths)
-    assert known.n_fit == sum(length - 1 - max(2, tiny.tokens.n_added) for length in lengths)
+    assert known.n_fit == sum(length - 1 - max(2, tiny.tokenization.n_added) for length in lengths)
     assert known.settings["n_prompts"] == len(lengths)
     found.save_pretrained(tmp_path)
     kept = lj.Jumps.from_pretrained(tmp_path, model=tiny)
     assert synthetic_jumps.same(kept, found)
     lens = lj.Lens(tiny, kept)
-    states = torch.randn(5, tiny.width, dtype=torch.float64)
+    states = torch.randn(5, tiny.d_model, dtype=torch.float64)
     mapped = (states.float() @ found[1, 4].weight.mT).double()
     torch.testing.assert_close(lens.logits(1, states), tiny.logits(mapped))
     assert lens("Once upon a time").fitted_from == 2
@@ -205,12 +205,12 @@ def test_it_knows_where_it_comes_from_and_the_lens_reads_through_it(tiny, tmp_pa
 
 def test_what_it_cannot_do_is_said(tiny, data_folder):
     with pytest.raises(BadModel, match="masked model"):
-        lj.jacobian(lj.load(data_folder / "tiny-bert"), TEXT)
+        lj.fit_jacobian(lj.load(data_folder / "tiny-bert"), TEXT)
     with pytest.raises(BadModel, match="give some of 0 to 3"):
-        lj.jacobian(tiny, TEXT, levels=[4])
+        lj.fit_jacobian(tiny, TEXT, levels=[4])
     with pytest.raises(TextTooShort):
-        lj.jacobian(tiny, TEXT, skip_first=100, sizes="100/0/0")
+        lj.fit_jacobian(tiny, TEXT, skip_first=100, split="100/0/0")
     short = lj.Corpus("short", ("Lily had a",), "made for the test")
-    length = len(tiny.tokens.wrap(tiny.tokens.encode(["Lily had a"])[0]))
+    length = len(tiny.tokenization.wrap(tiny.tokenization.encode(["Lily had a"])[0]))
     with pytest.raises(TextTooShort, match="two positions"):
-        lj.jacobian(tiny, short, skip_first=length - 1, tokens=1, sizes="100/0/0")
+        lj.fit_jacobian(tiny, short, skip_first=length - 1, tokens=1, split="100/0/0")

@@ -11,7 +11,7 @@ from torch import nn
 
 from layerjump.errors import BadJumps, BadModel, NoSuchJump
 from layerjump.jumps.jumps import JumpInfo, Jumps
-from layerjump.jumps.maps import Affine, Features, Shift, features, to_affine, to_module
+from layerjump.jumps.maps import Affine, Features, Shift, compute_features, to_affine, to_module
 from layerjump.models.structure import FINAL, Site
 
 
@@ -71,10 +71,10 @@ def test_modules_and_maps_are_the_same_thing():
 
 
 def test_features_of_nothing_and_of_much():
-    assert features(torch.zeros(1, 4), "rms").tolist() == [[0, 0, 0, 0]]
+    assert compute_features(torch.zeros(1, 4), "rms").tolist() == [[0, 0, 0, 0]]
     huge = torch.full((1, 4), 6e4, dtype=torch.float16)  # its square is beyond float16
-    assert features(huge, "rms").tolist() == [[1, 1, 1, 1]]
-    assert features(huge, "both").dtype == torch.float16
+    assert compute_features(huge, "rms").tolist() == [[1, 1, 1, 1]]
+    assert compute_features(huge, "both").dtype == torch.float16
 
 
 # As a module
@@ -168,11 +168,11 @@ def test_it_says_in_one_line_what_it_holds():
 
 def test_the_anatomy_of_the_identity(jumps):
     for pair in ((0, 1), (3, 3)):
-        anatomy = jumps.anatomy(*pair)
-        assert anatomy.singular_values == pytest.approx([1.0] * synthetic_jumps.D)
-        assert anatomy.effective_rank == pytest.approx(synthetic_jumps.D)
-        assert anatomy.stable_rank == pytest.approx(synthetic_jumps.D)
-        assert (anatomy.from_identity, anatomy.bias_norm) == (0.0, 0.0)
+        structure = jumps.spectrum(*pair)
+        assert structure.singular_values == pytest.approx([1.0] * synthetic_jumps.D)
+        assert structure.effective_rank == pytest.approx(synthetic_jumps.D)
+        assert structure.stable_rank == pytest.approx(synthetic_jumps.D)
+        assert (structure.from_identity, structure.bias_norm) == (0.0, 0.0)
 
 
 def test_the_anatomy_of_a_known_map():
@@ -180,26 +180,26 @@ def test_the_anatomy_of_a_known_map():
     draw, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
     weight = draw @ torch.diag(torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64))
     maps = {(Site(0), Site(1)): Affine.of(weight, bias=torch.tensor([3.0, 0.0, 4.0]))}
-    anatomy = Jumps.of(
+    structure = Jumps.of(
         maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(width=3)
-    ).anatomy(0, 1)
+    ).spectrum(0, 1)
     entropy = -(4 / 6 * math.log(4 / 6) + 2 / 6 * math.log(1 / 6))
-    assert anatomy.singular_values == pytest.approx((2, 1, 1), rel=1e-6)
-    assert anatomy.effective_rank == pytest.approx(math.exp(entropy), rel=1e-6)
-    assert anatomy.stable_rank == pytest.approx(6 / 4, rel=1e-6)
+    assert structure.singular_values == pytest.approx((2, 1, 1), rel=1e-6)
+    assert structure.effective_rank == pytest.approx(math.exp(entropy), rel=1e-6)
+    assert structure.stable_rank == pytest.approx(6 / 4, rel=1e-6)
     expected = float((weight - torch.eye(3)).norm()) / math.sqrt(3)
-    assert anatomy.from_identity == pytest.approx(expected, rel=1e-6)
-    assert anatomy.bias_norm == pytest.approx(5)
+    assert structure.from_identity == pytest.approx(expected, rel=1e-6)
+    assert structure.bias_norm == pytest.approx(5)
 
 
 def test_the_anatomy_of_narrow_oblong_and_zero_maps(jumps):
-    narrow = jumps.anatomy(1, 3)
+    narrow = jumps.spectrum(1, 3)
     assert len(narrow.singular_values) == synthetic_jumps.D
     assert max(narrow.singular_values[2:]) < 1e-6
     assert narrow.effective_rank <= 2
-    assert jumps.anatomy(1, "final").from_identity is None
+    assert jumps.spectrum(1, "final").from_identity is None
     maps = {(Site(0), Site(1)): Affine.of(torch.zeros(synthetic_jumps.D, synthetic_jumps.D))}
-    zero = Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance()).anatomy(0, 1)
+    zero = Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance()).spectrum(0, 1)
     assert (zero.effective_rank, zero.stable_rank, zero.from_identity) == (0, 0, 1)
 
 

@@ -3,7 +3,7 @@ import torch
 from helpers.regression_data import error, noisy, random, sums
 
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.low_rank import low_rank, n_njtc, narrow_rank, njtc_parameters, ojfa
+from layerjump.jumps.estimators.low_rank import low_rank, n_njtc, njtc_parameters, njtc_rank, ojfa
 from layerjump.jumps.estimators.registry import affine
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.scoring import r2
@@ -150,7 +150,7 @@ def test_a_narrow_map_stores_what_the_count_says_and_an_intercept():
     x = random(300, d)
     found = n_njtc(*sums(x, x.roll(1, 1)))[0]
     assert found.n_parameters == njtc_parameters(d).narrow + d
-    assert narrow_rank(64) == 1
+    assert njtc_rank(64) == 1
 
 
 # ---- one jump for all levels ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import layerjump as lj
 from layerjump.cli.main import app
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.gradient import Narrow, train_n_njtc
+from layerjump.jumps.estimators.gradient import NarrowMap, train_n_njtc
 from layerjump.models.structure import Site
 
 TEXT = stories(300)
@@ -23,9 +23,9 @@ def model(data_folder):
 
 def r2(jumps, model, level):
     """On test documents."""
-    documents = lj.split(len(TEXT.documents), "80/10/10", seed=0).test
-    batches = lj.batches(TEXT, model.tokens, lj.Positions("all"), documents=documents)
-    parts = [each.at for each in lj.states(model, batches, [level, model.n_blocks])]
+    documents = lj.split_documents(len(TEXT.documents), "80/10/10", seed=0).test
+    batches = lj.make_batches(TEXT, model.tokenization, lj.Positions("all"), documents=documents)
+    parts = [each.at for each in lj.capture_states(model, batches, [level, model.n_blocks])]
     x, y = (torch.cat([at[Site(s)] for at in parts]) for s in (level, model.n_blocks))
     left = (jumps[level, model.n_blocks](x) - y).square().sum()
     return float(1 - left / (y - y.mean(0)).square().sum())
@@ -33,7 +33,7 @@ def r2(jumps, model, level):
 
 def test_folded_it_is_the_same_map():
     draw = torch.Generator().manual_seed(0)
-    jump = Narrow(6, 2, torch.rand(6, generator=draw) + 0.5, draw)
+    jump = NarrowMap(6, 2, torch.rand(6, generator=draw) + 0.5, draw)
     with torch.no_grad():
         for _ in range(5):
             jump(3 + 2 * torch.randn(40, 6, generator=draw))
@@ -86,11 +86,11 @@ def test_it_is_the_same_every_time_and_rank_is_the_papers(model):
 
 
 def test_a_batch_of_one_position_is_passed_over(model):
-    two = str(model.tokenizer.decode(model.tokens.encode(TEXT.documents[:1])[0][:2]))
+    two = str(model.tokenizer.decode(model.tokenization.encode(TEXT.documents[:1])[0][:2]))
     lone = lj.Corpus("lone", (two, *TEXT.documents[:4]), "made here")
-    batches = lj.batches(lone, model.tokens, lj.Positions("all"))
+    batches = lj.make_batches(lone, model.tokenization, lj.Positions("all"))
     assert min(batch.n_picks for batch in batches) == 1
-    jumps = train_n_njtc(model, lone, steps=3 * len(batches), sizes="100/0/0")
+    jumps = train_n_njtc(model, lone, steps=3 * len(batches), split="100/0/0")
     assert all(bool(torch.isfinite(each).all()) for each in jumps.parameters())
 
 

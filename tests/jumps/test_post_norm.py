@@ -12,11 +12,11 @@ from sklearn.linear_model import Ridge
 
 import layerjump as lj
 from layerjump.errors import BadEstimator, BadMoments
-from layerjump.jumps.collect import Collected, merge, plan
+from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.estimators.least_squares import ridge, unit
 from layerjump.jumps.estimators.post_norm import calibrated, sides
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.maps import features, to_affine
+from layerjump.jumps.maps import compute_features, to_affine
 from layerjump.jumps.scoring import residual
 from layerjump.jumps.statistics import Moments
 from layerjump.models.structure import FINAL, Site
@@ -36,7 +36,9 @@ def text():
 
 @pytest.fixture(scope="module")
 def collected(model, text):
-    return lj.collect(model, text, pairs="to-final", reads="both", rough=True, tokens=TOKENS)
+    return lj.collect_moments(
+        model, text, pairs="to-final", features="both", float32_products=True, tokens=TOKENS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +48,18 @@ def jumps(model, collected):
 
 def states_of(model, text, part):
     sites = [*map(Site, range(model.n_blocks + 1)), FINAL]
-    documents = getattr(lj.split(len(text.documents), "80/10/10", seed=0), part)
+    documents = getattr(lj.split_documents(len(text.documents), "80/10/10", seed=0), part)
     wanted = max(1, TOKENS * len(documents) // len(text.documents))
-    found = lj.batches(
-        text, model.tokens, lj.Positions("all"), documents=documents, tokens_wanted=wanted
+    found = lj.make_batches(
+        text, model.tokenization, lj.Positions("all"), documents=documents, tokens_wanted=wanted
     )
-    parts = [each.at for each in lj.states(model, found, sites)]
+    parts = [each.at for each in lj.capture_states(model, found, sites)]
     return {site: torch.cat([at[site] for at in parts]) for site in sites}
 
 
 def test_sums_of_features_are_those_of_the_features(model, text, collected):
     rows = states_of(model, text, "fit")
-    x, y = features(rows[Site(2)], "both").double(), rows[FINAL].double()
+    x, y = compute_features(rows[Site(2)], "both").double(), rows[FINAL].double()
     source, target = sides(collected.fit, (Site(2), FINAL), "both")
     assert source.n == len(x)
     assert torch.allclose(source.mean, x.mean(0), rtol=1e-5, atol=1e-6)
@@ -70,7 +72,7 @@ def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected
     rows = states_of(model, text, "fit")
     for level in (0, 2, 3):
         info = jumps.info[level, "final"]
-        x = features(rows[Site(level)], info.features).double()
+        x = compute_features(rows[Site(level)], info.features).double()
         source, _ = sides(collected.fit, (Site(level), FINAL), info.features)
         theirs = Ridge(alpha=info.strength * unit(source)).fit(x.numpy(), rows[FINAL].numpy())
         mine = jumps[level, "final"](rows[Site(level)][:500])
@@ -107,16 +109,16 @@ def test_it_is_better_calibrated_than_mat_at_every_level(model, text, jumps):
 
 def test_sums_of_features_are_kept_and_merged(model, text, collected, tmp_path):
     collected.save(tmp_path / "a.safetensors")
-    again = Collected.load(tmp_path / "a.safetensors")
-    assert again.fit.reads == "both"
-    other = lj.collect(model, stories(200, seed=5), pairs="to-final", reads="both")
-    both = merge([again, other])
+    again = SplitMoments.load(tmp_path / "a.safetensors")
+    assert again.fit.features == "both"
+    other = lj.collect_moments(model, stories(200, seed=5), pairs="to-final", features="both")
+    both = merge_moments([again, other])
     assert both.fit.n == again.fit.n + other.fit.n
     made = solve_jumps(both, "calibrated", model=model)
     assert len(made) == model.n_blocks
-    raw = lj.collect(model, stories(200, seed=6), pairs="to-final")
+    raw = lj.collect_moments(model, stories(200, seed=6), pairs="to-final")
     with pytest.raises(BadMoments, match="same pairs and features"):
-        merge([again, raw])
+        merge_moments([again, raw])
 
 
 def test_jumps_with_features_are_kept(model, jumps, tmp_path):
@@ -131,25 +133,27 @@ def test_jumps_with_features_are_kept(model, jumps, tmp_path):
 
 def test_one_kind_of_features_alone(model, text):
     for kind in ("raw", "rms"):
-        made = lj.fit(model, text, estimator="calibrated", reads=kind, tokens=8_000)
+        made = lj.fit(model, text, estimator="calibrated", features=kind, tokens=8_000)
         assert {made.info[pair].features for pair in made} == {kind}
         # h / rms(h) taken for the target would not be the identity, and is not scored as such.
         assert all((made.info[pair].r2_identity is None) == (kind != "raw") for pair in made)
-        affine = lj.fit(model, text, estimator="affine", pairs="to-final", reads=kind, tokens=8_000)
+        affine = lj.fit(
+            model, text, estimator="affine", pairs="to-final", features=kind, tokens=8_000
+        )
         assert {affine.info[pair].features for pair in affine} == {kind}
 
 
 def test_what_it_cannot_do_is_one_line(model, text, collected):
     with pytest.raises(BadEstimator, match="to-final"):
-        lj.fit(model, text, estimator="calibrated", pairs="to-last", reads="raw", tokens=3_000)
+        lj.fit(model, text, estimator="calibrated", pairs="to-last", features="raw", tokens=3_000)
     with pytest.raises(BadEstimator, match="given rank 3; the one setting it has is how to-tune"):
         solve_jumps(collected, "calibrated", rank=3, model=model)
     with pytest.raises(BadEstimator, match="no model was given"):
         solve_jumps(collected, "calibrated")
     with pytest.raises(BadMoments, match="others start"):
-        Moments([(Site(0), Site(1)), (Site(1), Site(2))], reads="both")
+        Moments([(Site(0), Site(1)), (Site(1), Site(2))], features="both")
     with pytest.raises(BadMoments, match="others start"):
-        plan(model, text, pairs="adjacent", reads="rms")
+        plan_run(model, text, pairs="adjacent", features="rms")
 
 
 def test_the_command_line_fits_and_refines(data_folder, tmp_path):

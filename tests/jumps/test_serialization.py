@@ -114,7 +114,7 @@ def fitted(model, tmp_path):
     """A folder of jumps that say they were fitted on the tiny model."""
     place = tmp_path / "fitted"
     serialization.save(
-        synthetic_jumps.jumps(d=model.width, fingerprint=fingerprint(model.hf)), place
+        synthetic_jumps.jumps(d=model.d_model, fingerprint=fingerprint(model.hf)), place
     )
     return place
 

@@ -125,10 +125,10 @@ def test_who_reads_while_another_saves_gets_the_old_or_the_new(folder):
                 return
 
     child = start(save_by_turns)
-    reads = 0
+    loads = 0
     while time.monotonic() < ends:
         found = serialization.load(folder)  # an error here is a mixture of two
         assert any(synthetic_jumps.same(found, one) for one in saved)
-        reads += 1
+        loads += 1
     assert end_of(child) == 0
-    assert reads > 5
+    assert loads > 5

@@ -13,9 +13,9 @@ import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
 from layerjump.jumps.estimators.post_norm import FEWEST, Judge, calibrated
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.maps import Affine, features
+from layerjump.jumps.maps import Affine, compute_features
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Anatomy, Site
+from layerjump.models.structure import FINAL, Site, Structure
 
 TEXT = stories(900)
 
@@ -28,12 +28,12 @@ def model(request, data_folder):
 @pytest.fixture(scope="module")
 def collected(model):
     positions = MASKED_SHARE if model.masked else None
-    return lj.collect(
+    return lj.collect_moments(
         model,
         TEXT,
         pairs="to-final",
-        reads="both",
-        rough=True,
+        features="both",
+        float32_products=True,
         positions=positions,
     )
 
@@ -46,8 +46,8 @@ def jumps(model, collected):
 @torch.no_grad()
 def kl(model, rows, final):
     """Of what maps predict to what the model does, a number a row."""
-    own = model.anatomy.decode(rows[FINAL]).log_softmax(-1)
-    guess = model.anatomy.decode(final.float()).log_softmax(-1)
+    own = model.structure.decode(rows[FINAL]).log_softmax(-1)
+    guess = model.structure.decode(final.float()).log_softmax(-1)
     return (own.exp() * (own - guess)).sum(-1)
 
 
@@ -55,7 +55,7 @@ def test_it_is_the_least_kl_on_held_out_rows(model, collected, jumps):
     rows = {site: states[:256] for site, states in collected.select.reservoir.states.items()}
     for level in range(model.n_blocks):
         jump, kind = calibrated(collected.fit, collected.select, (Site(level), FINAL))
-        final = jump(features(rows[Site(level)], kind).double())
+        final = jump(compute_features(rows[Site(level)], kind).double())
         grid = [0.2 + 0.01 * step for step in range(111)]
         best = min(grid, key=lambda factor: float(kl(model, rows, factor * final).mean()))
         found = jumps.provenance.settings["temperature"][str(level)]
@@ -82,12 +82,12 @@ def test_kl_on_unseen_text_is_lower_for_it(model, collected, jumps):
 def test_a_soft_cap_counts():
     """Gemma 2 bends its logits: the factor is the best of what is left after that."""
     hf = tiny_model("gemma2", "")
-    model = Model(hf, Anatomy(hf), "gemma2")
+    model = Model(hf, Structure(hf), "gemma2")
     draw = torch.Generator().manual_seed(0)
-    final = 3 * torch.randn(200, model.width, generator=draw)
+    final = 3 * torch.randn(200, model.d_model, generator=draw)
     # The model's own states are 0.6 of what the map says: that is what must be found.
     rows = {Site(1): final, FINAL: 0.6 * final}
-    same = Affine.of(torch.eye(model.width, dtype=torch.float64))
+    same = Affine.of(torch.eye(model.d_model, dtype=torch.float64))
     assert Judge(model, rows).factor(Site(1), same, "raw") == pytest.approx(0.6, abs=0.02)
     few = {site: states[: FEWEST - 1] for site, states in rows.items()}
     assert Judge(model, few).factor(Site(1), same, "raw") == 1
@@ -97,8 +97,13 @@ def test_a_soft_cap_counts():
 def test_the_last_levels_land_where_kl_is_least(model):
     """Of a map onto `final` and one onto level L, by the lens that each makes, on rows of the select split."""
     positions = MASKED_SHARE if model.masked else None
-    found = lj.collect(
-        model, TEXT, pairs="predictions", reads="both", rough=True, positions=positions
+    found = lj.collect_moments(
+        model,
+        TEXT,
+        pairs="predictions",
+        features="both",
+        float32_products=True,
+        positions=positions,
     )
     last = Site(model.n_blocks)
     late = {source for source, target in found.fit.pairs if target == last}
@@ -110,15 +115,15 @@ def test_the_last_levels_land_where_kl_is_least(model):
     only = solve_jumps(found_to_final(found), "calibrated", model=model)
     for site in late:
         onto_last, kind = calibrated(found.fit, found.select, (site, last))
-        landed = onto_last(features(rows[site], kind).double()).float()
+        landed = onto_last(compute_features(rows[site], kind).double()).float()
         kls = {
-            last: float(kl(model, rows, model.anatomy.to_final(landed)).mean()),
+            last: float(kl(model, rows, model.structure.to_final(landed)).mean()),
             FINAL: float(kl(model, rows, only[site, FINAL](rows[site])).mean()),
         }
         chosen = min(kls, key=lambda target: kls[target])
         assert (site, chosen) in made
         guess = lj.Lens(model, made).logits(site, rows[site]).log_softmax(-1)
-        own = model.anatomy.decode(rows[FINAL]).log_softmax(-1)
+        own = model.structure.decode(rows[FINAL]).log_softmax(-1)
         mine = float((own.exp() * (own - guess)).sum(-1).mean())
         assert mine == pytest.approx(kls[chosen], rel=1e-3)
         assert (str(site) in made.provenance.settings["temperature"]) == (chosen == FINAL)

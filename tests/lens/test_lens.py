@@ -9,8 +9,8 @@ from transformers import BertModel
 
 import layerjump as lj
 from layerjump.errors import BadJumps, NoPredictions
-from layerjump.lens.evaluate import Readings, read_levels
-from layerjump.lens.lens import Lens, rows_at_once
+from layerjump.lens.evaluate import LensScores, evaluate_lenses
+from layerjump.lens.lens import Lens, chunk_rows
 
 
 @pytest.fixture(scope="module")
@@ -20,25 +20,25 @@ def model(data_folder):
 
 @pytest.fixture(scope="module")
 def text():
-    return lj.read("pydoc", limit=60)
+    return lj.load_text("pydoc", limit=60)
 
 
 @pytest.fixture(scope="module")
 def lenses(model, text):
-    return {"identity": Lens(model), "mat": Lens(model, lj.fit(model, text, sizes="100/0/0"))}
+    return {"identity": Lens(model), "mat": Lens(model, lj.fit(model, text, split="100/0/0"))}
 
 
 @pytest.fixture(scope="module")
 def batches(model, text):
-    return lj.batches(text, model.tokens, lj.Positions("sample", 6), documents=range(20))
+    return lj.make_batches(text, model.tokenization, lj.Positions("sample", 6), documents=range(20))
 
 
 @pytest.fixture(scope="module")
 def readings(model, lenses, batches):
-    return read_levels(model, lenses, batches)
+    return evaluate_lenses(model, lenses, batches)
 
 
-def in_order(readings: Readings) -> dict[str, torch.Tensor]:
+def in_order(readings: LensScores) -> dict[str, torch.Tensor]:
     """Every field, examples sorted by document, position and token."""
     about = torch.stack([readings.document, readings.position, readings.token])
     names = sorted(zip(*about.tolist(), range(readings.n_examples), strict=True))
@@ -47,7 +47,7 @@ def in_order(readings: Readings) -> dict[str, torch.Tensor]:
     return {name: value.index_select(-1, order) for name, value in fields.items()}
 
 
-def assert_same(one: Readings, other: Readings) -> None:
+def assert_same(one: LensScores, other: LensScores) -> None:
     one, other = in_order(one), in_order(other)
     for name, value in one.items():
         if value.dtype == torch.int64:
@@ -64,7 +64,7 @@ def test_shapes_and_what_was_read(readings, batches, model):
 
 
 def test_at_the_last_level_every_lens_is_the_model(readings, model, batches):
-    own = torch.cat([found.logits for found in lj.states(model, batches, [0], logits=True)])
+    own = torch.cat([found.logits for found in lj.capture_states(model, batches, [0], logits=True)])
     assert torch.equal(readings.best, own.argmax(-1))
     assert torch.equal(readings.top[:, -1], readings.best.expand(2, -1))
     for k in (1, 5, 10):
@@ -84,7 +84,7 @@ def test_precision_grows_with_k(readings):
 
 
 def test_a_lens_reads_what_norm_and_head_say_of_the_mapped_state(model, lenses, batches):
-    (found, *_) = lj.states(model, batches, range(5))
+    (found, *_) = lj.capture_states(model, batches, range(5))
     hf, jumps = model.hf, lenses["mat"].jumps
     for level in range(4):
         mapped = jumps[level, 4](found[level].float()).double()
@@ -96,21 +96,21 @@ def test_a_lens_reads_what_norm_and_head_say_of_the_mapped_state(model, lenses, 
 
 @pytest.mark.parametrize("memory", [1, 200_000, 1 << 40])
 def test_the_memory_given_does_not_change_the_numbers(memory, model, lenses, batches, readings):
-    assert_same(read_levels(model, lenses, batches, memory=memory), readings)
+    assert_same(evaluate_lenses(model, lenses, batches, memory=memory), readings)
 
 
 @pytest.mark.parametrize("budget", [1, 600])
 def test_the_batch_size_does_not_change_the_numbers(budget, model, text, lenses, readings):
     positions = lj.Positions("sample", 6)
-    cut = lj.batches(text, model.tokens, positions, documents=range(20), budget=budget)
-    assert_same(read_levels(model, lenses, cut), readings)
+    cut = lj.make_batches(text, model.tokenization, positions, documents=range(20), budget=budget)
+    assert_same(evaluate_lenses(model, lenses, cut), readings)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_of_any_precision_is_read(dtype, data_folder, text, readings, lenses, batches):
     model = lj.load(data_folder / "tiny-gpt2", dtype=dtype)
     jumps = lenses["mat"].jumps
-    found = read_levels(model, {"identity": Lens(model), "mat": Lens(model, jumps)}, batches)
+    found = evaluate_lenses(model, {"identity": Lens(model), "mat": Lens(model, jumps)}, batches)
     assert found.kl.dtype == torch.float32
     assert found.hits(10)[:, -1].all()
     difference = (found.kl - readings.kl).abs().mean()
@@ -118,9 +118,9 @@ def test_a_model_of_any_precision_is_read(dtype, data_folder, text, readings, le
 
 
 def test_jumps_to_final_are_decoded_by_the_head_alone(model, text, batches):
-    jumps = lj.fit(model, text, pairs="0:final,2:final", sizes="100/0/0")
+    jumps = lj.fit(model, text, pairs="0:final,2:final", split="100/0/0")
     lens = Lens(model, jumps)
-    (found, *_) = lj.states(model, batches, [2])
+    (found, *_) = lj.capture_states(model, batches, [2])
     wanted = model.hf.lm_head(jumps[2, "final"](found[2].float()).double())
     torch.testing.assert_close(lens.logits(2, found[2]), wanted)
     with pytest.raises(BadJumps, match="no jump from level 1"):
@@ -137,9 +137,9 @@ def test_a_model_without_head_has_no_lens(tmp_path):
 
 def test_rows_at_once_keeps_to_the_budget(model, data_folder):
     half = lj.load(data_folder / "tiny-gpt2", dtype="bfloat16")
-    assert rows_at_once(half, 1 << 20) // 2 == rows_at_once(model, 1 << 20)
-    assert rows_at_once(model, 1 << 20) * model.anatomy.vocabulary * 8 < 1 << 20
-    assert rows_at_once(model, 1) == 1
+    assert chunk_rows(half, 1 << 20) // 2 == chunk_rows(model, 1 << 20)
+    assert chunk_rows(model, 1 << 20) * model.structure.vocab_size * 8 < 1 << 20
+    assert chunk_rows(model, 1) == 1
 
 
 PEAK = """

@@ -13,10 +13,10 @@ from helpers.story_text import stories
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
-from layerjump.jumps.collect import plan
+from layerjump.jumps.collect import plan_run
 from layerjump.jumps.maps import to_affine
 from layerjump.lens.lens import MEMORY
-from layerjump.lens.tuning import NAME, Rows, Tuned, _Work, tunable
+from layerjump.lens.tuning import NAME, Rows, TunedMap, _Work, tunable
 from layerjump.models.structure import FINAL, Site
 
 TEXT = stories(400)
@@ -37,10 +37,10 @@ def refined(model, jumps):
 
 def mean_kl(model, jumps):
     """On documents that neither fitting nor tuning nor stopping has seen."""
-    documents = lj.split(len(TEXT.documents), "80/10/10", seed=0).test
-    found = lj.batches(TEXT, model.tokens, lj.Positions("all"), documents=documents)
+    documents = lj.split_documents(len(TEXT.documents), "80/10/10", seed=0).test
+    found = lj.make_batches(TEXT, model.tokenization, lj.Positions("all"), documents=documents)
     lens, last, total = lj.Lens(model, jumps), model.n_blocks, []
-    for each in lj.states(model, found, range(last + 1)):
+    for each in lj.capture_states(model, found, range(last + 1)):
         own = model.logits(each.at[Site(last)]).log_softmax(-1)
         for level in range(last):
             guess = lens.logits(level, each.at[Site(level)]).log_softmax(-1)
@@ -84,7 +84,7 @@ def test_gradients_are_finite_differences(model, jumps, landing):
     fit, _ = work.documents(TEXT, 0, None)
     rows = work.step(fit, 0, 12)
     pair = Site(1), landing
-    tuned = Tuned(jumps[pair], rows.at[pair[0]])
+    tuned = TunedMap(jumps[pair], rows.at[pair[0]])
     work.gradients(rows, {pair: tuned}, (0,))
     draw = torch.Generator().manual_seed(0)
     for parameter in tuned.parameters():
@@ -102,8 +102,8 @@ def test_gradients_are_finite_differences(model, jumps, landing):
 
 
 def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
-    rows = torch.randn(20, model.width)
-    tuned = Tuned(jumps[1, FINAL], rows)
+    rows = torch.randn(20, model.d_model)
+    tuned = TunedMap(jumps[1, FINAL], rows)
     for _ in range(2):
         taken = tuned.affine()
         assert torch.allclose(taken.weight, to_affine(jumps[1, FINAL]).weight, rtol=1e-5)
@@ -114,10 +114,10 @@ def test_kl_is_the_mean_over_positions(model, jumps):
     work = _Work(model, jumps, tunable(jumps, model))
     _, held = work.documents(TEXT, 0, None)
     rows, site, pair = work.watched(held), Site(1), (Site(1), FINAL)
-    own = model.anatomy.decode(rows.final).log_softmax(-1)
+    own = model.structure.decode(rows.final).log_softmax(-1)
     guess = lj.Lens(model, jumps).logits(1, rows.at[site]).log_softmax(-1)
     wanted = float((own.exp() * (own - guess)).sum(-1).mean())
-    tuned = Tuned(jumps[pair], rows.at[site])
+    tuned = TunedMap(jumps[pair], rows.at[site])
     assert work.kl(rows, {pair: tuned})[pair] == pytest.approx(wanted, rel=1e-4)
     half = Rows({site: rows.at[site][:7]}, rows.final[:7])
     assert work.kl(half, {pair: tuned})[pair] == pytest.approx(
@@ -128,9 +128,9 @@ def test_kl_is_the_mean_over_positions(model, jumps):
 def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
     work = _Work(model, jumps, tunable(jumps, model))
     rows = work.step(work.documents(TEXT, 0, None)[0], 0, 12)
-    tuned = {pair: Tuned(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
+    tuned = {pair: TunedMap(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
     calls = []
-    handle = model.anatomy.head.register_forward_hook(lambda *_: calls.append(1))
+    handle = model.structure.unembedding.register_forward_hook(lambda *_: calls.append(1))
     work.gradients(rows, tuned, (0,))
     handle.remove()
     assert len(calls) == model.n_blocks + 1
@@ -140,7 +140,7 @@ def test_tokens_are_those_of_the_fit(model, jumps):
     """The same bound gives the very documents that a fit reads."""
     work = _Work(model, jumps, tunable(jumps, model))
     found = work.documents(TEXT, 0, 6_000)
-    planned = plan(model, TEXT, tokens=6_000).batches
+    planned = plan_run(model, TEXT, tokens=6_000).batches
     for mine, name in zip(found, ("fit", "select"), strict=True):
         assert mine.sequences.ids.tolist() == planned[name].sequences.ids.tolist()
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_tuned_is_one_line(model):
 
 
 def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, tmp_path):
-    known = lj.fit(model, TEXT, estimator="affine", tokens=12_000, sizes="300/50/50")
+    known = lj.fit(model, TEXT, estimator="affine", tokens=12_000, split="300/50/50")
     lj.export_lens(known, model, tmp_path / "lens", "tuned-lens")
     other = stories(60)
     for jumps in (known, lj.import_lens(tmp_path / "lens", model)):
@@ -222,7 +222,7 @@ def peak():
     return int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024
 
 model = lj.Model.wrap(tiny_model("llama", vocab_size=262_144, dtype=torch.float32))
-width, draw = model.width, torch.Generator().manual_seed(0)
+width, draw = model.d_model, torch.Generator().manual_seed(0)
 site = lj.Site(1)
 jump = torch.nn.Linear(width, width)
 at = torch.randn(600, width, generator=draw)

@@ -34,7 +34,7 @@ def model(data_folder):
 
 @pytest.fixture(scope="module")
 def jumps(model):
-    return lj.fit(model, lj.read("pydoc", limit=80), sizes="100/0/0")
+    return lj.fit(model, lj.load_text("pydoc", limit=80), split="100/0/0")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_the_json_form_holds_what_was_read(found, model):
     assert [row[-1] for row in made["cross_entropy"]] == [None] * levels
     assert made["decided_at"] == found.decided_at.tolist()
     ids = {str(token) for level in made["top"] for row in level for token in row}
-    assert ids | {str(model.tokens.one(" girl"))} == set(made["words"])
+    assert ids | {str(model.tokenization.one(" girl"))} == set(made["words"])
     (followed,) = made["followed"]
     assert (followed["text"], shape(followed["rank"])) == (" girl", [levels, n])
     for name in ("entropy", "kl", "probability"):

@@ -6,18 +6,18 @@ import torch
 from helpers.tiny_models import tiny_model
 
 import layerjump as lj
-from layerjump.lens.tuning import Seen
+from layerjump.lens.tuning import SampledTarget
 
 
 @pytest.fixture(scope="module")
-def anatomy():
-    return lj.Model.wrap(tiny_model("llama", vocab_size=3000, dtype=torch.float32)).anatomy
+def spectrum():
+    return lj.Model.wrap(tiny_model("llama", vocab_size=3000, dtype=torch.float32)).structure
 
 
 @pytest.fixture(scope="module")
-def states(anatomy):
+def states(structure):
     draw = torch.Generator().manual_seed(0)
-    width = anatomy.head.get_parameter("weight").shape[1]
+    width = structure.unembedding.get_parameter("weight").shape[1]
     final, other = 2 * torch.randn(2, 8, width, generator=draw)
     return final, 0.8 * final + 0.2 * other  # what a map that is not bad lands on
 
@@ -31,23 +31,25 @@ def gradient(seen, landed):
     return kl, landed.grad
 
 
-def test_kl_and_its_gradient_are_torchs(anatomy, states):
+def test_kl_and_its_gradient_are_torchs(structure, states):
     final, landed = states
-    kl, found = gradient(Seen.all(anatomy, final), landed)
+    kl, found = gradient(SampledTarget.all(structure, final), landed)
     landed = landed.clone().requires_grad_(True)
-    own = anatomy.decode(final).log_softmax(-1).detach()
-    guess = anatomy.decode(landed).log_softmax(-1)
+    own = structure.decode(final).log_softmax(-1).detach()
+    guess = structure.decode(landed).log_softmax(-1)
     wanted = torch.nn.functional.kl_div(guess, own, reduction="sum", log_target=True)
     wanted.backward()
     assert kl == pytest.approx(float(wanted.detach()), rel=1e-5)
     assert torch.allclose(found, landed.grad, atol=1e-5)
 
 
-def test_few_tokens_show_on_average_what_all_show(anatomy, states):
+def test_few_tokens_show_on_average_what_all_show(structure, states):
     final, landed = states
-    whole, wanted = gradient(Seen.all(anatomy, final), landed)
+    whole, wanted = gradient(SampledTarget.all(structure, final), landed)
     draws = [
-        gradient(Seen.all(anatomy, final).few(np.random.default_rng(seed), 300, 300), landed)
+        gradient(
+            SampledTarget.all(structure, final).few(np.random.default_rng(seed), 300, 300), landed
+        )
         for seed in range(200)
     ]
     mean = torch.stack([slope for _, slope in draws]).mean(0)
@@ -56,11 +58,11 @@ def test_few_tokens_show_on_average_what_all_show(anatomy, states):
     assert float((mean - wanted).norm() / wanted.norm()) < 0.04
     assert np.mean([kl for kl, _ in draws]) == pytest.approx(whole, rel=0.02)
     # Taken for the whole vocabulary, the same tokens would lead astray.
-    few = Seen.all(anatomy, final).few(np.random.default_rng(0), 300, 300)
-    unweighted = Seen(few.anatomy, few.own / few.own.sum(-1, keepdim=True))
+    few = SampledTarget.all(structure, final).few(np.random.default_rng(0), 300, 300)
+    unweighted = SampledTarget(few.structure, few.own / few.own.sum(-1, keepdim=True))
     assert float((gradient(unweighted, landed)[1] - wanted).norm() / wanted.norm()) > 0.08
 
 
-def test_a_small_vocabulary_is_seen_whole(anatomy, states):
-    seen = Seen.all(anatomy, states[0])
+def test_a_small_vocabulary_is_seen_whole(structure, states):
+    seen = SampledTarget.all(structure, states[0])
     assert seen.few(np.random.default_rng(0)) is seen

@@ -24,23 +24,23 @@ def model(data_folder):
 
 @pytest.fixture(scope="module")
 def text():
-    return lj.read("pydoc", limit=150)
+    return lj.load_text("pydoc", limit=150)
 
 
 @pytest.fixture(scope="module")
 def lens(model, text):
-    return lj.Lens(model, lj.fit(model, text, sizes="100/0/0"))
+    return lj.Lens(model, lj.fit(model, text, split="100/0/0"))
 
 
 def state_at(model, level, text):
-    ids = model.tokens.wrap(model.tokens.encode([text])[0])
-    (found,) = lj.states(model, [lj.one_batch(ids)], [level])
+    ids = model.tokenization.wrap(model.tokenization.encode([text])[0])
+    (found,) = lj.capture_states(model, [lj.batch_from_ids(ids)], [level])
     return found[level][-1]
 
 
 def test_a_direction_is_the_lens_gradient_but_for_the_norms_length(lens, model):
     """The norm divides by the length: its gradient has nothing along the mapped state, and is the direction's rest."""
-    token, level = model.tokens.one(" dog"), 2
+    token, level = model.tokenization.one(" dog"), 2
     found = lens.direction(" dog", level)
     assert float(found.norm()) == pytest.approx(1)
     weight = lens.jumps[level, 4].weight.double()
@@ -64,7 +64,7 @@ def test_at_the_last_level_the_model_does_what_the_lens_says(lens):
 
 
 def test_at_late_levels_the_model_changes_as_the_lens_predicts(lens, model):
-    ids = torch.tensor([model.tokens.encode([TEXTS[0]])[0]])
+    ids = torch.tensor([model.tokenization.encode([TEXTS[0]])[0]])
     before = model.hf(ids).logits
     late = lens.check_direction(TOKENS, 3, TEXTS)
     assert late.correlation > 0.9
@@ -91,15 +91,15 @@ def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
     model = lj.load(data_folder / "tiny-bert", dtype="float64")
     with pytest.raises(BadModel, match="3:final"):
         lj.Lens(model).direction("dog", 3)
-    jumps = lj.fit(model, text, pairs="3:final", positions="15%", sizes="100/0/0")
+    jumps = lj.fit(model, text, pairs="3:final", positions="15%", split="100/0/0")
     lens, prompt = lj.Lens(model, jumps), "Lily had a [MASK] ball."
     found = lens.check_direction("dog", 3, prompt)
     # The head alone is linear, so the prediction is known on paper.
     ids = model.tokenizer(prompt)["input_ids"]
-    (at,) = lj.states(model, [lj.one_batch(ids)], [3])
+    (at,) = lj.capture_states(model, [lj.batch_from_ids(ids)], [3])
     state = at[3][ids.index(model.tokenizer.mask_token_id)]
-    head = model.anatomy.head.weight.double()
-    row = head[model.tokens.one("dog")] - head.mean(0)
+    head = model.structure.unembedding.weight.double()
+    row = head[model.tokenization.one("dog")] - head.mean(0)
     pulled = jumps[3, "final"].weight.double().mT @ row
     wanted = -(state @ pulled)
     torch.testing.assert_close(found.predicted[0, 0], wanted.detach(), rtol=1e-4, atol=1e-5)

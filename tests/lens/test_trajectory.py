@@ -11,7 +11,7 @@ from helpers import trajectory_inputs
 from helpers.trajectory_inputs import NUMBERS, STORY, made
 
 import layerjump as lj
-from layerjump.lens.trajectory import Asked, read, read_cells
+from layerjump.lens.trajectory import LensQuery, read_cells, read_trajectory
 
 gpt2, text, jumps = (
     trajectory_inputs.gpt2,
@@ -132,7 +132,7 @@ def test_neither_memory_nor_long_texts_change_the_numbers(memory, gpt2, jumps):
     found = lj.Lens(gpt2, jumps)(STORY * 5, js=True)
     assert len(found.positions) > 64
     routes = {"mat": [found.lens.route(site) for site in found.states.sites]}
-    best, again = read_cells(gpt2, routes, found.states, Asked(10, js=True), memory=memory)
+    best, again = read_cells(gpt2, routes, found.states, LensQuery(10, js=True), memory=memory)
     assert torch.equal(best, found.best)
     assert torch.equal(again["mat"].top, found.top)
     for name in ("kl", "entropy", "cross_entropy", "js"):
@@ -153,8 +153,8 @@ def test_several_texts_are_read_as_each_alone(gpt2, bert):
 
 def test_the_last_positions_are_read_behind_the_whole_text(gpt2, jumps):
     lenses = {"mat": lj.Lens(gpt2, jumps)}
-    whole = read(gpt2, lenses, STORY)["mat"]
-    end = read(gpt2, lenses, STORY, last=3)["mat"]
+    whole = read_trajectory(gpt2, lenses, STORY)["mat"]
+    end = read_trajectory(gpt2, lenses, STORY, last=3)["mat"]
     assert end.positions == whole.positions[-3:]
     assert end.tokens == whole.tokens
     torch.testing.assert_close(end.kl, whole.kl[:, -3:], rtol=1e-4, atol=1e-5)
@@ -166,7 +166,7 @@ def test_the_last_positions_are_read_behind_the_whole_text(gpt2, jumps):
 def test_several_lenses_share_one_forward_pass(gpt2, jumps):
     runs = []
     handle = gpt2.stack.register_forward_pre_hook(lambda *_: runs.append(1))
-    both = read(gpt2, {"plain": lj.Lens(gpt2), "mat": lj.Lens(gpt2, jumps)}, STORY, k=4)
+    both = read_trajectory(gpt2, {"plain": lj.Lens(gpt2), "mat": lj.Lens(gpt2, jumps)}, STORY, k=4)
     handle.remove()
     assert len(runs) == 1
     assert torch.equal(both["plain"].top, lj.Lens(gpt2)(STORY, k=4).top)

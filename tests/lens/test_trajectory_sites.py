@@ -24,8 +24,8 @@ def test_sites_inside_blocks_are_read(gpt2, jumps):
     sites = ["0", "2.mid", "2.attn.out", 2, "final", 4]
     found = lj.Lens(gpt2)(STORY, levels=sites)
     assert found.levels == ("0", "2.mid", "2.attn.out", "2", "final", "4")
-    batch = lj.one_batch(found.prompt.ids)
-    (at,) = lj.states(gpt2, [batch], ["2.mid", "2.attn.out"])
+    batch = lj.batch_from_ids(found.prompt.ids)
+    (at,) = lj.capture_states(gpt2, [batch], ["2.mid", "2.attn.out"])
     for place, site in ((1, "2.mid"), (2, "2.attn.out")):
         assert torch.equal(found.top[place, :, 0], gpt2.logits(at[site]).argmax(-1))
     assert torch.equal(found.top[4], found.top[5])
@@ -41,7 +41,7 @@ def test_any_pair_is_read_as_another_level(gpt2, jumps):
     between = lens.at(1, 3)
     found = between(STORY, k=3)
     assert found.levels == ("1",)
-    (at,) = lj.states(gpt2, [lj.one_batch(found.prompt.ids)], [1])
+    (at,) = lj.capture_states(gpt2, [lj.batch_from_ids(found.prompt.ids)], [1])
     mapped = jumps[3, 4](jumps[1, 3](at[1].float())).double()
     assert torch.equal(found.top[0], gpt2.logits(mapped).topk(3).indices)
     assert torch.equal(between.states(at[1]), jumps[1, 3](at[1].float()).double())
@@ -81,7 +81,7 @@ def test_a_model_of_any_precision_is_read(dtype, data_folder, gpt2, jumps):
 
 def test_what_cannot_be_read_is_said_in_one_line(gpt2, jumps, data_folder):
     lens = lj.Lens(gpt2)
-    longest = gpt2.tokens.max_length
+    longest = gpt2.tokenization.max_length
     for action, error, message in (
         (lambda: lens("ball " * 200), BadText, rf"reads at most {longest}; shorten"),
         (lambda: lens(""), BadText, "no tokens"),
@@ -106,8 +106,8 @@ def test_an_encoder_decoder_is_refused():
 
 
 def test_on_a_trained_model_the_map_reads_better_than_the_state_itself(gpt2):
-    lens = lj.Lens(gpt2, lj.fit(gpt2, stories(200), sizes="100/0/0"))
+    lens = lj.Lens(gpt2, lj.fit(gpt2, stories(200), split="100/0/0"))
     assert lens.fitted_from == 1
     plain, mapped = lj.Lens(gpt2)(STORY), lens(STORY)
     assert mapped.kl[1:-1, 1:].mean() < plain.kl[1:-1, 1:].mean() / 2
-    assert mapped.entropy.max() <= math.log(gpt2.anatomy.vocabulary) + 1e-9
+    assert mapped.entropy.max() <= math.log(gpt2.structure.vocab_size) + 1e-9

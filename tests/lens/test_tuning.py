@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from layerjump.errors import BadArtifact
-from layerjump.lens.tuning import NAME, Tuned, Tuning
+from layerjump.lens.tuning import NAME, TunedMap, Tuning
 from layerjump.models.structure import FINAL, Site
 
 
@@ -18,7 +18,7 @@ def both(one, other):
 
 def test_a_level_that_is_never_a_number_keeps_its_start():
     rows = torch.randn(50, 4)
-    tuned = both(Tuned(nn.Linear(4, 4), rows), Tuned(nn.Linear(4, 4), rows))
+    tuned = both(TunedMap(nn.Linear(4, 4), rows), TunedMap(nn.Linear(4, 4), rows))
     starts = [one.affine().factors[0] for one in tuned.values()]
     tuning = Tuning(tuned, rate=0.1, steps=100)
     tuning.look(both(1.0, math.nan))
@@ -35,7 +35,7 @@ def test_a_level_that_is_never_a_number_keeps_its_start():
 
 def test_a_level_that_got_worse_goes_back_and_takes_smaller_steps():
     rows = torch.randn(50, 4)
-    tuned = both(Tuned(nn.Linear(4, 4), rows), Tuned(nn.Linear(4, 4), rows))
+    tuned = both(TunedMap(nn.Linear(4, 4), rows), TunedMap(nn.Linear(4, 4), rows))
     tuning = Tuning(tuned, rate=0.1, steps=100)
 
     def step():
@@ -63,7 +63,7 @@ def test_a_level_that_got_worse_goes_back_and_takes_smaller_steps():
 def test_a_step_that_is_no_number_is_not_taken_and_forgotten(spoilt):
     """By the optimiser too, which would keep it for good."""
     rows = torch.randn(50, 4)
-    tuned = both(Tuned(nn.Linear(4, 4), rows), Tuned(nn.Linear(4, 4), rows))
+    tuned = both(TunedMap(nn.Linear(4, 4), rows), TunedMap(nn.Linear(4, 4), rows))
     tuning = Tuning(tuned, rate=0.1, steps=100)
     for step in range(3):
         before = [one.affine().factors[0] for one in tuned.values()]
@@ -84,7 +84,7 @@ def test_a_step_that_is_no_number_is_not_taken_and_forgotten(spoilt):
 
 def test_it_is_over_when_looks_no_longer_lower_the_mean():
     rows = torch.randn(50, 4)
-    tuned = both(Tuned(nn.Linear(4, 4), rows), Tuned(nn.Linear(4, 4), rows))
+    tuned = both(TunedMap(nn.Linear(4, 4), rows), TunedMap(nn.Linear(4, 4), rows))
     tuning = Tuning(tuned, rate=0.1, steps=100)
     for look in range(6):
         tuning.look(both(1.0 - 0.1 * min(look, 2), 1.0))
@@ -104,7 +104,7 @@ def test_it_is_over_when_looks_no_longer_lower_the_mean():
 )
 def test_a_saved_best_that_is_no_map_is_refused(spoil, tmp_path):
     rows = torch.randn(50, 4)
-    tuned = both(Tuned(nn.Linear(4, 4), rows), Tuned(nn.Linear(4, 4), rows))
+    tuned = both(TunedMap(nn.Linear(4, 4), rows), TunedMap(nn.Linear(4, 4), rows))
     tuning = Tuning(tuned, rate=0.1, steps=100)
     tuning.look(both(1.0, 1.0))
     tuning.save(tmp_path, "mine")
@@ -117,7 +117,9 @@ def test_a_saved_best_that_is_no_map_is_refused(spoil, tmp_path):
 
 
 def test_a_saved_kl_below_zero_is_refused(tmp_path):
-    tuning = Tuning(both(*(Tuned(nn.Linear(4, 4), torch.randn(50, 4)) for _ in range(2))), 0.1, 9)
+    tuning = Tuning(
+        both(*(TunedMap(nn.Linear(4, 4), torch.randn(50, 4)) for _ in range(2))), 0.1, 9
+    )
     tuning.look(both(1.0, 1.0))
     tuning.best[0] = -100.0  # which no look would ever undercut
     tuning.save(tmp_path, "mine")

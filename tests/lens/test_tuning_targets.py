@@ -7,7 +7,7 @@ from helpers.story_text import stories
 
 import layerjump as lj
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.tuning import Tuned, Tuning, _refined, _Work, tunable
+from layerjump.lens.tuning import TunedMap, Tuning, _refined, _Work, tunable
 from layerjump.models.structure import FINAL, Site
 
 TEXT = stories(400)
@@ -41,7 +41,7 @@ def test_both_are_there_to_be_tuned(model, start, late, last):
 
 def test_what_ends_lower_is_kept_whatever_it_began_with(model, start, late, last):
     pairs = tunable(start, model)
-    tuned = {pair: Tuned(start[pair], torch.randn(50, model.width)) for pair in pairs}
+    tuned = {pair: TunedMap(start[pair], torch.randn(50, model.d_model)) for pair in pairs}
     tuning = Tuning(tuned, rate=0.1, steps=100)
     begins = {(late[0], last): 0.5, (late[1], FINAL): 0.5}
     tuning.look({pair: begins.get(pair, 1.0) for pair in pairs})
@@ -67,7 +67,7 @@ def test_no_factor_is_told_where_none_is_left(model, start, late, last):
     maps = {pair: to_affine(start[pair]) for pair in pairs}
     only = lj.Jumps.of(maps, {pair: start.info[pair] for pair in pairs}, start.provenance)
     tuning = Tuning(
-        {pair: Tuned(only[pair], torch.randn(50, model.width)) for pair in pairs}, 0.1, 9
+        {pair: TunedMap(only[pair], torch.randn(50, model.d_model)) for pair in pairs}, 0.1, 9
     )
     tuning.look({pair: 0.5 if pair[1] == last else 1.0 for pair in pairs})
     told = _refined(only, pairs, tuning, TEXT).provenance.settings["temperature"]
@@ -79,7 +79,7 @@ def test_what_is_told_is_what_the_lens_does(model, start):
     tuned = lj.refine(model, start, TEXT, steps=50)
     work = _Work(model, tuned, tunable(tuned, model))
     rows = work.watched(work.documents(TEXT, 0, None)[1])
-    own = model.anatomy.decode(rows.final).log_softmax(-1)
+    own = model.structure.decode(rows.final).log_softmax(-1)
     after = tuned.provenance.settings["refine"]["kl_after"]
     for level, wanted in enumerate(after):
         guess = lj.Lens(model, tuned).logits(level, rows.at[Site(level)]).log_softmax(-1)
@@ -114,7 +114,7 @@ def test_a_landing_that_loses_does_not_end_the_tuning(late, last):
     """A high and flat KL beside one that falls: it is the level's lowest that counts."""
     rows = torch.randn(50, 4)
     pairs = [(late[0], last), (late[0], FINAL)]
-    tuning = Tuning({pair: Tuned(torch.nn.Linear(4, 4), rows) for pair in pairs}, 0.1, 1_000)
+    tuning = Tuning({pair: TunedMap(torch.nn.Linear(4, 4), rows) for pair in pairs}, 0.1, 1_000)
     for look in range(20):
         tuning.look({pairs[0]: 6.0, pairs[1]: 0.05 * 0.99**look})
     assert not tuning.over(patience=8)
@@ -132,7 +132,7 @@ def test_maps_that_were_asked_for_stay(model, last):
 
 def test_a_level_without_a_number_can_be_kept(model, start, tmp_path):
     pairs = tunable(start, model)
-    tuned = {pair: Tuned(start[pair], torch.randn(50, model.width)) for pair in pairs}
+    tuned = {pair: TunedMap(start[pair], torch.randn(50, model.d_model)) for pair in pairs}
     tuning = Tuning(tuned, rate=0.1, steps=100)
     tuning.look({pair: float("nan") if pair[0] == Site(0) else 1.0 for pair in pairs})
     made = _refined(start, pairs, tuning, TEXT)

@@ -6,7 +6,7 @@ from helpers.regression_data import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerjump.metrics.logits import KS, agreement, truth
+from layerjump.metrics.logits import KS, agreement, reference_logits
 
 
 def plain(logits, true, top):
@@ -23,7 +23,7 @@ def plain(logits, true, top):
 
 
 def assert_agrees(logits, true, *, atol):
-    found = agreement(logits, truth(true))
+    found = agreement(logits, reference_logits(true))
     wanted = plain(logits, true, found.top)
     assert torch.equal(logits.gather(1, found.top[:, None])[:, 0], logits.amax(-1))
     assert torch.equal(found.place, wanted["place"])
@@ -50,7 +50,7 @@ def test_agreement_is_a_plain_softmax_in_float64(rows, vocabulary, seed, scale, 
 
 def test_the_truth_agrees_with_itself():
     logits = random(50, 300).float() * 5
-    found = agreement(logits, truth(logits))
+    found = agreement(logits, reference_logits(logits))
     assert (found.place == 0).all()
     assert found.kl.max() < 1e-5
     assert (found.kl >= 0).all()
@@ -58,7 +58,7 @@ def test_the_truth_agrees_with_itself():
 
 
 def test_ties_count_as_hits():
-    true = truth(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]))
+    true = reference_logits(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]))
     for token, place in ((1, 0), (2, 0), (3, 0), (0, 3), (4, 4)):
         logits = torch.zeros(1, 5)
         logits[0, token] = 1
@@ -66,13 +66,13 @@ def test_ties_count_as_hits():
         assert int(found.top) == token
         assert int(found.place) == place
     flat = torch.zeros(3, 20)
-    same = agreement(flat, truth(flat))
+    same = agreement(flat, reference_logits(flat))
     assert (same.place == 0).all()
     assert (same.confidence == 0).all()
 
 
 def test_a_token_outside_the_ten_best_is_no_hit_at_any_k():
-    true = truth(torch.arange(30.0)[None])
+    true = reference_logits(torch.arange(30.0)[None])
     logits = torch.zeros(1, 30)
     logits[0, 3] = 1
     assert int(agreement(logits, true).place) == max(KS)
@@ -82,7 +82,7 @@ def test_certainty_is_finite():
     """Probabilities that underflow to 0, and a best one that is 1."""
     true, other = torch.full((2, 12), -1e4), torch.full((2, 12), -1e4)
     true[:, 0], other[0, 0], other[1, 5] = 1e4, 1e4, 1e4
-    found = agreement(other, truth(true))
+    found = agreement(other, reference_logits(true))
     assert found.kl.tolist() == [0.0, pytest.approx(2e4)]
     assert found.surprisal.tolist() == [0.0, pytest.approx(2e4)]
     assert found.confidence.tolist() == [1.0, 1.0]
@@ -91,6 +91,6 @@ def test_certainty_is_finite():
 def test_logits_are_left_as_they_were():
     true, other = random(4, 20, seed=1), random(4, 20, seed=2)
     kept = true.clone(), other.clone()
-    agreement(other, truth(true))
+    agreement(other, reference_logits(true))
     assert torch.equal(true, kept[0])
     assert torch.equal(other, kept[1])

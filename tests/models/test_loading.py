@@ -18,7 +18,7 @@ from layerjump.errors import (
     NoPredictions,
     UnsupportedModel,
 )
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 
@@ -39,7 +39,7 @@ def one_line(error: LayerjumpError) -> str:
 
 def test_a_folder_loads_in_float32_and_is_checked(saved):
     model = lj.load(saved)
-    assert (model.n_blocks, model.width, model.masked) == (3, 32, False)
+    assert (model.n_blocks, model.d_model, model.masked) == (3, 32, False)
     assert model.hf.dtype == torch.float32
     assert not model.hf.training
     assert all(check.passed for check in lj.self_check(model))
@@ -53,7 +53,7 @@ def test_dtype_is_honoured_and_a_wrong_one_named(saved):
 
 def test_a_model_without_tokenizer_says_so_when_text_comes(saved):
     with pytest.raises(BadModel, match="has no tokenizer"):
-        _ = lj.load(saved).tokens
+        _ = lj.load(saved).tokenization
 
 
 def test_an_unknown_hub_id_without_network():
@@ -115,9 +115,9 @@ def test_an_encoder_without_head_loads_but_predicts_nothing(tmp_path):
     BertModel(tiny_config("bert")).save_pretrained(tmp_path)
     model = lj.load(tmp_path)
     batch = sample(model)
-    assert len(list(states(model, [batch], [0, 3]))) == 1
+    assert len(list(capture_states(model, [batch], [0, 3]))) == 1
     with pytest.raises(NoPredictions, match="without its prediction head"):
-        list(states(model, [batch], [0], logits=True))
+        list(capture_states(model, [batch], [0], logits=True))
 
 
 def test_a_tied_decoder_saved_without_head_still_predicts(tmp_path):
@@ -253,13 +253,13 @@ def test_our_own_checkpoints_learnt_english(name, share, data_folder):
     assert recorded["tables"]["steps"][-1]["perplexity"] < share * UNIGRAM
     model = lj.load(data_folder / name)
     text = "Once upon a time, there was a little girl named Lily. She liked to play with her toys."
-    (ids,) = model.tokens.encode([text])
+    (ids,) = model.tokenization.encode([text])
     positions = lj.Positions("all") if name == "tiny-gpt2" else lj.Positions("one")
     seeds = range(1) if name == "tiny-gpt2" else range(20)
     surprise = []
     for seed in seeds:
-        batches = lj.batches(lj.read([text]), model.tokens, positions, seed=seed)
-        (found,) = states(model, batches, [0], logits=True)
+        batches = lj.make_batches(lj.load_text([text]), model.tokenization, positions, seed=seed)
+        (found,) = capture_states(model, batches, [0], logits=True)
         target = found.batch.token if model.masked else torch.tensor(ids[2:])
         logits = found.logits if model.masked else found.logits[:-1]
         surprise.append(torch.nn.functional.cross_entropy(logits, target))

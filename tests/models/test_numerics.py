@@ -8,7 +8,7 @@ import torch
 from helpers.story_text import stories
 
 import layerjump as lj
-from layerjump.jumps.collect import plan
+from layerjump.jumps.collect import plan_run
 from layerjump.models.structure import Site
 
 MASSIVE = 1e4
@@ -29,13 +29,14 @@ def test_a_massive_coordinate_leaves_the_maps_exact(fresh, text):
     """The stream of one coordinate is blown up; norms take most of it away, and the model goes on predicting."""
     with torch.no_grad():
         fresh.hf.transformer.wpe.weight[:, 3] += MASSIVE
-    chosen = plan(fresh, text, pairs="0:4,2:4", tokens=4_000, select=False, sizes="90/0/10")
+    chosen = plan_run(fresh, text, pairs="0:4,2:4", tokens=4_000, select=False, split="90/0/10")
     rows = [
-        (each[Site(2)], each[Site(4)]) for each in lj.states(fresh, chosen.batches["fit"], [2, 4])
+        (each[Site(2)], each[Site(4)])
+        for each in lj.capture_states(fresh, chosen.batches["fit"], [2, 4])
     ]
     x, y = (torch.cat([pair[side] for pair in rows]).double().numpy() for side in (0, 1))
     assert np.abs(x).max() > MASSIVE / 2
-    jumps = lj.fit(fresh, text, pairs="0:4,2:4", tokens=4_000, select=False, sizes="90/0/10")
+    jumps = lj.fit(fresh, text, pairs="0:4,2:4", tokens=4_000, select=False, split="90/0/10")
     wanted = x @ np.linalg.lstsq(x, y, rcond=None)[0]
     found = jumps[2, 4](torch.from_numpy(x).float()).detach().double().numpy()
     small = [column for column in range(y.shape[1]) if column != 3]
@@ -47,11 +48,11 @@ def test_a_massive_coordinate_leaves_the_maps_exact(fresh, text):
 
 def test_rows_of_a_head_that_are_no_tokens(fresh, text, data_folder):
     """As of models whose vocabulary was filled up to a round number: readable, scored, never given a made-up name."""
-    tokens = len(fresh.tokens.tokenizer)
+    tokens = len(fresh.tokenization.tokenizer)
     fresh.hf.resize_token_embeddings(tokens + 37, mean_resizing=False)
     with torch.no_grad():
         fresh.hf.lm_head.weight[tokens:] = 0  # the logit 0 may well be the largest
-    padded = lj.Model.wrap(fresh.hf, fresh.tokens.tokenizer, name="padded")
+    padded = lj.Model.wrap(fresh.hf, fresh.tokenization.tokenizer, name="padded")
     jumps = lj.fit(padded, text, tokens=4_000)
     plain = lj.load(data_folder / "tiny-gpt2")
     same = lj.fit(plain, text, tokens=4_000)

@@ -44,7 +44,7 @@ def by_pick(found, site) -> dict[tuple[int, int], torch.Tensor]:
 @pytest.mark.parametrize("length", [2, 3, 8, 9])
 def test_the_decoders_half_is_the_labels_moved_right(model, length):
     """The model's own convention: labels are what the tokenizer makes of the second half."""
-    tokens, ids = model.tokens, list(range(100, 100 + length))
+    tokens, ids = model.tokenization, list(range(100, 100 + length))
     source, row = tokens.halves(ids)
     middle = (length + 1) // 2
     assert source == tokens.wrap(ids[:middle])
@@ -56,27 +56,27 @@ def test_the_decoders_half_is_the_labels_moved_right(model, length):
 def test_a_start_token_that_is_not_named_is_the_padding():
     hf = tiny_model("t5", decoder_start_token_id=None)
     model = lj.Model.wrap(hf, tokenizers.tokenizer("$A </s>", pad_token="[PAD]", eos_token="</s>"))
-    assert model.tokens.start == hf.config.pad_token_id
+    assert model.tokenization.start == hf.config.pad_token_id
 
 
 # -- batches
 
 
 def test_every_token_is_read_once_by_one_of_the_two(model, corpus):
-    found = lj.batches(corpus, model.tokens, TEXT)
+    found = lj.make_batches(corpus, model.tokenization, TEXT)
     for batch in found:
         for row in range(len(batch.input_ids)):
             document = int(batch.document[batch.row == row][0])
             source = batch.source_ids[row][batch.source_mask[row] == 1].tolist()
             target = batch.input_ids[row][batch.attention_mask[row] == 1].tolist()
-            assert (source, target) == model.tokens.halves(ids_of(corpus.documents[document]))
+            assert (source, target) == model.tokenization.halves(ids_of(corpus.documents[document]))
     seen = Counter(int(token) for batch in found for token in batch.token)
     second = [ids[(len(ids) + 1) // 2 :] for ids in map(ids_of, corpus.documents)]
     assert seen == Counter(token for ids in second for token in ids)
 
 
 def test_counts_take_in_both_rows(model, corpus):
-    found = lj.batches(corpus, model.tokens, TEXT, budget=600)
+    found = lj.make_batches(corpus, model.tokenization, TEXT, budget=600)
     assert found.n_tokens == sum(batch.n_tokens for batch in found)
     assert found.n_source_tokens == sum(int(batch.source_mask.sum()) for batch in found)
     assert found.n_picks == sum(batch.n_picks for batch in found)
@@ -84,7 +84,7 @@ def test_counts_take_in_both_rows(model, corpus):
     assert max(cells) <= 600
     assert found.padding == pytest.approx(1 - found.n_tokens / sum(cells))
     assert found.padding < 0.15
-    some = lj.batches(corpus, model.tokens, TEXT, tokens_wanted=500)
+    some = lj.make_batches(corpus, model.tokenization, TEXT, tokens_wanted=500)
     assert 500 <= some.n_tokens < 560
 
 
@@ -95,16 +95,16 @@ def test_picks_do_not_depend_on_budget_or_shards(model, corpus, kind):
         return sorted(pick for row in rows for pick in row)
 
     positions = lj.Positions.parse(kind)
-    whole = lj.batches(corpus, model.tokens, positions)
-    small = lj.batches(corpus, model.tokens, positions, budget=90)
+    whole = lj.make_batches(corpus, model.tokenization, positions)
+    small = lj.make_batches(corpus, model.tokenization, positions, budget=90)
     shards = [batch for rank in range(3) for batch in small.shard(rank, 3)]
     assert picks(whole) == picks(small) == picks(shards)
-    assert min(position for _, position in picks(whole)) == model.tokens.around[0]
+    assert min(position for _, position in picks(whole)) == model.tokenization.around[0]
 
 
 def test_a_long_document_becomes_several_pairs_of_rows(model, corpus):
     long = Corpus("long", (" ".join(corpus.documents),), "")
-    found = list(lj.batches(long, model.tokens, EVERY, max_length=12))
+    found = list(lj.make_batches(long, model.tokenization, EVERY, max_length=12))
     assert max(batch.input_ids.shape[1] for batch in found) <= 12
     assert max(batch.source_ids.shape[1] for batch in found) <= 12
     special = {tokenizers.PAD, tokenizers.BOS, tokenizers.EOS}
@@ -126,9 +126,14 @@ def test_a_long_document_becomes_several_pairs_of_rows(model, corpus):
 
 def test_states_do_not_depend_on_the_batches(model, corpus):
     site = Site(model.n_blocks)
-    together = by_pick(lj.states(model, lj.batches(corpus, model.tokens, EVERY), [site]), site)
+    together = by_pick(
+        lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY), [site]), site
+    )
     alone = by_pick(
-        lj.states(model, lj.batches(corpus, model.tokens, EVERY, budget=1), [site]), site
+        lj.capture_states(
+            model, lj.make_batches(corpus, model.tokenization, EVERY, budget=1), [site]
+        ),
+        site,
     )
     assert together.keys() == alone.keys()
     # T5's norms round to float32 whatever the model's dtype.
@@ -137,15 +142,15 @@ def test_states_do_not_depend_on_the_batches(model, corpus):
 
 def test_the_source_is_asked_for(model):
     with pytest.raises(BadModel, match="nothing for its encoder to read; give source_ids"):
-        list(lj.states(model, [lj.one_batch([1, 2, 3])], [0]))
-    (found,) = lj.states(model, [lj.one_batch([1, 2, 3], source=[4, 5])], [0])
+        list(lj.capture_states(model, [lj.batch_from_ids([1, 2, 3])], [0]))
+    (found,) = lj.capture_states(model, [lj.batch_from_ids([1, 2, 3], source=[4, 5])], [0])
     assert found[0].shape == (3, 32)
 
 
 def test_the_encoders_levels_are_hugging_faces(model):
     side = model.encoder_side()
     batch = sample(side, rows=3, length=14)
-    (found,) = lj.states(side, [batch], range(side.n_blocks + 1))
+    (found,) = lj.capture_states(side, [batch], range(side.n_blocks + 1))
     with torch.no_grad():
         output = model.hf(
             input_ids=batch.input_ids,
@@ -160,19 +165,21 @@ def test_the_encoders_levels_are_hugging_faces(model):
 
 def test_an_encoders_side_has_no_predictions_and_no_final(model):
     side = model.encoder_side()
-    assert FINAL not in side.anatomy.sites()
-    assert not any("xattn" in str(site) for site in side.anatomy.sites())
+    assert FINAL not in side.structure.sites()
+    assert not any("xattn" in str(site) for site in side.structure.sites())
     with pytest.raises(BadModel, match="no site final"):
-        parse_pairs("0:final", side.anatomy)
+        parse_pairs("0:final", side.structure)
     with pytest.raises(NoPredictions, match="ask the decoder"):
         side.logits(torch.zeros(1, 32, dtype=torch.float64))
 
 
 def test_an_encoder_reads_whole_texts_with_what_goes_around_them(model, corpus):
     side = model.encoder_side()
-    (batch,) = lj.batches(Corpus("one", corpus.documents[:1], ""), side.tokens, lj.Positions("one"))
+    (batch,) = lj.make_batches(
+        Corpus("one", corpus.documents[:1], ""), side.tokenization, lj.Positions("one")
+    )
     assert batch.source_ids is None
-    assert batch.input_ids[0].tolist() == model.tokens.wrap(ids_of(corpus.documents[0]))
+    assert batch.input_ids[0].tolist() == model.tokenization.wrap(ids_of(corpus.documents[0]))
 
 
 def test_a_single_stack_has_no_encoder_side():
@@ -189,12 +196,12 @@ def test_a_folder_loads_and_predicts(family, variant, tmp_path):
     hf.save_pretrained(tmp_path)
     model = lj.load(tmp_path)
     assert model.no_predictions is None
-    assert (model.task, model.n_blocks, model.width) == ("seq2seq", 3, 32)
+    assert (model.task, model.n_blocks, model.d_model) == ("seq2seq", 3, 32)
     names = [check.name for check in lj.self_check(model)]
     assert {"logits", "causality", "encoder levels", "encoder blocks", "encoder inputs"} <= {*names}
     batch = sample(model)
-    (ours,) = lj.states(model, [batch], [3], logits=True)
-    (theirs,) = lj.states(lj.Model.wrap(hf), [batch], [3], logits=True)
+    (ours,) = lj.capture_states(model, [batch], [3], logits=True)
+    (theirs,) = lj.capture_states(lj.Model.wrap(hf), [batch], [3], logits=True)
     assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
 
 
@@ -206,7 +213,7 @@ def test_a_t5_with_a_head_of_its_own_keeps_it(tmp_path):
     tensors["lm_head.weight"] = torch.randn_like(tensors["shared.weight"])
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = lj.load(tmp_path)
-    assert torch.equal(model.anatomy.head.weight, tensors["lm_head.weight"])
+    assert torch.equal(model.structure.unembedding.weight, tensors["lm_head.weight"])
 
 
 def test_a_t5_with_a_missing_body_weight_is_refused(tmp_path):

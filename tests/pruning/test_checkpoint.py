@@ -23,7 +23,7 @@ from layerjump.errors import BadArtifact, BadPruning, WrongModel
 from layerjump.io import replace_folder
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Anatomy
+from layerjump.models.structure import Structure
 from layerjump.pruning.checkpoint import save
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned
@@ -56,7 +56,7 @@ REBUILT = 1e-5
 def tiny(family: str, variant: str) -> Model:
     hf = tiny_model(family, variant)
     words = llama_words() if family not in ("bert",) else None
-    return Model(hf, Anatomy(hf), f"{family}-{variant}", words)
+    return Model(hf, Structure(hf), f"{family}-{variant}", words)
 
 
 def removed(model: Model) -> Pruned:
@@ -73,7 +73,7 @@ def removed(model: Model) -> Pruned:
 def pruned(family: str, variant: str) -> Pruned | None:
     model = tiny(family, variant)
     if model.task == "causal":
-        return lj.prune(model, numbers(80), drop=1, choice="deepest", sizes="70/15/15")
+        return lj.prune(model, numbers(80), drop=1, choice="deepest", split="70/15/15")
     return None if cannot_drop(model) else removed(model)
 
 
@@ -145,13 +145,13 @@ def test_the_card_and_the_record_say_what_was_done(exported):
 
 def test_tied_weights_stay_tied_where_nothing_turns(exported):
     made, folder = exported["gpt2"]
-    assert made.model.anatomy.head.weight is made.model.hf.get_input_embeddings().weight
+    assert made.model.structure.unembedding.weight is made.model.hf.get_input_embeddings().weight
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
 
 
 def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
     model = tiny("llama", "")
-    made = lj.prune(model, numbers(80), drop=1, method="linear", choice="deepest", sizes="70/15/15")
+    made = lj.prune(model, numbers(80), drop=1, method="linear", choice="deepest", split="70/15/15")
     made.save(tmp_path / "linear")
     again = lj.load(tmp_path / "linear", dtype="float64")
     # Jumps are stored in float32.
@@ -173,26 +173,26 @@ def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
 def test_a_truncated_model_is_its_jump_and_its_head(family, tmp_path):
     """Against the closed form written out: the norm's core, the least-squares map, the head."""
     model = tiny(family, "")
-    made = lj.truncate(model, numbers(80), 2, sizes="70/15/15")
+    made = lj.make_draft_model(model, numbers(80), 2, split="70/15/15")
     assert made.model.n_blocks == 2
     made.save(tmp_path / "short")
     again = lj.load(tmp_path / "short", dtype="float64")
     assert torch.allclose(logits(again), logits(made.model), rtol=0, atol=REBUILT)
     batch = sample(model)
-    (whole,) = lj.states(model, [batch], [2, "final"])
-    (short,) = lj.states(made.model, [batch], [2, "final"], logits=True)
+    (whole,) = lj.capture_states(model, [batch], [2, "final"])
+    (short,) = lj.capture_states(made.model, [batch], [2, "final"], logits=True)
     assert torch.allclose(short[2], whole[2], rtol=0, atol=1e-12)
     core = short["final"]  # the norm with a weight of one
     assert torch.allclose(core.square().mean(-1), torch.ones(()).double(), atol=1e-3)
-    head = model.anatomy.head.weight.double()
-    product = torch.linalg.lstsq(head, made.model.anatomy.head.weight.double()).solution
-    decoded = model.anatomy.decode(core @ product.T)
+    head = model.structure.unembedding.weight.double()
+    product = torch.linalg.lstsq(head, made.model.structure.unembedding.weight.double()).solution
+    decoded = model.structure.decode(core @ product.T)
     assert torch.allclose(short.logits, decoded, rtol=0, atol=1e-8)
 
 
 def test_a_truncated_model_drafts_for_the_whole_one():
     model = tiny("llama", "")
-    short = lj.truncate(model, numbers(80), 2, sizes="70/15/15").model
+    short = lj.make_draft_model(model, numbers(80), 2, split="70/15/15").model
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = model.hf.generate(IDS, **settings)
     assert torch.equal(model.hf.generate(IDS, assistant_model=short.hf, **settings), plain)
@@ -200,9 +200,9 @@ def test_a_truncated_model_drafts_for_the_whole_one():
 
 def test_what_cannot_be_truncated_is_refused(data_folder):
     with pytest.raises(BadPruning, match="keep 1 to 2"):
-        lj.truncate(tiny("llama", ""), numbers(80), 3)
+        lj.make_draft_model(tiny("llama", ""), numbers(80), 3)
     with pytest.raises(BadPruning, match="use `prune`"):
-        lj.truncate(lj.load(data_folder / "tiny-bert"), numbers(80), 2)
+        lj.make_draft_model(lj.load(data_folder / "tiny-bert"), numbers(80), 2)
 
 
 def test_a_folder_is_not_overwritten_unasked(exported, tmp_path):

@@ -11,17 +11,17 @@ from helpers.story_text import numbers
 from helpers.tiny_models import tiny_model, wrapped
 
 import layerjump as lj
-from layerjump.data.batches import batches, one_batch
+from layerjump.data.batches import batch_from_ids, make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadPruning, LayerjumpError, TextTooShort
-from layerjump.metrics.token_loss import losses
-from layerjump.models.activations import states
+from layerjump.metrics.token_loss import token_losses
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.pruning import select
 from layerjump.pruning.drop_layers import without_blocks
-from layerjump.pruning.prune import calibrate, cut_out
-from layerjump.pruning.select import blocks_in, how_many, sink_blocks, spans
+from layerjump.pruning.prune import collect_calibration, drop_and_replace
+from layerjump.pruning.select import blocks_in, contiguous_spans, how_many, sink_blocks
 
 gpt2 = fitted_gpt2.model  # a fixture
 
@@ -31,16 +31,18 @@ EVERY = Positions("all", skip_first=0, special=True)
 @pytest.fixture(scope="module")
 def trained(real_folder) -> tuple[Model, Corpus]:
     stories = real_folder("stories15M").parents[1] / "text/tinystories/tinystories_train_sample.txt"
-    return lj.load(real_folder("stories15M")), lj.read(stories, limit=60)
+    return lj.load(real_folder("stories15M")), lj.load_text(stories, limit=60)
 
 
 def test_on_a_trained_model_each_method_beats_the_one_before(trained):
     """On one cut; the order of the papers, and ours behind them."""
     model, text = trained
-    calibration = calibrate(model, text, tokens=4_000, sizes="80/5/15", seed=0)
-    before = losses(model, calibration.test).mean
+    calibration = collect_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
+    before = token_losses(model, calibration.test).mean
     found = {
-        method: losses(cut_out(model, [(2, 3)], method, calibration).model, calibration.test).mean
+        method: token_losses(
+            drop_and_replace(model, [(2, 3)], method, calibration).model, calibration.test
+        ).mean
         for method in ("remove", "replaceme", "fold", "turn", "linear")
     }
     assert before < found["turn"] < found["fold"] < found["replaceme"] < found["remove"]
@@ -50,16 +52,16 @@ def test_on_a_trained_model_each_method_beats_the_one_before(trained):
 def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
     """Each with its own stand-ins, on select documents; here the two ways choose different blocks."""
     model, text = trained
-    given = {"tokens": 4_000, "sizes": "80/5/15", "seed": 0}
-    calibration = calibrate(model, text, **given)
-    ends = select.Choosing(model, calibration.fit, calibration.select, (1, 6))
+    given = {"tokens": 4_000, "split": "80/5/15", "seed": 0}
+    calibration = collect_calibration(model, text, **given)
+    ends = select.BlockSelection(model, calibration.fit, calibration.select, (1, 6))
     one = replace(ends, one_run=True)
-    both = [tuple(spans(select.choose("loss", 2, way))) for way in (ends, one)]
+    both = [tuple(contiguous_spans(select.select_blocks("loss", 2, way))) for way in (ends, one)]
     assert len(set(both)) == 2
     cost = {}
     for cuts in both:
-        cost[cuts] = losses(
-            cut_out(model, cuts, "fold", calibration).model, calibration.select
+        cost[cuts] = token_losses(
+            drop_and_replace(model, cuts, "fold", calibration).model, calibration.select
         ).mean
     found = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], **given)
     assert found.cuts == min(cost, key=cost.__getitem__)
@@ -70,12 +72,12 @@ def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
 def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
     """Two cuts: the second one's source is what the first one leaves."""
     model, text = trained
-    calibration = calibrate(model, text, tokens=4_000, sizes="80/5/15", seed=0)
-    made = cut_out(model, [(1, 2), (3, 4)], "turn", calibration)
+    calibration = collect_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
+    made = drop_and_replace(model, [(1, 2), (3, 4)], "turn", calibration)
     assert [frame.level for frame in made.frames] == [1, 2]
     (batch,) = [calibration.test[0]]
-    (ours,) = states(made.model, [batch], [2])
-    (theirs,) = states(model, [batch], [4])
+    (ours,) = capture_states(made.model, [batch], [2])
+    (theirs,) = capture_states(model, [batch], [4])
     frame = made.frames[-1]
     wanted = frame.scale * theirs[4] @ frame.rotation.float().T
     error = (ours[2] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
@@ -92,22 +94,22 @@ def test_every_choice_keeps_the_ends(gpt2, study_text, choice):
 
 
 def test_by_loss_the_first_choice_is_the_least_loss(gpt2, study_text):
-    calibration = calibrate(gpt2, study_text, tokens=4_000, sizes="80/10/10", seed=0)
-    given = select.Choosing(gpt2, calibration.fit, calibration.select, [1, 4], mapped=False)
-    (best,) = select.choose("loss", 1, given)
-    found = {b: losses(without_blocks(gpt2, [b]), calibration.select).mean for b in (2, 3)}
+    calibration = collect_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
+    given = select.BlockSelection(gpt2, calibration.fit, calibration.select, [1, 4], mapped=False)
+    (best,) = select.select_blocks("loss", 1, given)
+    found = {b: token_losses(without_blocks(gpt2, [b]), calibration.select).mean for b in (2, 3)}
     assert best == min(found, key=found.get)
     trial = select.Trial(given, 1)
     for block, loss in found.items():
-        assert trial.loss(spans([block])) == pytest.approx(loss, abs=1e-4)
+        assert trial.loss(contiguous_spans([block])) == pytest.approx(loss, abs=1e-4)
 
 
 def test_losses_are_hugging_faces_own(gpt2, study_text):
     text = Corpus("one", study_text.documents[:1], "")
-    batch = batches(text, gpt2.tokens, EVERY, max_length=40)[0]
-    found = losses(gpt2, [batch])
+    batch = make_batches(text, gpt2.tokenization, EVERY, max_length=40)[0]
+    found = token_losses(gpt2, [batch])
     row = batch.input_ids[:1, : int(batch.attention_mask[0].sum())]
-    alone = losses(gpt2, [one_batch(row[0].tolist())])
+    alone = token_losses(gpt2, [batch_from_ids(row[0].tolist())])
     with torch.no_grad():
         theirs = gpt2.hf(row, labels=row).loss
     assert alone.mean == pytest.approx(float(theirs), abs=1e-5)
@@ -116,15 +118,15 @@ def test_losses_are_hugging_faces_own(gpt2, study_text):
 
 def test_max_loss_is_kept(gpt2, study_text):
     pruned = lj.prune(gpt2, study_text, max_loss=1.2, choice="deepest", tokens=4_000)
-    calibration = calibrate(gpt2, study_text, tokens=4_000, sizes="80/10/10", seed=0)
-    limit = 1.2 * losses(gpt2, calibration.select).mean
-    assert losses(pruned.model, calibration.select).mean <= limit
+    calibration = collect_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
+    limit = 1.2 * token_losses(gpt2, calibration.select).mean
+    assert token_losses(pruned.model, calibration.select).mean <= limit
 
 
 def test_a_block_that_forms_a_sink_is_found():
     """Block 2 of this model writes a huge state at the first position alone."""
     model = wrapped(tiny_model("gpt2"), words=True)
-    text = batches(numbers(60), model.tokens, EVERY)
+    text = make_batches(numbers(60), model.tokenization, EVERY)
 
     def swell(module, args, output):
         output = output.clone()
@@ -132,7 +134,7 @@ def test_a_block_that_forms_a_sink_is_found():
         return output
 
     assert sink_blocks(model, text) == []
-    handle = model.anatomy.blocks[1].register_forward_hook(swell)
+    handle = model.structure.blocks[1].register_forward_hook(swell)
     try:
         assert sink_blocks(model, text) == [2]
     finally:
@@ -140,7 +142,7 @@ def test_a_block_that_forms_a_sink_is_found():
 
 
 def test_runs_and_blocks():
-    assert spans([5, 3, 4, 9]) == [(2, 5), (8, 9)]
+    assert contiguous_spans([5, 3, 4, 9]) == [(2, 5), (8, 9)]
     assert blocks_in([(2, 5), (8, 9)]) == (3, 4, 5, 9)
     assert [how_many(given, 30) for given in (8, "8", "25%", "10%")] == [8, 8, 8, 3]
 
@@ -173,7 +175,7 @@ def test_senseless_requests_are_refused(gpt2, study_text, settings, message):
 def test_a_text_too_short_for_the_width_is_refused(gpt2):
     few = Corpus("few", ("one two three",) * 4, "")
     with pytest.raises(TextTooShort, match="positions to fit maps of width"):
-        lj.prune(gpt2, few, drop=1, method="fold", choice="deepest", sizes="2/1/1")
+        lj.prune(gpt2, few, drop=1, method="fold", choice="deepest", split="2/1/1")
 
 
 def test_families_that_cannot_fold_say_why(data_folder, study_text):

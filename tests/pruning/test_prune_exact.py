@@ -10,7 +10,7 @@ from helpers.tiny_models import CASES, silent_gpt2, tiny_model, wrapped
 import layerjump as lj
 from layerjump.errors import BadModel
 from layerjump.jumps.statistics import Moments
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample, self_check
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
@@ -18,10 +18,10 @@ from layerjump.pruning.replace import ADDED, PAIRS, STREAM, TARGET, rows, solve_
 from layerjump.pruning.residual_weights import (
     can_stretch,
     cannot_fold,
-    cannot_turn,
+    cannot_rotate,
     last_of,
     map_output,
-    turn,
+    rotate_stream,
 )
 
 
@@ -48,7 +48,7 @@ def test_a_shorter_model_passes_the_self_check(model):
     shorter = without_blocks(prunable(model), [2])
     assert shorter.n_blocks == model.n_blocks - 1
     assert [check.name for check in self_check(shorter) if not check.passed] == []
-    assert model.n_blocks == len(model.anatomy.blocks)  # the model itself is as it was
+    assert model.n_blocks == len(model.structure.blocks)  # the model itself is as it was
 
 
 def test_a_stretched_stream_gives_the_same_logits(model):
@@ -62,10 +62,10 @@ def test_a_stretched_stream_gives_the_same_logits(model):
             if hasattr(module, name):
                 setattr(module, name, 0.0)
     before = logits(copy, sample(copy))
-    handle = copy.anatomy.blocks[0].register_forward_pre_hook(
+    handle = copy.structure.blocks[0].register_forward_pre_hook(
         lambda module, args: (2 * args[0], *args[1:])
     )
-    turn(copy, 0, None, 2.0)
+    rotate_stream(copy, 0, None, 2.0)
     assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
     handle.remove()
 
@@ -73,13 +73,15 @@ def test_a_stretched_stream_gives_the_same_logits(model):
 def test_a_turned_stream_gives_the_same_logits(model):
     """To rounding, which is float32: these norms compute in it whatever the model does."""
     prunable(model)
-    if cannot_turn(model):
-        pytest.skip(cannot_turn(model))
+    if cannot_rotate(model):
+        pytest.skip(cannot_rotate(model))
     copy = without_blocks(model, [])
     before = logits(copy, sample(copy))
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))
-    turn(copy, 1, rotation)
-    plain = copy.anatomy.blocks[0].register_forward_hook(lambda module, args, out: out @ rotation.T)
+    rotate_stream(copy, 1, rotation)
+    plain = copy.structure.blocks[0].register_forward_hook(
+        lambda module, args, out: out @ rotation.T
+    )
     assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
     plain.remove()
     assert not torch.allclose(logits(copy, sample(copy)), before, atol=1e-2)
@@ -98,8 +100,8 @@ def test_a_map_merged_into_feed_forward_is_the_map_of_its_output(model):
     if not biased:
         with pytest.raises(BadModel, match="no bias"):
             map_output(layer, torch.eye(32, dtype=torch.float64), shift)
-    (before,) = states(model, [batch], ["2.ffn.out", 2])
-    (after,) = states(copy, [batch], ["2.ffn.out", 2])
+    (before,) = capture_states(model, [batch], ["2.ffn.out", 2])
+    (after,) = capture_states(copy, [batch], ["2.ffn.out", 2])
     expected = before["2.ffn.out"] @ weight.T + (shift if biased else 0)
     assert torch.allclose(after["2.ffn.out"], expected, rtol=0, atol=1e-10)
     assert torch.allclose(after[2] - before[2], expected - before["2.ffn.out"], atol=1e-10)

@@ -260,7 +260,7 @@ def test_the_server_ends_in_the_middle_of_a_text(slow, tmp_path):
 
 
 def test_pieces_are_the_text_however_tokens_share_it(model):
-    tokenizer = model.tokens.tokenizer
+    tokenizer = model.tokenization.tokenizer
     text = " naïve ☃ 👩‍👧 done"
     prompt, ids = tokenizer.encode("It was"), tokenizer.encode(text)
     pieces = Pieces(tokenizer, prompt)
@@ -271,9 +271,9 @@ def test_pieces_are_the_text_however_tokens_share_it(model):
 
 def test_blanks_are_kept_where_a_tokenizer_drops_them_at_the_start(real_folder):
     model = lj.load(real_folder("stories15M"))
-    prompt = model.tokens.generation_inputs(["Once upon a time,"])["input_ids"][0].tolist()
-    ids = model.tokens.encode(["there was a café"])[0]
-    pieces = Pieces(model.tokens.tokenizer, prompt)
+    prompt = model.tokenization.generation_inputs(["Once upon a time,"])["input_ids"][0].tolist()
+    ids = model.tokenization.encode(["there was a café"])[0]
+    pieces = Pieces(model.tokenization.tokenizer, prompt)
     assert "".join(pieces.add(token) for token in ids) == " there was a café"
 
 

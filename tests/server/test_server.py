@@ -13,8 +13,8 @@ from helpers.server_process import serving
 import layerjump as lj
 from layerjump.errors import LayerjumpError
 from layerjump.lens.lens import Lens
-from layerjump.lens.trajectory import read
-from layerjump.server.model_registry import Library, jump_sets
+from layerjump.lens.trajectory import read_trajectory
+from layerjump.server.model_registry import ModelRegistry, jump_sets
 
 model = fitted_gpt2.model  # a fixture
 
@@ -51,7 +51,7 @@ def test_answers_are_the_librarys(server, model, jumps):
     status, answer = lens(server, lenses=["identity", "own"], k=7, tokens=[5, 9], js=True)
     assert status == 200
     lenses = {"identity": Lens(model), "own": Lens(model, lj.Jumps.from_pretrained(jumps))}
-    wanted = read(model, lenses, TEXT, k=7, tokens=[5, 9], js=True)
+    wanted = read_trajectory(model, lenses, TEXT, k=7, tokens=[5, 9], js=True)
     assert list(answer["lenses"]) == ["identity", "own"]
     for name, trajectory in wanted.items():
         ours, theirs = answer["lenses"][name], json.loads(json.dumps(trajectory.to_dict()))
@@ -244,5 +244,5 @@ def test_bad_jumps_are_one_line(given, words):
 
 def test_models_of_one_name_get_numbers(data_folder):
     folder = str(data_folder / "tiny-gpt2")
-    library = Library([folder, "someone/tiny-gpt2", folder], {})
+    library = ModelRegistry([folder, "someone/tiny-gpt2", folder], {})
     assert list(library.shelves) == ["tiny-gpt2", "someone/tiny-gpt2", "tiny-gpt2 (2)"]

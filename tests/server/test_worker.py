@@ -9,13 +9,13 @@ import pytest
 
 from layerjump.errors import BadText
 from layerjump.server import worker
-from layerjump.server.worker import Answer, Answers, Desk, encode, refusal
+from layerjump.server.worker import Answer, Answers, Worker, encode, refusal
 
 
 @pytest.fixture
 def held():
     """A desk whose first piece of work lasts until the event is set."""
-    desk, release = Desk(Answers()), threading.Event()
+    desk, release = Worker(Answers()), threading.Event()
     first = desk.ask(
         "first", lambda: release.wait(10) and Answer(200, b"first"), doing="a long one"
     )
@@ -24,7 +24,7 @@ def held():
 
 
 def test_work_is_done_one_at_a_time_in_the_order_asked():
-    desk, running, seen = Desk(Answers()), [], []
+    desk, running, seen = Worker(Answers()), [], []
 
     def work(name):
         running.append(name)
@@ -76,7 +76,7 @@ def test_what_nobody_asks_for_again_is_not_done(held, monkeypatch):
 
 
 def test_long_work_lets_one_question_in_between_two_steps():
-    desk, done, ready = Desk(Answers()), [], threading.Event()
+    desk, done, ready = Worker(Answers()), [], threading.Event()
 
     def write():
         ready.wait(10)
@@ -102,7 +102,7 @@ def test_long_work_lets_one_question_in_between_two_steps():
 
 def test_work_that_is_begun_is_never_forgotten(monkeypatch):
     monkeypatch.setattr(worker, "FORGOTTEN", 0.05)
-    desk = Desk(Answers())
+    desk = Worker(Answers())
 
     def write():
         time.sleep(0.1)
@@ -134,7 +134,7 @@ def test_a_line_that_is_too_long_turns_away(held, monkeypatch):
 
 
 def test_errors_become_answers_and_the_desk_goes_on():
-    desk = Desk(Answers())
+    desk = Worker(Answers())
 
     def wrong():
         raise BadText("too\nlong")

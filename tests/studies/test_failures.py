@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.story_text import stories
 
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.loading import load
 from layerjump.studies import failures
 from layerjump.studies.setup import Settings, Setup
@@ -69,7 +69,7 @@ def test_contexts_belong_to_their_examples(setup, result):
 def test_the_tail_is_that_of_the_errors(setup, result):
     jumps, errors, targets = setup.jumps("mat"), [], []
     with torch.no_grad():
-        for found in states(setup.model, setup.scored(), [1, 4]):
+        for found in capture_states(setup.model, setup.scored(), [1, 4]):
             errors.append((jumps[1, 4](found[1]) - found[4]).double().norm(dim=-1))
             targets.append(found[4].double().norm(dim=-1))
     error, target = torch.cat(errors).numpy(), torch.cat(targets).numpy()

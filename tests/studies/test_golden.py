@@ -38,7 +38,7 @@ def case(request, data_folder):
     settings = Settings(
         positions="one" if paper else "all", split=of["split"], score=10**9, paper=paper
     )
-    setup = Setup(model, lj.read(EXAMPLES["documents"]), settings, level_pairs="all")
+    setup = Setup(model, lj.load_text(EXAMPLES["documents"]), settings, level_pairs="all")
     return Case(name, json.loads((GOLDEN / f"{name}.json").read_text()), setup)
 
 
@@ -162,10 +162,10 @@ def test_the_state_before_the_final_norm_is_the_last_level(case):
     """Reading the golden sentences one by one gives what batches of them give."""
     model, part = case.setup.model, EXAMPLES[case.name]["test"]
     text = EXAMPLES["documents"][part[0]]
-    (ids,) = model.tokens.encode([text])
-    (found,) = lj.states(
-        model, [lj.one_batch(model.tokens.wrap(ids))], [model.n_blocks], logits=True
+    (ids,) = model.tokenization.encode([text])
+    (found,) = lj.capture_states(
+        model, [lj.batch_from_ids(model.tokenization.wrap(ids))], [model.n_blocks], logits=True
     )
-    own = model.hf(torch.tensor([model.tokens.wrap(ids)])).logits[0]
+    own = model.hf(torch.tensor([model.tokenization.wrap(ids)])).logits[0]
     torch.testing.assert_close(found.logits, own)
     torch.testing.assert_close(model.logits(found[model.n_blocks]), own)

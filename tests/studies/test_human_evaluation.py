@@ -24,7 +24,7 @@ from layerjump.studies.human_evaluation import (
     write_key,
     write_sheet,
 )
-from layerjump.studies.registry import chosen
+from layerjump.studies.registry import select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Settings, Setup
 
@@ -40,7 +40,7 @@ def setup(data_folder, request):
 def study(setup, tmp_path_factory):
     """The folder that a run leaves."""
     folder = tmp_path_factory.mktemp("study")
-    run_studies(setup, chosen("plausibility"), folder)
+    run_studies(setup, select_studies("plausibility"), folder)
     return folder
 
 
@@ -99,10 +99,10 @@ def test_items_are_shuffled_and_the_seed_says_how(setup, study, tmp_path):
     order = [(item["sentence"], item["level"]) for item in key_of(study).values()]
     assert order != sorted(order)
     assert order[:10] != sorted(order)[:10]
-    run_studies(setup, chosen("plausibility"), tmp_path)
+    run_studies(setup, select_studies("plausibility"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() == (study / SHEET).read_bytes()
     other = setup.without_kept(settings=Settings(score=50, seed=1))
-    run_studies(other, chosen("plausibility"), tmp_path)
+    run_studies(other, select_studies("plausibility"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() != (study / SHEET).read_bytes()
 
 

@@ -19,7 +19,7 @@ SETTINGS = Settings(tokens=12_000, score=100, budget=400)
 
 @pytest.fixture(scope="module")
 def text():
-    return lj.read("pydoc", limit=400)
+    return lj.load_text("pydoc", limit=400)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import torch
 from helpers.regression_data import noisy, random, sums
 from helpers.story_text import stories
 
-from layerjump.jumps.estimators.low_rank import low_rank, truncated
+from layerjump.jumps.estimators.low_rank import low_rank, truncate_rank
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.quantize import dequantised, quantised, stored
+from layerjump.jumps.quantize import dequantised, quantised, quantize_map
 from layerjump.models.loading import load
 from layerjump.studies import map_cost
 from layerjump.studies.map_cost import legs_of
@@ -126,7 +126,7 @@ def test_lower_ranks_come_out_of_a_higher_one():
         (wide,) = low_rank(source, [target], rank=9, **given)
         for rank in (1, 4, 9):
             (direct,) = low_rank(source, [target], rank=rank, **given)
-            cut = truncated(wide, rank, source, target)
+            cut = truncate_rank(wide, rank, source, target)
             torch.testing.assert_close(cut.weight, direct.weight)
             torch.testing.assert_close(cut.bias, direct.bias)
 
@@ -135,7 +135,7 @@ def test_full_rank_is_affine():
     source, (target,) = sums(*noisy(300, 9, 9))
     (full,) = solve("affine", source, [target])
     (wide,) = low_rank(source, [target], rank=9)
-    torch.testing.assert_close(truncated(wide, 9, source, target).weight, full.weight)
+    torch.testing.assert_close(truncate_rank(wide, 9, source, target).weight, full.weight)
 
 
 def test_int8_is_off_by_at_most_half_a_step():
@@ -154,7 +154,7 @@ def test_int8_is_off_by_at_most_half_a_step():
 )
 def test_stored_maps_come_back_rounded(storage, n_bytes):
     jump = Affine.of(random(6, 5), bias=random(6))
-    back = stored(jump, storage)
+    back = quantize_map(jump, storage)
     assert back.n_bytes == n_bytes
     assert back.affine.weight.dtype == back.affine.bias.dtype == torch.float64
     close = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[storage]

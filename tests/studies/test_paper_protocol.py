@@ -4,7 +4,7 @@ from helpers.story_text import stories
 
 from layerjump.models.loading import load
 from layerjump.report.report import write_report
-from layerjump.studies.registry import chosen
+from layerjump.studies.registry import select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Setup, differences, settings_of
 
@@ -25,7 +25,7 @@ def test_differences_are_named_in_results_page_and_summary(data_folder, tmp_path
         "Maps are affine",
     ):
         assert any(part in sentence for sentence in said), part
-    results = run_studies(setup, chosen("predictions"), tmp_path)
+    results = run_studies(setup, select_studies("predictions"), tmp_path)
     assert results["differs_from_paper"] == said
     page, summary = (path.read_text(encoding="utf-8") for path in write_report(results, tmp_path))
     for sentence in said:

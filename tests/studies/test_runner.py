@@ -11,7 +11,7 @@ import torch
 import layerjump as lj
 from layerjump.cli import main
 from layerjump.errors import BadArtifact, BadStudy, NewerFormat
-from layerjump.studies.registry import MAIN, STUDIES, chosen
+from layerjump.studies.registry import MAIN, STUDIES, select_studies
 from layerjump.studies.results import Result, plain
 from layerjump.studies.runner import FILE, load_results, run_studies
 from layerjump.studies.setup import Setup, settings_of
@@ -26,7 +26,7 @@ def without_seconds(results):
 def whole(study_setup, tmp_path_factory):
     """The results of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    return run_studies(study_setup.without_kept(), chosen(None), folder), folder
+    return run_studies(study_setup.without_kept(), select_studies(None), folder), folder
 
 
 def test_results_are_what_the_file_holds(whole):
@@ -50,7 +50,7 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
     def die(_):
         raise RuntimeError("the machine is gone")
 
-    studies = chosen(None)
+    studies = select_studies(None)
     cut = [replace(study, run=die) if study.name == "exits" else study for study in studies]
     with pytest.raises(RuntimeError, match="gone"):
         run_studies(study_setup.without_kept(), cut, tmp_path)
@@ -66,8 +66,8 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
 
 def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup, tmp_path):
     wanted, _ = whole
-    run_studies(study_setup.without_kept(), chosen("r2"), tmp_path)
-    found = run_studies(study_setup.without_kept(), chosen("exits"), tmp_path, resume=True)
+    run_studies(study_setup.without_kept(), select_studies("r2"), tmp_path)
+    found = run_studies(study_setup.without_kept(), select_studies("exits"), tmp_path, resume=True)
     assert list(found["studies"]) == ["r2", "exits"]
     assert found["studies"]["exits"]["tables"] == wanted["studies"]["exits"]["tables"]
 
@@ -78,13 +78,13 @@ def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
     with pytest.raises(
         BadArtifact, match="another settings than this run's; give --force in place of"
     ):
-        run_studies(other, chosen("r2"), folder, resume=True)
-    other = study_setup.without_kept(corpus=lj.read("pydoc", limit=150))
+        run_studies(other, select_studies("r2"), folder, resume=True)
+    other = study_setup.without_kept(corpus=lj.load_text("pydoc", limit=150))
     with pytest.raises(BadArtifact, match="another text"):
-        run_studies(other, chosen("r2"), folder, resume=True)
-    run_studies(study_setup.without_kept(), chosen("examples"), tmp_path)
+        run_studies(other, select_studies("r2"), folder, resume=True)
+    run_studies(study_setup.without_kept(), select_studies("examples"), tmp_path)
     with pytest.raises(BadArtifact, match="another level_pairs"):
-        run_studies(study_setup.without_kept(), chosen("r2"), tmp_path, resume=True)
+        run_studies(study_setup.without_kept(), select_studies("r2"), tmp_path, resume=True)
 
 
 def test_files_that_are_no_results_are_refused(tmp_path):
@@ -102,7 +102,7 @@ def test_files_that_are_no_results_are_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_found_out_at_once(study_setup, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(BadArtifact, match="cannot be written"):
-        run_studies(study_setup, chosen("r2"), tmp_path / "file")
+        run_studies(study_setup, select_studies("r2"), tmp_path / "file")
 
 
 def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path):
@@ -111,7 +111,7 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
     whole_model.tokenizer.save_pretrained(tmp_path / "body")
     model = lj.load(tmp_path / "body")
     setup, said = Setup(model, study_text, settings_of("ours", tokens=6_000, score=120)), []
-    results = run_studies(setup, chosen(None), tmp_path / "out", say=said.append)["studies"]
+    results = run_studies(setup, select_studies(None), tmp_path / "out", say=said.append)["studies"]
     for name in ("predictions", "exits", "examples"):
         assert "without its prediction head" in results[name]["skipped"]
         assert results[name]["tables"] == {}
@@ -122,10 +122,10 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
 
 
 def test_choosing_studies():
-    assert [study.name for study in chosen("exits, r2")] == ["r2", "exits"]
-    assert [study.name for study in chosen("all")] == list(STUDIES)
+    assert [study.name for study in select_studies("exits, r2")] == ["r2", "exits"]
+    assert [study.name for study in select_studies("all")] == list(STUDIES)
     with pytest.raises(BadStudy, match="no study 'magic'; known are r2"):
-        chosen("r2,magic")
+        select_studies("r2,magic")
 
 
 # -- the command line

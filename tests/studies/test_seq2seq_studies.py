@@ -9,9 +9,9 @@ from helpers import seq2seq_models
 from helpers.seq2seq_models import made
 
 import layerjump as lj
-from layerjump.jumps.collect import plan
-from layerjump.jumps.memory import bill
-from layerjump.lens.evaluate import read_levels
+from layerjump.jumps.collect import plan_run
+from layerjump.jumps.memory import estimate_cost
+from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.studies import early_exit, examples, linearity, predictions, r2, submodules
 from layerjump.studies.setup import Setup, settings_of
@@ -25,7 +25,7 @@ def setup(model, corpus) -> Setup:
 
 
 def test_submodules_take_in_cross_attention(model, corpus):
-    jumps = lj.fit(model, corpus, pairs="submodules", estimator="ridge", sizes="60/20/20")
+    jumps = lj.fit(model, corpus, pairs="submodules", estimator="ridge", split="60/20/20")
     for block in range(1, 4):
         for part in ("ln1", "attn", "lnx", "xattn", "ln2", "ffn"):
             assert (f"{block}.{part}.in", f"{block}.{part}.out") in jumps
@@ -33,21 +33,21 @@ def test_submodules_take_in_cross_attention(model, corpus):
 
 
 def test_the_bill_counts_each_token_through_its_own_stack(model, corpus):
-    planned = plan(model, corpus, sizes="60/20/20", select=False)
+    planned = plan_run(model, corpus, split="60/20/20", select=False)
     tokens = sum(found.n_tokens for found in planned.batches.values())
     sources = sum(found.n_source_tokens for found in planned.batches.values())
     encoder, decoder = (
-        sum(p.numel() for block in side.anatomy.blocks for p in block.parameters())
+        sum(p.numel() for block in side.structure.blocks for p in block.parameters())
         for side in (model.encoder_side(), model)
     )
     wanted = 2.0 * (encoder * sources + decoder * (tokens - sources))
-    assert bill(model, planned.moments["fit"], planned.batches).model_flops == wanted
+    assert estimate_cost(model, planned.moments["fit"], planned.batches).model_flops == wanted
 
 
 def test_every_lens_is_the_model_at_the_last_level(model, setup):
     jumps = setup.jumps("mat")
-    found = lj.batches(setup.corpus, model.tokens, lj.Positions("one"))
-    readings = read_levels(model, {"identity": Lens(model), "mat": Lens(model, jumps)}, found)
+    found = lj.make_batches(setup.corpus, model.tokenization, lj.Positions("one"))
+    readings = evaluate_lenses(model, {"identity": Lens(model), "mat": Lens(model, jumps)}, found)
     assert readings.hits(1)[:, -1].all()
     assert readings.kl[:, -1].abs().max() < 1e-9
     for batch in found:

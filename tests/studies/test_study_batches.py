@@ -8,7 +8,7 @@ from helpers.story_text import letters, stories
 from layerjump.data.positions import Positions
 from layerjump.lens.lens import Lens
 from layerjump.models.loading import load
-from layerjump.studies.registry import STUDIES, chosen
+from layerjump.studies.registry import STUDIES, select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Settings, Setup
 
@@ -45,7 +45,7 @@ def test_a_lens_reads_a_model_in_any_precision(data_folder, dtype):
 
 def test_all_studies_run(setup, tmp_path):
     both = setup.without_kept(others=[letters(60)], settings=Settings(score=60, budget=400))
-    results = run_studies(both, chosen("all"), tmp_path)
+    results = run_studies(both, select_studies("all"), tmp_path)
     assert list(results["studies"]) == list(STUDIES)
     for name, study in results["studies"].items():
         if name in (

@@ -21,7 +21,7 @@ def masked(data_folder):
 
 @pytest.fixture(scope="module")
 def text():
-    return lj.read("pydoc", limit=200)
+    return lj.load_text("pydoc", limit=200)
 
 
 def setup(model, text, **settings):
@@ -76,10 +76,10 @@ def test_about_as_many_positions_are_scored_as_asked_for(wanted, causal, masked,
 
 
 def test_many_short_documents_do_not_take_more(causal):
-    short = lj.read(
+    short = lj.load_text(
         [
             f"the {word} sat on a mat"
-            for word in lj.read("pydoc", limit=300).documents[0].split()[:60] * 20
+            for word in lj.load_text("pydoc", limit=300).documents[0].split()[:60] * 20
         ]
     )
     found = setup(causal, short).batches(picks=30)
@@ -133,6 +133,6 @@ def test_what_is_made_is_kept(causal, text):
 
 def test_a_jump_from_a_level_to_itself_is_the_identity(causal, text):
     jumps = setup(causal, text, tokens=3_000).jumps("mat")
-    state = torch.randn(3, causal.width)
+    state = torch.randn(3, causal.d_model)
     for level in range(causal.n_blocks + 1):
         assert torch.equal(jumps[level, level](state), state)

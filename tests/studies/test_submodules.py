@@ -7,7 +7,7 @@ import torch
 
 import layerjump as lj
 from layerjump.data.positions import Positions
-from layerjump.interventions.patching import Rerun, mapped
+from layerjump.interventions.patching import Rerun, replace_by_map
 from layerjump.report.summary import findings
 from layerjump.studies import attention_heads, submodules
 from layerjump.studies.ablation import budgeted
@@ -20,7 +20,7 @@ SETTINGS = Settings(tokens=12_000, score=150, budget=600)
 def setup_of(folder, name: str, **changes) -> Setup:
     from dataclasses import replace
 
-    text = lj.read("pydoc", limit=400)
+    text = lj.load_text("pydoc", limit=400)
     return Setup(lj.load(folder / name), text, replace(SETTINGS, **changes))
 
 
@@ -87,7 +87,7 @@ def test_one_block_is_the_suffix_of_the_last_block(setup):
     jumps = fit_all_positions(setup, "mat", "submodules")
     rerun = Rerun(model, budgeted(setup)[0])
     (pair,) = submodules.pairs_of(model, 4, part)
-    alone = rerun.from_level(3, changes={pair: mapped(jumps[pair])})
+    alone = rerun.from_level(3, changes={pair: replace_by_map(jumps[pair])})
     later = rerun.from_level(3, changes=submodules._changes(model, jumps, part))
     assert torch.equal(alone, later)
 
@@ -155,7 +155,7 @@ def test_encoders_are_fitted_at_all_positions_of_masked_text(bert):
     plan = _plan(bert, "submodules")
     batch = plan.batches["fit"][0]
     assert batch.n_picks == batch.n_tokens
-    masked = (batch.input_ids == bert.model.tokens.mask).sum()
+    masked = (batch.input_ids == bert.model.tokenization.mask).sum()
     assert 0.1 < int(masked) / batch.n_tokens < 0.2
     # the same masks as when the masks are what is looked at
     masks = Positions.parse("15%", skip_first=0, special=True)
@@ -170,7 +170,9 @@ def test_a_sampled_look_holds_as_many_masks_as_the_text(bert):
     look = plan.batches["fit"].look_at(Positions("share", 0.3, skip_first=0, special=True))
     masks = picks = 0
     for batch in look:
-        masks += int((batch.input_ids[batch.row, batch.position] == bert.model.tokens.mask).sum())
+        masks += int(
+            (batch.input_ids[batch.row, batch.position] == bert.model.tokenization.mask).sum()
+        )
         picks += batch.n_picks
     assert picks == look.n_picks
     assert 0.12 < masks / picks < 0.18

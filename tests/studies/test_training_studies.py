@@ -13,7 +13,7 @@ import layerjump as lj
 from layerjump.errors import BadStudy, ModelNotFound
 from layerjump.report.report import panels
 from layerjump.studies import architecture, finetuning, training_dynamics
-from layerjump.studies.registry import chosen
+from layerjump.studies.registry import select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Settings, Setup
 from layerjump.training.finetune import Item
@@ -43,7 +43,7 @@ def with_settings(setup, **changes):
 
 
 def test_without_what_they_need_they_are_skipped(setup, tmp_path):
-    results = run_studies(setup, chosen("dynamics,finetune,architecture"), tmp_path)
+    results = run_studies(setup, select_studies("dynamics,finetune,architecture"), tmp_path)
     said = {name: study["skipped"] for name, study in results["studies"].items()}
     assert "--checkpoint" in said["dynamics"]
     assert "--task" in said["finetune"]
@@ -119,8 +119,8 @@ def test_architectures_are_trained_and_compared(setup):
     assert [(row["varies"], row["variant"]) for row in rows] == every
     for row in rows:
         assert row["gain"] == pytest.approx(row["agreement map"] - row["agreement identity"])
-    sizes = {(row["varies"], row["variant"]): row["parameters"] for row in rows}
-    assert sizes["attention", "full"] == sizes["attention", "local"]
+    split = {(row["varies"], row["variant"]): row["parameters"] for row in rows}
+    assert split["attention", "full"] == split["attention", "local"]
     (panel,) = panels("architecture", found.as_json())
     assert len(panel.figures) == 4
     assert json.dumps(found.as_json())

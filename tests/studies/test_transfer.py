@@ -8,7 +8,7 @@ from helpers.story_text import letters, stories
 from layerjump.jumps.fit import solve_jumps
 from layerjump.models.loading import load
 from layerjump.studies import transfer
-from layerjump.studies.registry import chosen
+from layerjump.studies.registry import select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Settings, Setup
 
@@ -72,5 +72,5 @@ def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
 
 def test_with_one_text_it_is_skipped(setup, tmp_path):
     alone = setup.without_kept(others=())
-    results = run_studies(alone, chosen("transfer"), tmp_path)
+    results = run_studies(alone, select_studies("transfer"), tmp_path)
     assert "--text twice" in results["studies"]["transfer"]["skipped"]

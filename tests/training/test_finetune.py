@@ -10,7 +10,7 @@ import torch
 import layerjump as lj
 from layerjump.errors import BadText
 from layerjump.training.data import IGNORED
-from layerjump.training.finetune import Item, accuracy, finetuned, padded, read_task, sequence
+from layerjump.training.finetune import Item, accuracy, finetune, padded, read_task, sequence
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_line_that_is_no_item_is_named(line, tmp_path):
 
 
 def test_long_prompts_lose_their_beginning_and_answers_are_all_that_is_learnt(model):
-    tokens = model.tokens
+    tokens = model.tokenization
     ids, labels = sequence(tokens, "Once upon a time. " * 60 + "The end was", "happy")
     answer = tokens.encode([" happy"])[0]
     assert len(ids) == len(labels) == tokens.max_length
@@ -83,7 +83,7 @@ def test_the_likeliest_answer_a_token_wins_padded_or_alone(model):
     ]
 
     def score(item, choice):
-        ids, labels = sequence(model.tokens, item.prompt, choice)
+        ids, labels = sequence(model.tokenization, item.prompt, choice)
         with torch.no_grad():
             shares = model.hf(ids[None]).logits[0].log_softmax(-1)
         found = [shares[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORED]
@@ -103,10 +103,10 @@ def test_what_is_learnt_is_known_and_the_model_itself_is_left_alone(model):
     items = [Item(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")]
     before = {name: weight.clone() for name, weight in model.hf.state_dict().items()}
     assert accuracy(model, items) == 0
-    tuned = finetuned(model, items, steps=40, learning_rate=2e-3)
+    tuned = finetune(model, items, steps=40, learning_rate=2e-3)
     assert accuracy(tuned, items) == 1
     assert all(torch.equal(weight, before[name]) for name, weight in model.hf.state_dict().items())
-    again = finetuned(model, items, steps=40, learning_rate=2e-3)
+    again = finetune(model, items, steps=40, learning_rate=2e-3)
     ours, theirs = tuned.hf.state_dict(), again.hf.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -17,10 +17,10 @@ from helpers.pretraining import HELD_OUT, SMALL, TEXT
 from helpers.story_text import stories
 
 import layerjump as lj
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact
 from layerjump.training.data import Rows, pack, train_tokenizer
-from layerjump.training.model import ARCHITECTURES, VARIED, Shape, new_model
+from layerjump.training.model import ARCHITECTURES, VARIED, ModelShape, new_model
 from layerjump.training.monitor import profile
 from layerjump.training.pretrain import pretrain
 from layerjump.training.trainer import arguments, train
@@ -36,7 +36,7 @@ def tokenizers():
 def trained(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     masked = recipe.architecture.masked
     tokenizer = tokenizers[masked]
-    rows = pack(TEXT.documents, Tokens.of(tokenizer, max_positions=16, masked=masked), 16)
+    rows = pack(TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16)
     hf = new_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
     settings = arguments(recipe, folder, accumulate=accumulate, device="cpu")
     log = train(hf, tokenizer, rows, recipe, settings)
@@ -51,7 +51,7 @@ def test_no_strength_is_plain_training_bit_for_bit(tokenizers, tmp_path):
     """Beside a Trainer of Hugging Face's own, with the model's own loss."""
     recipe = replace(SMALL, penalty="cosine", strength=0.0)
     ours, log = trained(recipe, tokenizers, tmp_path / "ours")
-    rows = pack(TEXT.documents, Tokens.of(tokenizers[False], max_positions=16), 16)
+    rows = pack(TEXT.documents, Tokenization.of(tokenizers[False], max_positions=16), 16)
     plain = new_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
     transformers.Trainer(
         plain,
@@ -113,7 +113,7 @@ def test_two_processes_are_one_and_write_one_model(tmp_path):
     assert done.returncode == 0, done.stderr
     recipe = replace(SMALL, penalty="jump")
     found = {
-        "one": pretrain(lj.read(text), tmp_path / "one", recipe, device="cpu"),
+        "one": pretrain(lj.load_text(text), tmp_path / "one", recipe, device="cpu"),
         "two": json.loads(done.stdout),
     }
     assert found["two"]["processes"] == 2
@@ -138,7 +138,7 @@ def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
         pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT)
     model = lj.load(tmp_path / "made")
     assert model.n_blocks == 2
-    assert model.tokens.tokenizer.model_max_length == 16
+    assert model.tokenization.tokenizer.model_max_length == 16
     again = profile(model, HELD_OUT).row()
     last = record["tables"]["steps"][-1]
     for name, value in again.items():
@@ -154,9 +154,9 @@ def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
 )
 def test_every_architecture_passes_the_self_check(what, variant, tokenizers):
     kind = VARIED[what][variant]
-    hf = new_model(kind, Shape(2, 16, 2, 16), tokenizers[False], seed=0)
+    hf = new_model(kind, ModelShape(2, 16, 2, 16), tokenizers[False], seed=0)
     model = lj.Model.wrap(hf, tokenizers[False])
-    assert (model.n_blocks, model.width, model.max_positions) == (2, 16, 16)
+    assert (model.n_blocks, model.d_model, model.max_positions) == (2, 16, 16)
     hf.train()
     dropped = [part for part in hf.modules() if isinstance(part, torch.nn.Dropout) and part.p]
     assert not dropped
@@ -165,7 +165,7 @@ def test_every_architecture_passes_the_self_check(what, variant, tokenizers):
 def test_a_profiles_loss_is_the_models_own(data_folder):
     model, text = lj.load(data_folder / "tiny-gpt2"), stories(40)
     losses = []
-    for ids in model.tokens.encode(text.documents):
+    for ids in model.tokenization.encode(text.documents):
         row = torch.tensor([ids])
         with torch.no_grad():
             logits = model.hf(row).logits[0, 1:-1]  # position 0 is left out

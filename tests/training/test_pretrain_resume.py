@@ -16,10 +16,10 @@ from helpers.pretraining import HELD_OUT, SMALL, TEXT
 from helpers.processes import end_of, start
 
 import layerjump as lj
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact, BadText, BadTraining, Diverged, TextTooShort
 from layerjump.training.data import pack
-from layerjump.training.model import Shape
+from layerjump.training.model import ModelShape
 from layerjump.training.pretrain import pretrain
 
 
@@ -57,7 +57,7 @@ def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path):
     good = transformers.AutoModelForCausalLM.from_pretrained(kept)
     assert all(bool(weight.isfinite().all()) for weight in good.parameters())
     tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
-    rows = pack(TEXT.documents[:50], Tokens.of(tokenizer, max_positions=16), 16).long()
+    rows = pack(TEXT.documents[:50], Tokenization.of(tokenizer, max_positions=16), 16).long()
     assert float(good(rows, labels=rows).loss.detach()) < 2 * math.log(300)
 
 
@@ -98,16 +98,20 @@ def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
     with pytest.raises(BadTraining):
         pretrain(TEXT, tmp_path / "out", replace(SMALL, vocabulary=50_000), held_out=HELD_OUT)
     made = pretrain(TEXT, tmp_path / "out", replace(SMALL, steps=1, every=1), held_out=HELD_OUT)
-    assert made["settings"]["vocabulary"] == len(lj.load(tmp_path / "out").tokens.tokenizer) == 300
+    assert (
+        made["settings"]["vocabulary"]
+        == len(lj.load(tmp_path / "out").tokenization.tokenizer)
+        == 300
+    )
 
 
 def test_bad_shapes_and_texts(tmp_path):
     with pytest.raises(BadTraining, match="multiple, such as 18"):
-        Shape(hidden=16, heads=3)
+        ModelShape(hidden=16, heads=3)
     with pytest.raises(BadTraining, match="even size"):
-        Shape(hidden=15, heads=3)
+        ModelShape(hidden=15, heads=3)
     with pytest.raises(BadTraining, match="layers given is 0"):
-        Shape(layers=0)
+        ModelShape(layers=0)
     with pytest.raises(BadText, match="another"):
         pretrain(TEXT, tmp_path / "out", SMALL, held_out=TEXT)
     with pytest.raises(TextTooShort):

@@ -111,7 +111,7 @@ def test_levels_are_those_that_are_captured(family):
         seen = levels.states
     model = lj.Model.wrap(hf)
     for row in range(2):
-        (found,) = lj.states(model, [lj.one_batch(ids[1, row].tolist())], range(4))
+        (found,) = lj.capture_states(model, [lj.batch_from_ids(ids[1, row].tolist())], range(4))
         for level in range(4):
             assert torch.allclose(seen[level][row], found[level], atol=1e-10)
     assert seen[0].requires_grad

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.story_text import stories
 
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadTraining, TextTooShort
 from layerjump.training.data import IGNORED, Rows, pack, train_tokenizer
 
@@ -30,7 +30,7 @@ def test_a_tokenizer_has_the_size_asked_for_and_loses_no_byte(tokenizers, masked
 
 def test_rows_hold_the_text_in_order(tokenizers):
     tokenizer = tokenizers[False]
-    tokens = Tokens.of(tokenizer, max_positions=32)
+    tokens = Tokenization.of(tokenizer, max_positions=32)
     rows = pack(TEXT, tokens, 32)
     flat = [
         token
@@ -39,7 +39,7 @@ def test_rows_hold_the_text_in_order(tokenizers):
     ]
     assert rows.flatten().tolist() == flat[: rows.numel()]
     assert len(flat) - rows.numel() < 32
-    masked = pack(TEXT, Tokens.of(tokenizers[True], max_positions=32), 32)
+    masked = pack(TEXT, Tokenization.of(tokenizers[True], max_positions=32), 32)
     assert set(masked[:, 0].tolist()) == {tokenizers[True].cls_token_id}
     assert set(masked[:, -1].tolist()) == {tokenizers[True].sep_token_id}
 
@@ -60,7 +60,7 @@ def test_every_pass_visits_every_row_once_in_another_order():
 
 def test_masks_are_berts(tokenizers):
     tokenizer = tokenizers[True]
-    rows = pack(TEXT, Tokens.of(tokenizer, max_positions=32), 32)
+    rows = pack(TEXT, Tokenization.of(tokenizer, max_positions=32), 32)
     data = Rows(rows, 15 * len(rows), seed=0, tokenizer=tokenizer)
     items = [data[index] for index in range(15 * len(rows))]
     shown, labels = (
@@ -83,7 +83,7 @@ def test_what_the_text_does_not_allow_is_refused(tokenizers):
         train_tokenizer(TEXT, 50_000, 32, masked=False)
     with pytest.raises(BadTraining, match="at least 257"):
         train_tokenizer(TEXT, 200, 32, masked=False)
-    tokens = Tokens.of(tokenizers[False], max_positions=32)
+    tokens = Tokenization.of(tokenizers[False], max_positions=32)
     with pytest.raises(TextTooShort, match="too few for one row"):
         pack(["Tom."], tokens, 32)
     with pytest.raises(BadTraining, match="--positions 64"):

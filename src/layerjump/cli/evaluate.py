@@ -82,7 +82,7 @@ def evaluate(
     [bold]layerjump eval smollm2 --tasks piqa --data eval --jumps jumps --exit gap:0.9[/]  stopping early
     [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]    perplexity
     """
-    from layerjump.evaluation.early_exit import how
+    from layerjump.evaluation.early_exit import make_variant
     from layerjump.pruning.checkpoint import load
     from layerjump.studies.results import plain
 
@@ -92,7 +92,7 @@ def evaluate(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
     given: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
-    asked = how(loaded, **given)
+    asked = make_variant(loaded, **given)
     settings = given | {"tasks": tasks, "data": data, "limit": limit, "batch_size": batch_size}
     settings |= {"wikitext": wikitext, "rule": str(asked.rule)}
     record: dict[str, Any] = {"scores": [], **_about(loaded, settings)}
@@ -124,8 +124,8 @@ def evaluate(
 def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Path | None) -> None:
     """What can be said before a model is loaded."""
     from layerjump.errors import BadEvaluation
-    from layerjump.evaluation.lm_eval import require_harness
-    from layerjump.evaluation.tasks import chosen, items_of
+    from layerjump.evaluation.lm_eval import require_lm_eval
+    from layerjump.evaluation.tasks import load_items, select_tasks
 
     if tasks is None and wikitext is None:
         raise BadEvaluation("nothing was asked for; give --tasks with --data, or --wikitext")
@@ -133,20 +133,20 @@ def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Pa
         return
     if data is None:
         raise BadEvaluation("--tasks were given, but not --data; give the folder with their files")
-    for task in chosen(tasks):
-        items_of(task, data, limit)
-    require_harness()
+    for task in select_tasks(tasks):
+        load_items(task, data, limit)
+    require_lm_eval()
 
 
 def _read(path: Path) -> str:
-    from layerjump.data.corpus import short
+    from layerjump.data.corpus import shorten
     from layerjump.errors import BadEvaluation
 
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadEvaluation(
-            f"{path} cannot be read as text ({short(error)}); give another"
+            f"{path} cannot be read as text ({shorten(error)}); give another"
         ) from error
 
 
@@ -155,7 +155,7 @@ def _about(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
     from layerjump import __version__
-    from layerjump.metrics.timing import machine
+    from layerjump.metrics.timing import describe_machine
     from layerjump.models.fingerprint import fingerprint
 
     try:
@@ -175,7 +175,7 @@ def _about(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
         },
         "layerjump": __version__,
         "lm_eval": harness,
-        "machine": machine(),
+        "machine": describe_machine(),
     }
 
 

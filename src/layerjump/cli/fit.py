@@ -31,7 +31,7 @@ from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
 
 if TYPE_CHECKING:
     from layerjump.data.corpus import Corpus
-    from layerjump.jumps.collect import Collected, Plan
+    from layerjump.jumps.collect import RunPlan, SplitMoments
     from layerjump.jumps.jumps import Jumps
     from layerjump.models.model import Model
 
@@ -207,7 +207,7 @@ def fit(
     [bold]layerjump fit MODEL --estimator n-njtc-trained[/]                   narrow jumps as published, by descent
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
     """
-    from layerjump.jumps.collect import Checkpoint, Collected, Group, merge
+    from layerjump.jumps.collect import Checkpoint, ProcessGroup, SplitMoments, merge_moments
     from layerjump.jumps.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
@@ -217,24 +217,28 @@ def fit(
         settings |= {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
         sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
         _refuse(estimator, settings | sums)
-        given = {"tokens": tokens, "rank": rank, "sizes": split, "seed": seed}
+        given = {"tokens": tokens, "rank": rank, "split": split, "seed": seed}
         opened = _opened(model, where, text, column)
         _write(_by_gradients(estimator, *opened, given), output, as_json=as_json)
         Checkpoint(output).clear()
         return
-    wanted, loaded, group = plan_settings(estimator, strength), None, Group.from_environment()
-    wanted |= {k: v for k, v in {"pairs": pairs, "reads": _features(features)}.items() if v}
+    wanted, loaded, group = (
+        plan_settings(estimator, strength),
+        None,
+        ProcessGroup.from_environment(),
+    )
+    wanted |= {k: v for k, v in {"pairs": pairs, "features": _features(features)}.items() if v}
     check_refine(refine, steps, how, from_moments, group.world)
     if from_moments:
-        collected = merge([Collected.load(path) for path in from_moments])
+        collected = merge_moments([SplitMoments.load(path) for path in from_moments])
         loaded = None if model is None else _same_model(model, where, collected)
     else:
-        from layerjump.jumps.collect import plan
+        from layerjump.jumps.collect import plan_run
 
         loaded, corpus = _opened(model, where, text, column)
         wanted |= {"select": wanted["select"] or save_moments or refine is not None}
-        wanted |= {"positions": positions, "tokens": tokens, "sizes": split, "seed": seed}
-        chosen = plan(loaded, corpus, **wanted)
+        wanted |= {"positions": positions, "tokens": tokens, "split": split, "seed": seed}
+        chosen = plan_run(loaded, corpus, **wanted)
         collected = _run(chosen, Checkpoint(output, save_every, resume, group), estimator, refine)
     group.leave()
     if group.rank != 0:
@@ -254,15 +258,15 @@ def fit(
 def _opened(
     model: str | None, where: dict[str, Any], text: str, column: str | None
 ) -> tuple[Model, Corpus]:
-    from layerjump.data.corpus import read
+    from layerjump.data.corpus import load_text
     from layerjump.models.loading import load
 
     if model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
-    return load(model, **where), read(text, column=column)
+    return load(model, **where), load_text(text, column=column)
 
 
-def _same_model(model: str, where: dict[str, Any], collected: Collected) -> Model:
+def _same_model(model: str, where: dict[str, Any], collected: SplitMoments) -> Model:
     """The model that sums are of; loaded, since some estimators hold their maps against it."""
     from layerjump.errors import WrongModel
     from layerjump.models.fingerprint import fingerprint
@@ -296,15 +300,15 @@ def _refuse(estimator: str, closed_form: dict[str, Any]) -> None:
 
 
 def _by_gradients(estimator: str, model: Model, corpus: Corpus, given: dict[str, Any]) -> Jumps:
-    from layerjump.jumps.estimators.gradient import jacobian, train_n_njtc
+    from layerjump.jumps.estimators.gradient import fit_jacobian, train_n_njtc
 
-    makes: Any = {"jacobian": jacobian, "n-njtc-trained": train_n_njtc}[estimator]
+    makes: Any = {"jacobian": fit_jacobian, "n-njtc-trained": train_n_njtc}[estimator]
     known = {name: value for name, value in given.items() if value is not None}
     with progress_bar("going backwards") as update:
         return makes(model, corpus, **known, progress=update)
 
 
-def _run(chosen: Plan, checkpoint: Any, estimator: str, refine: str | None) -> Collected:
+def _run(chosen: RunPlan, checkpoint: Any, estimator: str, refine: str | None) -> SplitMoments:
     from layerjump.jumps.fit import check_pairs
     from layerjump.lens.tuning import check_tunable
 

@@ -156,7 +156,7 @@ def calibrate(
     [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --own 64[/]
     [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]
     """
-    from layerjump.data.corpus import read
+    from layerjump.data.corpus import load_text
     from layerjump.generation.calibration import serialization
     from layerjump.generation.calibration.calibrate import calibrate as find
     from layerjump.jumps.jumps import Jumps
@@ -169,7 +169,7 @@ def calibrate(
     found = find(
         loaded,
         fitted,
-        read(text, column=column),
+        load_text(text, column=column),
         target=target,
         confidence=confidence,
         kinds=tuple(kind.strip() for kind in kinds.split(",")),
@@ -188,14 +188,14 @@ def _rule(
 ) -> tuple[Jumps | None, Any, int]:
     """The jumps, the rule asked for or calibrated, and how many tokens may wait for verification."""
     from layerjump.generation.calibration import serialization
-    from layerjump.generation.generate import UNVERIFIED
+    from layerjump.generation.generate import MAX_DRAFT_TOKENS
     from layerjump.jumps.jumps import Jumps
 
     jumps = None
     if folder is not None:
         jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
     if given is not None or folder is None or not (folder / serialization.NAME).is_file():
-        return jumps, given or "never", UNVERIFIED
+        return jumps, given or "never", MAX_DRAFT_TOKENS
     found = serialization.load(folder, model=model)
     return jumps, found.lossless if verify else found.rule, found.unverified
 
@@ -207,7 +207,7 @@ def _streamer(model: Model, prompts: int) -> Any:
 
     if prompts > 1:
         raise BadExit(f"--stream prints one text, but {prompts} prompts were given; give one")
-    return TextStreamer(model.tokens.tokenizer, skip_special_tokens=True)
+    return TextStreamer(model.tokenization.tokenizer, skip_special_tokens=True)
 
 
 def _record(prompts: list[str], made: Generated) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _record(prompts: list[str], made: Generated) -> dict[str, Any]:
 
 def _coloured(model: Model, made: Generated, row: int) -> str:
     """Tokens from green (left early) to grey (late); those of the whole model in the terminal's own colour."""
-    tokenizer = model.tokens.tokenizer
+    tokenizer = model.tokenization.tokenizer
     pieces, before = [], ""
     for end, level in enumerate(made.levels[row], start=1):
         text = str(tokenizer.decode(made.ids[row][:end], skip_special_tokens=True))

@@ -58,7 +58,7 @@ def import_lens(
     )
     jumps = read_lens(source, loaded, format=format)
     jumps.save_pretrained(output)
-    print_jumps(jumps, as_json=as_json, anatomy=True)
+    print_jumps(jumps, as_json=as_json, structure=True)
     print(f"wrote {output}", file=sys.stderr)
 
 

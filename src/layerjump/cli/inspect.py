@@ -22,11 +22,11 @@ def show(
     [bold]layerjump show jumps[/]
     [bold]layerjump show jumps/moments.safetensors --json[/]
     """
-    from layerjump.jumps.collect import Collected
+    from layerjump.jumps.collect import SplitMoments
     from layerjump.jumps.jumps import Jumps
 
     if path.is_file():
-        collected = Collected.load(path)
+        collected = SplitMoments.load(path)
         rows = [
             {"what": name, "value": value}
             for name, value in {
@@ -36,10 +36,10 @@ def show(
         ]
         print_table(f"moments: {path}", rows, as_json=as_json)
         return
-    print_jumps(Jumps.from_pretrained(path), as_json=as_json, anatomy=True)
+    print_jumps(Jumps.from_pretrained(path), as_json=as_json, structure=True)
 
 
-def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
+def print_jumps(jumps: Jumps, *, as_json: bool, structure: bool = False) -> None:
     """Print what is known about each jump of a set."""
     rows = []
     strengths = any(info.strength is not None for info in jumps.info.values())
@@ -61,8 +61,8 @@ def print_jumps(jumps: Jumps, *, as_json: bool, anatomy: bool = False) -> None:
             row |= {"KL before": before, "KL tuned": after}
         if strengths:
             row["strength"] = info.strength
-        if anatomy:
-            found = jumps.anatomy(source, target)
+        if structure:
+            found = jumps.spectrum(source, target)
             row |= {
                 "largest σ": float(found.singular_values[0]),
                 "effective rank": found.effective_rank,

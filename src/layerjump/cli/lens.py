@@ -67,7 +67,7 @@ def lens(
     [bold]layerjump lens MODEL "…" --jumps jumps --levels 0,4.mid,8-12[/]    a set fitted before, sub-module sites
     [bold]layerjump lens MODEL - --json < text.txt[/]                        one object for every lens
     """
-    from layerjump.lens.trajectory import read
+    from layerjump.lens.trajectory import read_trajectory
     from layerjump.models.loading import load
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -81,7 +81,7 @@ def lens(
     )
     lenses = _lenses(loaded, compare, jumps, allow_other_weights)
     sites = None if levels is None else _sites(levels)
-    found = read(loaded, lenses, text, k=k, levels=sites, tokens=token or ())
+    found = read_trajectory(loaded, lenses, text, k=k, levels=sites, tokens=token or ())
     if as_json:
         print(json.dumps([each.to_dict() for each in found.values()], allow_nan=False))
         return
@@ -110,7 +110,7 @@ def _lenses(
 
 
 def _kept(model: Model, names: list[str]) -> dict[str, Jumps]:
-    from layerjump.jumps.cache import TEXT, TOKENS, has_kept, kept_jumps
+    from layerjump.jumps.cache import TEXT, TOKENS, cached_jumps, has_cached_jumps
     from layerjump.jumps.fit import selects
 
     for name in names:
@@ -118,13 +118,13 @@ def _kept(model: Model, names: list[str]) -> dict[str, Jumps]:
     if not names:
         return {}
     model.require_predictions()  # before the fitting, which needs none
-    if not has_kept(model, names):
+    if not has_cached_jumps(model, names):
         print(
             f"fitting {', '.join(names)} on {TOKENS:,} tokens of {TEXT}; they are kept for the next time",
             file=sys.stderr,
         )
     with progress_bar("collecting") as update:
-        return kept_jumps(model, names, progress=update)
+        return cached_jumps(model, names, progress=update)
 
 
 def _sites(text: str) -> list[str]:

@@ -78,15 +78,15 @@ def pretrain(
     Writes an ordinary checkpoint with its tokenizer, training.json (every number) and training.html (figures). A run
     that was stopped goes on with the same command: its checkpoints stand in OUTPUT-training.
     """
-    from layerjump.data.corpus import read
-    from layerjump.training.model import Shape
+    from layerjump.data.corpus import load_text
+    from layerjump.training.model import ModelShape
+    from layerjump.training.pretrain import join_corpora
     from layerjump.training.pretrain import pretrain as train
-    from layerjump.training.pretrain import together
     from layerjump.training.trainer import Recipe
 
     recipe = Recipe(
         arch=arch,
-        shape=Shape(layers, hidden, heads, length if positions is None else positions),
+        shape=ModelShape(layers, hidden, heads, length if positions is None else positions),
         vocabulary=vocab,
         length=length,
         penalty=penalty,
@@ -100,10 +100,10 @@ def pretrain(
         bf16=bf16,
     )
     record = train(
-        together([read(source, column=column) for source in text]),
+        join_corpora([load_text(source, column=column) for source in text]),
         output,
         recipe,
-        held_out=None if held_out is None else read(held_out, column=column),
+        held_out=None if held_out is None else load_text(held_out, column=column),
         accumulate=accumulate,
         device=device,
         keep=keep_checkpoints,

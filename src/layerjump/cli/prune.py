@@ -101,12 +101,12 @@ def prune(
     [bold]layerjump prune MODEL --drop 3 --method linear --distil 200[/]    train the maps afterwards
     [bold]layerjump prune MODEL --first 12 -o draft[/]                      a shorter draft model
     """
-    from layerjump.data.corpus import read
+    from layerjump.data.corpus import load_text
     from layerjump.io import check_free
     from layerjump.pruning.checkpoint import load, record_of
-    from layerjump.pruning.distill import distil as train
-    from layerjump.pruning.draft_model import truncate
-    from layerjump.pruning.prune import calibrate
+    from layerjump.pruning.distill import distill as train
+    from layerjump.pruning.draft_model import make_draft_model
+    from layerjump.pruning.prune import collect_calibration
     from layerjump.pruning.prune import prune as cut
     from layerjump.training.hf_trainer import forget
 
@@ -115,10 +115,10 @@ def prune(
         raise BadPruning("give one of --drop, --max-loss and --first")
     where = {"revision": revision, "device": device, "dtype": dtype}
     loaded = load(model, **where, trust_remote_code=trust_remote_code)
-    corpus = read(text, column=column)
-    texts: dict[str, Any] = {"tokens": tokens, "sizes": split, "seed": seed}
+    corpus = load_text(text, column=column)
+    texts: dict[str, Any] = {"tokens": tokens, "split": split, "seed": seed}
     if first is not None:
-        made = truncate(loaded, corpus, first, **texts)
+        made = make_draft_model(loaded, corpus, first, **texts)
     else:
         made = cut(
             loaded,
@@ -135,7 +135,7 @@ def prune(
     if distil is not None:
         made = train(
             made,
-            calibrate(loaded, corpus, **texts),
+            collect_calibration(loaded, corpus, **texts),
             training,
             steps=distil,
             learning_rate=learning_rate,

@@ -34,9 +34,9 @@ def serve(
     """
     print("starting …", file=sys.stderr)  # the imports take some seconds
     from layerjump.server.launch import serve as run
-    from layerjump.server.model_registry import Library, jump_sets
+    from layerjump.server.model_registry import ModelRegistry, jump_sets
 
-    library = Library(models or ["smollm2"], jump_sets(jumps or []))
+    library = ModelRegistry(models or ["smollm2"], jump_sets(jumps or []))
     run(library, port=port, browser=browser, say=_say)
     if library.working:
         # Python would abort, loudly, if it ended while a thread of ours is in torch's code. Files are written whole or

@@ -101,15 +101,15 @@ def study(
     [bold]layerjump study MODEL --study dynamics --checkpoint step1000 --checkpoint step8000[/]
     [bold]layerjump study MODEL --study finetune --task boolq.jsonl --text wiki.txt[/]
     """
-    from layerjump.data.corpus import read
-    from layerjump.evaluation.tasks import chosen as chosen_tasks
+    from layerjump.data.corpus import load_text
+    from layerjump.evaluation.tasks import select_tasks as chosen_tasks
     from layerjump.models.loading import load
     from layerjump.report.report import write_report
-    from layerjump.studies.registry import chosen
+    from layerjump.studies.registry import select_studies
     from layerjump.studies.runner import run_studies
     from layerjump.studies.setup import Setup, settings_of
 
-    studies = chosen(names)
+    studies = select_studies(names)
     settings = settings_of(
         protocol,
         tokens=tokens,
@@ -137,7 +137,7 @@ def study(
         device_map=device_map,
         trust_remote_code=trust_remote_code,
     )
-    first, *others = [read(source, column=column) for source in text or ["pydoc"]]
+    first, *others = [load_text(source, column=column) for source in text or ["pydoc"]]
     with progress_bar("running") as update:
         setup = Setup(loaded, first, settings, others, progress=update)
         results = run_studies(setup, studies, output, command=_command(), resume=resume, say=_say)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText, TextTooShort
 
 Ints = NDArray[np.int64]
@@ -58,14 +58,14 @@ class Sequences:
         self.number.append(number)
         self.picks.append(picks)
 
-    def sizes(self) -> Ints:
+    def split(self) -> Ints:
         """Tokens of each sequence, its source included."""
         return np.asarray(self.length) + np.asarray(self.source)
 
 
 def cut(
     corpus: Corpus,
-    tokens: Tokens,
+    tokens: Tokenization,
     positions: Positions,
     documents: Sequence[int],
     tokens_wanted: int | None,
@@ -103,13 +103,13 @@ def cut(
     return sequences
 
 
-def _rows(tokens: Tokens, ids: list[int]) -> tuple[list[int], list[int]]:
+def _rows(tokens: Tokenization, ids: list[int]) -> tuple[list[int], list[int]]:
     """What the encoder reads (nothing where there is one stack), and the row whose positions are drawn."""
     return ([], tokens.wrap(ids)) if tokens.start is None else tokens.halves(ids)
 
 
 def _encoded(
-    corpus: Corpus, tokens: Tokens, documents: Sequence[int]
+    corpus: Corpus, tokens: Tokenization, documents: Sequence[int]
 ) -> Iterator[tuple[int, list[int]]]:
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
@@ -151,7 +151,7 @@ class Batch:
         return len(self.row)
 
 
-def one_batch(ids: Sequence[int], source: Sequence[int] | None = None) -> Batch:
+def batch_from_ids(ids: Sequence[int], source: Sequence[int] | None = None) -> Batch:
     """A batch of one sequence, special tokens and all, with every position picked.
 
     For an encoder–decoder it is what the decoder reads, and `source` what the encoder does.
@@ -170,7 +170,7 @@ def one_batch(ids: Sequence[int], source: Sequence[int] | None = None) -> Batch:
 class Batches:
     """A sequence of batches whose tensors are made when asked for. Made by `batches`."""
 
-    tokens: Tokens
+    tokens: Tokenization
     positions: Positions
     seed: int
     sequences: Sequences = field(repr=False)
@@ -248,7 +248,7 @@ class Batches:
     def padding(self) -> float:
         """The share of all cells that hold padding."""
         # The longest sequence has the longest source too: they are halves of one text.
-        size = self.sequences.sizes()
+        size = self.sequences.split()
         cells = sum(len(group) * int(size[group].max()) for group in self.groups)
         return 1 - self.n_tokens / cells if cells else 0.0
 
@@ -257,8 +257,8 @@ class Batches:
         return int(length[group].sum() + source[group].sum())
 
     def _grid(self, chosen: list[int], *, source: bool = False) -> tuple[Ints, Ints]:
-        sizes = self.sequences.source if source else self.sequences.length
-        lengths = [sizes[sequence] for sequence in chosen]
+        split = self.sequences.source if source else self.sequences.length
+        lengths = [split[sequence] for sequence in chosen]
         ids = np.full((len(chosen), max(lengths)), self.tokens.pad, dtype=np.int64)
         attention = np.zeros_like(ids)
         for row, (sequence, length) in enumerate(zip(chosen, lengths, strict=True)):
@@ -287,9 +287,9 @@ class Batches:
         )
 
 
-def batches(
+def make_batches(
     corpus: Corpus,
-    tokens: Tokens,
+    tokens: Tokenization,
     positions: Positions,
     *,
     documents: Sequence[int] | None = None,
@@ -321,7 +321,7 @@ def batches(
             f"no position counts in any of the {len(documents):,} documents of {corpus.name}: "
             f"asked for {positions}, from position {positions.skip_first} on; give longer text"
         )
-    groups = _group(sequences.sizes(), budget)
+    groups = _group(sequences.split(), budget)
     order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
     shuffled = tuple(groups[index] for index in order)
     return Batches(tokens, positions, seed, sequences, shuffled)
@@ -361,14 +361,14 @@ def _group(length: Ints, budget: int) -> list[Ints]:
     return np.split(order, cuts[1:])
 
 
-def _deal(sizes: Sequence[int], world: int) -> list[list[int]]:
+def _deal(split: Sequence[int], world: int) -> list[list[int]]:
     """Indices for each rank. Largest first, one to each rank a round, the least laden choosing."""
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    order = sorted(range(len(split)), key=lambda index: -split[index])
     hands: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for start in range(0, len(order), world):
         ranks = sorted(range(world), key=lambda rank: load[rank])
         for rank, index in zip(ranks, order[start : start + world], strict=False):
             hands[rank].append(index)
-            load[rank] += sizes[index]
+            load[rank] += split[index]
     return hands

@@ -55,7 +55,7 @@ def json_rows(name: str, text: str) -> Iterator[dict[str, Any]]:
     for number, row in numbered:
         if not isinstance(row, dict):
             raise BadText(
-                f"row {number} of {name} is {short(json.dumps(row))}, but an object was wanted, "
+                f"row {number} of {name} is {shorten(json.dumps(row))}, but an object was wanted, "
                 'such as {"text": "..."}; rewrite it so'
             )
         yield row
@@ -67,7 +67,7 @@ def _json_value(name: str, line: int, text: str) -> Any:
     except (ValueError, RecursionError) as error:
         inside = getattr(error, "lineno", 1)
         raise BadText(
-            f"line {line + inside - 1} of {name} is not JSON ({short(error)}); "
+            f"line {line + inside - 1} of {name} is not JSON ({shorten(error)}); "
             "give one object a line, or one array of objects"
         ) from error
 
@@ -91,7 +91,7 @@ def read_csv(
     try:
         table = csv.read_csv(io.BytesIO(data), read_options=block, parse_options=parse)
     except pa.ArrowInvalid as error:
-        raise BadText(f"{name} is not a table ({short(error)}); mend that row") from error
+        raise BadText(f"{name} is not a table ({shorten(error)}); mend that row") from error
     column = choose_column(name, wanted, _arrow_texts(table.schema))
     cells = table.column(table.schema.names.index(column))
     return column, texts(name, column, cells.to_pylist())
@@ -121,7 +121,7 @@ def _parquet_errors(name: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadText(
-            f"{name} cannot be read as Parquet ({short(error)}); write it again"
+            f"{name} cannot be read as Parquet ({shorten(error)}); write it again"
         ) from error
 
 
@@ -154,12 +154,12 @@ def texts(name: str, column: str, cells: Iterable[object]) -> Iterator[str]:
         if not isinstance(cell, str):
             raise BadText(
                 f"row {row} of column {column!r} of {name} is {type(cell).__name__} "
-                f"{short(cell)}, but text was wanted; name another column"
+                f"{shorten(cell)}, but text was wanted; name another column"
             )
         yield cell
 
 
-def short(thing: object) -> str:
+def shorten(thing: object) -> str:
     """On one line and not too long, for a message."""
     line = " ".join(str(thing).split())
     return line if len(line) <= 160 else line[:157] + "..."
@@ -198,7 +198,7 @@ def find(source: str | Path | Iterable[str], column: str | None) -> Found:
     hub = _HUB_ID.fullmatch(str(source))
     if isinstance(source, Path) or hub is None or source.endswith((".txt", *SUFFIXES)):
         raise BadText(
-            f"there is no file {short(source)!r}; give a file, a hub dataset (owner/name), "
+            f"there is no file {shorten(source)!r}; give a file, a hub dataset (owner/name), "
             "`pydoc`, `-` for standard input, or a list of texts"
         )
     return _hub(hub, column)
@@ -211,7 +211,7 @@ def _file(path: Path, column: str | None) -> Found:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise BadText(f"{path} cannot be read ({short(error)}); give a readable file") from error
+        raise BadText(f"{path} cannot be read ({shorten(error)}); give a readable file") from error
     if suffix not in SUFFIXES:
         return _without_columns(_text(name, data), column)
     text = _decoded(name, data)
@@ -239,7 +239,7 @@ def _strings(items: Iterable[object]) -> Iterator[str]:
     for number, item in enumerate(items):
         if not isinstance(item, str):
             raise BadText(
-                f"item {number} of the list is {type(item).__name__} {short(item)}, "
+                f"item {number} of the list is {type(item).__name__} {shorten(item)}, "
                 "but text was wanted; give a list of strings"
             )
         yield item
@@ -280,7 +280,7 @@ def _leipzig(name: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
         match = _LEIPZIG.fullmatch(line)
         if match is None:
             raise BadText(
-                f"line {number} of {name} is {short(line)!r}, but digits<TAB>text was wanted, as "
+                f"line {number} of {name} is {shorten(line)!r}, but digits<TAB>text was wanted, as "
                 "in its first lines; mend the line, or take the digits off all of them"
             )
         yield match[1]
@@ -321,7 +321,7 @@ def _hub(hub: re.Match[str], column: str | None) -> Found:
     except Exception as error:  # `datasets` raises whatever its back ends do
         raise BadText(
             f"there is no file {hub[0]!r}, and as a hub dataset it cannot be read "
-            f"({short(error)}); check the name, the network, or give a file"
+            f"({shorten(error)}); check the name, the network, or give a file"
         ) from error
     return _stream(hub[0], rows, column)
 
@@ -341,7 +341,7 @@ def _unbroken(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[
     try:
         yield from rows
     except Exception as error:  # the network may go away at any row
-        raise BadText(f"hub dataset {name} broke off ({short(error)}); try again") from error
+        raise BadText(f"hub dataset {name} broke off ({shorten(error)}); try again") from error
 
 
 @contextmanager
@@ -382,7 +382,7 @@ class Splits:
     test: tuple[int, ...]
 
 
-def read(
+def load_text(
     source: str | Path | Iterable[str], *, column: str | None = None, limit: int | None = None
 ) -> Corpus:
     """Read documents from a file, a hub dataset, standard input (`-`), `pydoc`, or a list.
@@ -423,8 +423,8 @@ def _stripped(found: Found) -> Iterator[str]:
             yield document
 
 
-def split(
-    n_documents: int, sizes: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0
+def split_documents(
+    n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0
 ) -> Splits:
     """Deal documents out to fit, select and test, at random, by the seed and their number alone.
 
@@ -433,7 +433,7 @@ def split(
     """
     if seed < 0:
         raise BadText(f"the seed given is {seed}; give 0 or more")
-    parts = _parts(sizes)
+    parts = _parts(split)
     percent = math.isclose(sum(parts), 100)
     counts = _shares(parts, n_documents) if percent else _counts(parts, n_documents)
     # Raw bits, because numpy promises that these stay the same from version to version, and does
@@ -447,8 +447,8 @@ def split(
     )
 
 
-def _parts(sizes: str | tuple[float | int, ...]) -> list[float]:
-    shown = sizes if isinstance(sizes, str) else "/".join(str(size) for size in sizes)
+def _parts(split: str | tuple[float | int, ...]) -> list[float]:
+    shown = split if isinstance(split, str) else "/".join(str(size) for size in split)
     try:
         parts = [float(part) for part in shown.split("/")]
     except ValueError:

@@ -20,7 +20,7 @@ _known: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]]" = WeakKeyDi
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokenization:
     """A tokenizer, left as it is, with the ids that go around every text and the ids that fill."""
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -44,7 +44,7 @@ class Tokens:
         masked: bool | None = None,
         both_ways: bool = False,
         start: int | None = None,
-    ) -> "Tokens":
+    ) -> "Tokenization":
         """Find out what this tokenizer puts around a text.
 
         `needs_bos` adds a BOS that the tokenizer has but does not add. `masked` says whether the

@@ -6,13 +6,13 @@ lm-eval looks for models in its own table alone, so ours is registered by import
 import sys
 
 from layerjump.errors import LayerjumpError
-from layerjump.evaluation.lm_eval import require_harness
+from layerjump.evaluation.lm_eval import require_lm_eval
 
 
 def main() -> None:
     """Register the model, then hand over."""
     try:
-        require_harness()
+        require_lm_eval()
         from lm_eval.__main__ import cli_evaluate
 
         import layerjump.evaluation.lm_eval_model  # noqa: F401

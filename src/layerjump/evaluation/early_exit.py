@@ -21,16 +21,16 @@ from torch import Tensor
 
 from layerjump.errors import BadEvaluation
 from layerjump.generation.calibration import serialization
-from layerjump.generation.rules import Fixed, Look, Never, Rule, levels_of, parse
+from layerjump.generation.rules import Fixed, LevelReading, Never, Rule, levels_of, parse_rule
 from layerjump.generation.shortlist import shortlist_of
-from layerjump.interventions.linearize import linearised
+from layerjump.interventions.linearize import linearize
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens, rows_at_once
+from layerjump.lens.lens import Lens, chunk_rows
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 
 
-class Reader:
+class TeacherForcedExit:
     """Reads states at the levels that a rule checks, and counts where positions left."""
 
     def __init__(self, model: Model, jumps: Jumps | None, rule: Rule) -> None:
@@ -40,7 +40,7 @@ class Reader:
         self._lens, self._rule, self._last = Lens(model, jumps), rule, model.n_blocks
         among = shortlist_of(rule)
         self._early = None if among is None else Lens(among.model(model), jumps)
-        self._rows = rows_at_once(model)
+        self._rows = chunk_rows(model)
         if jumps is not None:
             jumps.to(model.device)
 
@@ -66,7 +66,7 @@ class Reader:
         for level in self.levels:
             state = at[Site(level)][rows]
             seen = self._early or self._lens
-            look = Look(level, state, position[rows], seen.logits, earlier)
+            look = LevelReading(level, state, position[rows], seen.logits, earlier)
             stops = self._rule.stops(look)
             if bool(stops.any()):
                 self.left[level] += int(stops.sum())
@@ -82,7 +82,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class How:
+class ModelVariant:
     """Jumps, and what they are for: an exit rule, or parts of blocks. Without either it is the model as it is."""
 
     jumps: Jumps | None = None
@@ -96,15 +96,15 @@ class How:
         if self.parts is None or self.jumps is None:
             yield model
             return
-        with linearised(model, self.jumps, parts=self.parts, blocks=self.blocks):
+        with linearize(model, self.jumps, parts=self.parts, blocks=self.blocks):
             yield model
 
-    def reader(self, model: Model) -> Reader:
+    def reader(self, model: Model) -> TeacherForcedExit:
         """What reads positions where the rule stops."""
-        return Reader(model, None if self.parts else self.jumps, self.rule)
+        return TeacherForcedExit(model, None if self.parts else self.jumps, self.rule)
 
 
-def how(
+def make_variant(
     model: Model,
     *,
     jumps: str | Path | Jumps | None = None,
@@ -112,7 +112,7 @@ def how(
     level: int | None = None,
     parts: str | None = None,
     blocks: str | None = None,
-) -> How:
+) -> ModelVariant:
     """Settings as they are given on a command line, checked.
 
     `exit` is a rule such as gap:0.9 and `level` one level for all (L: the whole model); neither, with jumps, is the
@@ -133,12 +133,12 @@ def how(
             raise BadEvaluation(
                 f"{parts} cannot be replaced without maps; give jumps fitted for it"
             )
-        return How(jumps, parts=parts, blocks=None if blocks is None else numbers(blocks))
+        return ModelVariant(jumps, parts=parts, blocks=None if blocks is None else numbers(blocks))
     if exit is None and level is None and jumps is not None:
         exit = _calibrated(folder, model)
     if level is not None:
-        return How(jumps, Never() if level == model.n_blocks else Fixed(level))
-    return How(jumps, parse(exit) if isinstance(exit, str) else exit or Never())
+        return ModelVariant(jumps, Never() if level == model.n_blocks else Fixed(level))
+    return ModelVariant(jumps, parse_rule(exit) if isinstance(exit, str) else exit or Never())
 
 
 def require_causal(model: Model) -> None:

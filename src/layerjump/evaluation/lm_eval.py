@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from layerjump.errors import BadEvaluation
 from layerjump.evaluation.early_exit import require_causal
-from layerjump.evaluation.tasks import Item, Task, chosen, items_of
+from layerjump.evaluation.tasks import Item, Task, load_items, select_tasks
 from layerjump.generation.rules import Rule
 from layerjump.jumps.jumps import Jumps
 from layerjump.metrics.bootstrap import mean_interval, statistic_interval
@@ -103,7 +103,7 @@ class Evaluation:
     """The level at which scored positions were read, on average; None where there is no exit rule."""
 
 
-def require_harness() -> None:
+def require_lm_eval() -> None:
     """Raise `BadEvaluation` if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise BadEvaluation(
@@ -128,10 +128,10 @@ def evaluate(
 
     With jumps, an exit rule says where each position is read, or `parts` and `blocks` what the maps stand in for.
     """
-    asked = chosen(tasks)
-    items = {task.name: items_of(task, data, limit) for task in asked}
+    asked = select_tasks(tasks)
+    items = {task.name: load_items(task, data, limit) for task in asked}
     require_causal(model)
-    require_harness()
+    require_lm_eval()
     if batch_size < 1:
         raise BadEvaluation(f"the batch size given is {batch_size}; give 1 or more")
     from lm_eval.evaluator import evaluate as run

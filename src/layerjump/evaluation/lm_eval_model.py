@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import how
+from layerjump.evaluation.early_exit import make_variant
 from layerjump.generation.generate import early_exit
 from layerjump.generation.rules import Rule
 from layerjump.jumps.jumps import Jumps
@@ -58,7 +58,9 @@ class JumpLM(HFLM):
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
             )
-        asked = how(pretrained, jumps=jumps, exit=exit, level=level, parts=parts, blocks=blocks)
+        asked = make_variant(
+            pretrained, jumps=jumps, exit=exit, level=level, parts=parts, blocks=blocks
+        )
         self._ours = pretrained
         self._early = early_exit(asked.jumps, asked.rule)
         self.silent = False
@@ -68,7 +70,7 @@ class JumpLM(HFLM):
         """Requests that were longer than the model's context, and lost their beginning."""
         self._scored: dict[tuple[int, ...], int] = {}
         # A copy, because lm-eval may give the tokenizer a padding token.
-        tokenizer = copy.deepcopy(pretrained.tokens.tokenizer)
+        tokenizer = copy.deepcopy(pretrained.tokenization.tokenizer)
         super().__init__(pretrained.hf, tokenizer=tokenizer, **settings)
         self._changes = ExitStack()
         self._changes.enter_context(asked.changed(pretrained))
@@ -111,7 +113,7 @@ class JumpLM(HFLM):
             return super()._model_call(inps, attn_mask, labels)
         rows = torch.tensor(self._scored_rows(inps.tolist()), dtype=torch.long)
         sites = [Site(level) for level in self.reader.levels]
-        with Recorder(self._ours.anatomy, sites) as recorder:
+        with Recorder(self._ours.structure, sites) as recorder:
             recorder.start(rows)
             logits = super()._model_call(inps, attn_mask, labels)
             at = recorder.take()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import How, Reader, require_causal
+from layerjump.evaluation.early_exit import ModelVariant, TeacherForcedExit, require_causal
 from layerjump.lens.lens import wide
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.activations import Recorder
@@ -49,12 +49,12 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     limit: int | None = None,
-    how: How | None = None,
+    how: ModelVariant | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Run windows (as long as the model's context) over a text (half a window apart); `limit` stops after so many."""
     require_causal(model)
-    longest = model.tokens.max_length
+    longest = model.tokenization.max_length
     window = longest if window is None else window
     if not 2 <= window <= longest:
         raise BadEvaluation(f"the window given is {window}; this model takes 2 to {longest} tokens")
@@ -63,11 +63,11 @@ def perplexity(
         raise BadEvaluation(f"the stride given is {stride}; give 1 to the window's {window} tokens")
     if limit is not None and limit < 1:
         raise BadEvaluation(f"the limit given is {limit}; give 1 window or more")
-    ids = [*model.tokens.prefix, *model.tokens.encode([text])[0]]
+    ids = [*model.tokenization.prefix, *model.tokenization.encode([text])[0]]
     if len(ids) < 2:
         raise BadEvaluation("the text has no two tokens, so none is predicted; give a longer one")
     spans = list(windows(len(ids), window, stride))[:limit]
-    how = how or How()
+    how = how or ModelVariant()
     reader, found = how.reader(model), []
     with how.changed(model):
         for begin, end, first in spans:
@@ -90,14 +90,14 @@ def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 @torch.no_grad()
-def _losses(model: Model, reader: Reader, ids: Sequence[int], first: int) -> Tensor:
+def _losses(model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: int) -> Tensor:
     """The losses of a window's tokens from `first` on."""
     tokens = torch.tensor(ids)
     places = torch.arange(first - 1, len(ids) - 1)
     if not len(places):
         return torch.zeros(0, dtype=torch.float64)
     sites = [Site(level) for level in (*reader.levels, model.n_blocks)]
-    with Recorder(model.anatomy, sites) as recorder:
+    with Recorder(model.structure, sites) as recorder:
         recorder.start(places)
         model.body(tokens[None], torch.ones(1, len(ids), dtype=torch.long))
         at = recorder.take()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerjump.data.corpus import json_rows, short
+from layerjump.data.corpus import json_rows, shorten
 from layerjump.errors import BadEvaluation
 
 Item = dict[str, Any]
@@ -123,7 +123,7 @@ _ROWS = (
 TASKS: dict[str, Task] = {row.name: row for row in _ROWS}
 
 
-def chosen(names: str | Sequence[str]) -> list[Task]:
+def select_tasks(names: str | Sequence[str]) -> list[Task]:
     """The tasks of a list such as `copa,piqa`, in the order given; `all` is every one."""
     asked = names.split(",") if isinstance(names, str) else list(names)
     asked = list(TASKS) if asked == ["all"] else [name.strip() for name in asked]
@@ -133,7 +133,7 @@ def chosen(names: str | Sequence[str]) -> list[Task]:
     return [TASKS[name] for name in dict.fromkeys(asked)]
 
 
-def items_of(task: Task, data: str | Path, limit: int | None = None) -> list[Item]:
+def load_items(task: Task, data: str | Path, limit: int | None = None) -> list[Item]:
     """The first items of a task's file, checked line by line."""
     if limit is not None and limit < 1:
         raise BadEvaluation(f"the limit given is {limit}; give 1 item a task or more")
@@ -145,7 +145,7 @@ def items_of(task: Task, data: str | Path, limit: int | None = None) -> list[Ite
             f"there is no {path}; give the folder that holds {task.file}, or leave {task.name} out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadEvaluation(f"{path} cannot be read ({short(error)}); mend it") from error
+        raise BadEvaluation(f"{path} cannot be read ({shorten(error)}); mend it") from error
     rows = list(json_rows(str(path), text))[:limit]
     if not rows:
         raise BadEvaluation(f"{path} holds no items; give one JSON object a line")
@@ -157,7 +157,7 @@ def _checked(task: Task, row: Mapping[str, Any], number: int, path: Path) -> Ite
         for column, kind in task.columns.items():
             if type(row.get(column)) is not kind:
                 wanted = {str: "a text", list: "a list", int: "a number"}[kind]
-                given = short(row[column]) if column in row else "not there"
+                given = shorten(row[column]) if column in row else "not there"
                 raise ValueError(f"`{column}` is {given}, but {wanted} was wanted")
         item = task.item(row)
         _check_item(item)
@@ -171,7 +171,7 @@ def _checked(task: Task, row: Mapping[str, Any], number: int, path: Path) -> Ite
 def _check_item(item: Item) -> None:
     choices = item.get("choices", ["", "any"])
     if len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError(f"its choices are {short(choices)}, but two texts or more were wanted")
+        raise ValueError(f"its choices are {shorten(choices)}, but two texts or more were wanted")
     if "gold" in item and not 0 <= item["gold"] < len(choices):
         raise ValueError(f"`gold` is {item['gold']}, but there are {len(choices)} choices")
     scored = [item["target"]] if "target" in item else choices

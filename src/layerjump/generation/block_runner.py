@@ -51,8 +51,8 @@ class HuggingFaceBlocks:
 
     def __init__(self, model: Model) -> None:
         self._stack = model.stack
-        self._blocks = model.anatomy.blocks
-        self._list = model.hf.get_submodule(model.anatomy.family.blocks)
+        self._blocks = model.structure.blocks
+        self._list = model.hf.get_submodule(model.structure.family.blocks)
         self._config = model.hf.config
         self._takes_position = "position_ids" in inspect.signature(self._stack.forward).parameters
         self._calls: dict[int, list[Call]] = {}

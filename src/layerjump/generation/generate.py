@@ -24,7 +24,7 @@ from layerjump.generation.block_runner import Runner
 from layerjump.generation.loop import Choice, Climber, Texts, Verified, filler, write
 from layerjump.generation.packed_cpu import blocks_of, with_lean_head
 from layerjump.generation.result import Counts, Generated
-from layerjump.generation.rules import Drafting, Rule, levels_of, parse
+from layerjump.generation.rules import Drafting, Rule, levels_of, parse_rule
 from layerjump.generation.shortlist import shortlist_of
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.serialization import check_model
@@ -79,7 +79,7 @@ def _holds_tokens(given: Mapping[str, Any]) -> bool:
 
 
 CacheKind = Literal["exact", "jump", "copy"]
-UNVERIFIED = 4
+MAX_DRAFT_TOKENS = 4
 
 
 def generate(
@@ -90,7 +90,7 @@ def generate(
     exit: Rule | str = "never",
     verify: bool = False,
     cache: CacheKind = "exact",
-    unverified: int = UNVERIFIED,
+    unverified: int = MAX_DRAFT_TOKENS,
     streamer: Any = None,
     **generation: Any,
 ) -> Generated:
@@ -110,8 +110,8 @@ def generate(
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
             raise BadExit("no prompt was given; give at least one")
-        prompts = model.tokens.generation_inputs(texts)
-        generation.setdefault("pad_token_id", model.tokens.pad)
+        prompts = model.tokenization.generation_inputs(texts)
+        generation.setdefault("pad_token_id", model.tokenization.pad)
     how = EarlyExit(
         jumps,
         exit,
@@ -134,7 +134,7 @@ def early_exit(
     *,
     verify: bool = False,
     cache: CacheKind = "exact",
-    unverified: int = UNVERIFIED,
+    unverified: int = MAX_DRAFT_TOKENS,
     streamer: Any = None,
 ) -> EarlyExit:
     """A custom generation function: `hf.generate(…, custom_generate=lj.early_exit(jumps, exit))`.
@@ -169,7 +169,7 @@ class EarlyExit:
             )
         if unverified < 1:
             raise BadExit(f"unverified given is {unverified}; give 1 or more")
-        self.rule = parse(exit) if isinstance(exit, str) else exit
+        self.rule = parse_rule(exit) if isinstance(exit, str) else exit
         self.result: Generated | None = None
         self._jumps, self._verify, self._cache = jumps, verify, cache
         self._unverified, self._streamer = unverified, streamer

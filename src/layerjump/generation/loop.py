@@ -21,10 +21,10 @@ from torch import Tensor
 from layerjump.errors import BadJumps
 from layerjump.generation.block_runner import Runner
 from layerjump.generation.result import Counts
-from layerjump.generation.rules import Look, Rule, levels_of
-from layerjump.generation.shortlist import Among
+from layerjump.generation.rules import LevelReading, Rule, levels_of
+from layerjump.generation.shortlist import ShortlistRule
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens, through
+from layerjump.lens.lens import Lens, apply_map
 from layerjump.models.structure import Site
 
 Processors = Callable[[Tensor, Tensor], Tensor]
@@ -198,7 +198,7 @@ class Climber:
         rule: Rule,
         runner: Runner,
         counts: Counts,
-        among: Among | None = None,
+        among: ShortlistRule | None = None,
         early: Lens | None = None,
     ) -> None:
         self.runner = runner
@@ -218,7 +218,7 @@ class Climber:
         for level in range(last):
             if position is not None and level in self._checks:
                 self._counts.lap("blocks")
-                look = Look(level, states[:, -1], position, self._look, earlier)
+                look = LevelReading(level, states[:, -1], position, self._look, earlier)
                 stops = self._rule.stops(look)
                 self._counts.gates += look.gates
                 if not alone:
@@ -258,7 +258,7 @@ class Climber:
     def _of_all_tokens(self, logits: Tensor) -> Tensor:
         if self._among is None:
             return logits
-        return self._among.whole(logits, self._lens.model.anatomy.vocabulary)
+        return self._among.whole(logits, self._lens.model.structure.vocab_size)
 
     def read(self, level: int, states: Tensor) -> Tensor:
         """Logits of states at a level: one vocabulary product."""
@@ -436,7 +436,7 @@ def filler(
 def _predicted(jumps: Jumps | None, cache: str, level: int, target: int, states: Tensor) -> Tensor:
     if cache == "copy" or jumps is None or level == target:
         return states
-    return through(jumps[level, target], states)
+    return apply_map(jumps[level, target], states)
 
 
 def _require(jumps: Jumps | None, levels: tuple[int, ...], n_blocks: int) -> None:

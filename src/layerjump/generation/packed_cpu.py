@@ -38,7 +38,7 @@ ROWS = 4
 """Rows that the layout is chosen for; more of them are no slower than from plain weights."""
 
 
-class Product:
+class PackedLinear:
     """x → x Wᵀ, where W may be several matrices of equal width, one above the other."""
 
     def __init__(self, *weights: Tensor) -> None:
@@ -63,7 +63,7 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
     )
 
 
-class Kept(Generic[Made]):
+class WeightCache(Generic[Made]):
     """What was made from a module's weights, for as long as the module lives and its weights do not change."""
 
     def __init__(self) -> None:
@@ -91,24 +91,24 @@ def blocks_of(model: Model) -> Blocks:
 
 def with_lean_head(model: Model) -> Model:
     """The same model, whose vocabulary product is made the faster way where there is one."""
-    head = model.anatomy.head
+    head = model.structure.unembedding
     plain = type(head) is nn.Linear and head.bias is None and not _hooked(head)
     if not plain or not can_pack(head.parameters()):
         return model
-    anatomy = copy(model.anatomy)
-    anatomy.head = _LeanHead(head)
-    return replace(model, anatomy=anatomy)
+    structure = copy(model.structure)
+    structure.unembedding = _LeanHead(head)
+    return replace(model, structure=structure)
 
 
 class _LeanHead(nn.Module):
     """A vocabulary product from packed weights."""
 
-    _kept: Kept[Product] = Kept()
+    _kept: WeightCache[PackedLinear] = WeightCache()
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.weight = head.get_parameter("weight")
-        self._product = self._kept.get(head, lambda: Product(self.weight))
+        self._product = self._kept.get(head, lambda: PackedLinear(self.weight))
 
     def forward(self, states: Tensor) -> Tensor:
         return self._product(states)
@@ -119,21 +119,21 @@ class _Weights:
     """One block's."""
 
     ln1: Tensor
-    qkv: Product
-    o: Product
+    qkv: PackedLinear
+    o: PackedLinear
     ln2: Tensor
-    gate_up: Product
-    down: Product
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 class LeanLlama:
     """The blocks of a plain Llama, such as SmolLM2: RMS norms, rotary embeddings, grouped queries, a gated network."""
 
-    _kept: Kept[list[_Weights]] = Kept()
+    _kept: WeightCache[list[_Weights]] = WeightCache()
 
     def __init__(self, model: Model) -> None:
         hf: Any = model.hf
-        first: Any = model.anatomy.blocks[0]
+        first: Any = model.structure.blocks[0]
         self._embed, self._rotary = hf.model.embed_tokens, hf.model.rotary_emb
         self._eps = first.input_layernorm.variance_epsilon
         self._head_dim, self._scale = first.self_attn.head_dim, first.self_attn.scaling
@@ -141,7 +141,7 @@ class LeanLlama:
         self._n_queries = hf.config.num_attention_heads
         self._n_turned = self._n_queries + hf.config.num_key_value_heads
         self._act = first.mlp.act_fn
-        self._weights = self._kept.get(hf, lambda: [_weights(b) for b in model.anatomy.blocks])
+        self._weights = self._kept.get(hf, lambda: [_weights(b) for b in model.structure.blocks])
 
     def enter(
         self, ids: Tensor, mask: Tensor | None, position: Tensor, cache: BlockCache
@@ -218,11 +218,11 @@ def _weights(block: Any) -> _Weights:
     attention, mlp = block.self_attn, block.mlp
     return _Weights(
         ln1=block.input_layernorm.weight,
-        qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-        o=Product(attention.o_proj.weight),
+        qkv=PackedLinear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+        o=PackedLinear(attention.o_proj.weight),
         ln2=block.post_attention_layernorm.weight,
-        gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=Product(mlp.down_proj.weight),
+        gate_up=PackedLinear(mlp.gate_proj.weight, mlp.up_proj.weight),
+        down=PackedLinear(mlp.down_proj.weight),
     )
 
 
@@ -233,7 +233,7 @@ def _plain_llama(model: Model) -> bool:
         return False
     if config._attn_implementation not in ("sdpa", "eager"):
         return False
-    blocks = model.anatomy.blocks
+    blocks = model.structure.blocks
     return can_pack(weight for block in blocks for weight in block.parameters()) and all(
         type(block) is LlamaDecoderLayer
         and not any(_hooked(part) for part in block.modules())

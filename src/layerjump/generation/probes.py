@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadExit
-from layerjump.generation.rules import Look
+from layerjump.generation.rules import LevelReading
 
 STEPS = 30
 """Newton steps at most; a handful is usual."""
 
 
-def gate_features(states: Tensor, position: Tensor) -> Tensor:
+def probe_features(states: Tensor, position: Tensor) -> Tensor:
     """z, and a one for the bias, (rows, d + 3)."""
     wide = states if states.dtype == torch.float64 else states.float()
     rms = wide.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(wide.dtype).tiny)
@@ -30,7 +30,7 @@ def gate_features(states: Tensor, position: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Gate:
+class Probe:
     """Stop where the gate's probability of being right is at least the threshold; no vocabulary product is needed."""
 
     weights: Tensor
@@ -42,7 +42,7 @@ class Gate:
         """Log-odds that the token read here is the model's own, (rows,)."""
         if len(states) == 1 and states.dtype == torch.float32:
             return states.new_tensor([self._of_one(level, states[0], int(position))])
-        features = gate_features(states, position)
+        features = probe_features(states, position)
         return features @ self.weights[self.at.index(level)].to(features)
 
     def _of_one(self, level: int, state: Tensor, position: int) -> float:
@@ -63,7 +63,7 @@ class Gate:
             rows[level] = (row[:-3].float().contiguous(), slope, drift, bias)
         return rows
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         look.gates += 1
         return self.odds(look.level, look.state, look.position) >= log_odds(self.threshold)
 
@@ -72,7 +72,7 @@ class Gate:
 class TwoStage:
     """The gate says when a vocabulary product is worth making; gate and softmax gap together then decide."""
 
-    gate: Gate
+    gate: Probe
     """Its threshold is the probability from which a product is worth it."""
     mix: Tensor
     """(levels, 3): weights of the gate's log-odds, the gap's and one, giving the log-odds of both together."""
@@ -87,7 +87,7 @@ class TwoStage:
         weight = self.mix[self.at.index(level)].to(gate_odds)
         return mixed_features(gate_odds, gap) @ weight
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         look.gates += 1
         gate_odds = self.gate.odds(look.level, look.state, look.position)
         worth = gate_odds >= log_odds(self.gate.threshold)

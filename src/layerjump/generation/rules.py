@@ -41,7 +41,7 @@ FINE = tuple(1 + 0.112 * step / 10 for step in range(1, 10))
 
 
 @dataclass
-class Look:
+class LevelReading:
     """What a rule may see at a level: the state of the newest token of every row, and on demand what it predicts."""
 
     level: int
@@ -90,7 +90,7 @@ class Rule(Protocol):
     def at(self) -> tuple[int, ...] | None:
         """The levels to check, rising; None: every level from 1 to L − 1."""
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         """Which rows may stop here, (rows,) booleans."""
 
 
@@ -100,7 +100,7 @@ class Never:
 
     at: tuple[int, ...] = ()
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         return torch.zeros(len(look.state), dtype=torch.bool, device=look.state.device)
 
 
@@ -114,7 +114,7 @@ class Fixed:
     def at(self) -> tuple[int, ...]:
         return (self.level,)
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         return torch.ones(len(look.state), dtype=torch.bool, device=look.state.device)
 
 
@@ -147,7 +147,7 @@ class SoftmaxGap:
         lead, enough = gap.double(), self.threshold(position)
         return lead > enough if self.strict else lead >= enough
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         return self.sure(look.gap, look.position)
 
     def replay(self, confidence: Tensor, position: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class MaxProb:
     threshold: float
     at: tuple[int, ...] | None = None
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         return look.best[:, 0] >= self.threshold
 
 
@@ -179,7 +179,7 @@ class Entropy:
     threshold: float
     at: tuple[int, ...] | None = None
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         entropy = torch.special.entr(look.logits.softmax(-1)).sum(-1)
         return entropy <= self.threshold
 
@@ -191,7 +191,7 @@ class Agree:
     times: int
     at: tuple[int, ...] | None = None
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         if len(look.earlier) < self.times - 1:
             return torch.zeros_like(look.top, dtype=torch.bool)
         before = look.earlier[len(look.earlier) - self.times + 1 :]
@@ -209,7 +209,7 @@ class Drafting:
     def at(self) -> tuple[int, ...] | None:
         return self.rule.at
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         return self.rule.stops(look)
 
 
@@ -226,7 +226,7 @@ def levels_of(rule: Rule, n_blocks: int) -> tuple[int, ...]:
     return tuple(sorted(rule.at))
 
 
-def parse(text: str) -> Rule:
+def parse_rule(text: str) -> Rule:
     """A rule from its short name: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; `@8,16,24` adds levels.
 
     `gap:0.9` asks for the same lead at every position from 1 on.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from layerjump.data.corpus import Corpus
 from layerjump.errors import BadExit
-from layerjump.generation.packed_cpu import Kept, with_lean_head
-from layerjump.generation.rules import Drafting, Look, Rule
+from layerjump.generation.packed_cpu import WeightCache, with_lean_head
+from layerjump.generation.rules import Drafting, LevelReading, Rule
 from layerjump.models.model import Model
-from layerjump.models.unembedding import can_shorten, rows_of, with_head
+from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
 
 LENGTH = 2048
 """Tokens of a shortlist at most."""
@@ -32,24 +32,27 @@ only others are allowed still has a most likely one."""
 
 
 @dataclass(frozen=True, eq=False)
-class Among:
+class ShortlistRule:
     """Another rule, which looks at these tokens alone; what leaves early is one of them."""
 
     rule: Rule
     tokens: Tensor
     """(tokens,)."""
-    _heads: Kept[nn.Linear] = field(default_factory=Kept, repr=False)
+    _heads: WeightCache[nn.Linear] = field(default_factory=WeightCache, repr=False)
 
     @property
     def at(self) -> tuple[int, ...] | None:
         return self.rule.at
 
-    def stops(self, look: Look) -> Tensor:
+    def stops(self, look: LevelReading) -> Tensor:
         return self.rule.stops(look)
 
     def check(self, model: Model) -> None:
         """Refuse a model that does not have these tokens, or whose head cannot be shortened."""
-        if not can_shorten(model.anatomy) or int(self.tokens.max()) >= model.anatomy.vocabulary:
+        if (
+            not can_restrict(model.structure)
+            or int(self.tokens.max()) >= model.structure.vocab_size
+        ):
             raise BadExit(
                 f"the exit rule looks at a shortlist of {len(self.tokens):,} tokens that {model.name} does not have; "
                 f"calibrate a rule for this model"
@@ -57,10 +60,10 @@ class Among:
 
     def model(self, model: Model) -> Model:
         """The same model, whose head knows these tokens alone."""
-        head = model.anatomy.head
+        head = model.structure.unembedding
         assert isinstance(head, nn.Linear)
-        short = self._heads.get(head, lambda: rows_of(head, self.tokens))
-        return with_lean_head(replace(model, anatomy=with_head(model.anatomy, short)))
+        short = self._heads.get(head, lambda: unembedding_rows(head, self.tokens))
+        return with_lean_head(replace(model, structure=with_unembedding(model.structure, short)))
 
     def whole(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Logits of these tokens as logits of all."""
@@ -70,20 +73,20 @@ class Among:
         return wide
 
 
-def shortlist(model: Model, text: Corpus, documents: Sequence[int]) -> Tensor | None:
+def build_shortlist(model: Model, text: Corpus, documents: Sequence[int]) -> Tensor | None:
     """The most frequent tokens of these documents; None where a shorter head cannot be made, or would save little."""
-    size = model.anatomy.vocabulary
-    if not can_shorten(model.anatomy) or size < WORTH * LENGTH:
+    size = model.structure.vocab_size
+    if not can_restrict(model.structure) or size < WORTH * LENGTH:
         return None
     found = torch.zeros(size, dtype=torch.int64)
-    for ids in model.tokens.encode([text.documents[each] for each in documents[:COUNTED]]):
+    for ids in model.tokenization.encode([text.documents[each] for each in documents[:COUNTED]]):
         found += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=size)
     order = found.argsort(descending=True, stable=True)
     return order[: max(2, min(LENGTH, int((found > 0).sum())))].sort().values
 
 
-def shortlist_of(rule: Rule) -> Among | None:
+def shortlist_of(rule: Rule) -> ShortlistRule | None:
     """The shortlist that a rule looks at, if it has one."""
-    if isinstance(rule, Among):
+    if isinstance(rule, ShortlistRule):
         return rule
     return shortlist_of(rule.rule) if isinstance(rule, Drafting) else None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from layerjump.errors import BadModel
-from layerjump.interventions.patching import Map, apply, first_of, mapped, replaced
+from layerjump.interventions.patching import Map, apply, first_of, patch, replace_by_map
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import Pair
 from layerjump.models.model import Model, require_model
@@ -39,7 +39,7 @@ Span = tuple[int, int]
 
 
 @contextmanager
-def linearised(
+def linearize(
     model: Model, jumps: Jumps, *, parts: str = "attn", blocks: Iterable[int] | None = None
 ) -> Iterator[Model]:
     """Run the model, any way you like, with maps for `attn`, `ffn`, `norms` or each whole `block`.
@@ -58,12 +58,12 @@ def linearised(
     pairs = [pair for block in chosen for pair in pairs_of(model, block, parts)]
     if chosen and not pairs:
         raise BadModel(f"this model has no {parts} to replace; give other parts")
-    with replaced(model, {pair: mapped(jumps[pair]) for pair in pairs}):
+    with patch(model, {pair: replace_by_map(jumps[pair]) for pair in pairs}):
         yield model
 
 
 @contextmanager
-def spliced(model: Model, jumps: Jumps, source: int, target: int) -> Iterator[Model]:
+def skip_blocks(model: Model, jumps: Jumps, source: int, target: int) -> Iterator[Model]:
     """Run the model with one jump from a level to a later one; the blocks in between are not run."""
     require_model(model)
     if not 0 <= source < target <= model.n_blocks:
@@ -77,7 +77,7 @@ def spliced(model: Model, jumps: Jumps, source: int, target: int) -> Iterator[Mo
 
 def pairs_of(model: Model, block: int, part: str) -> list[Pair]:
     """The (input, output) sites of a part in a block; a norm that a family does not have is left out."""
-    present = set(model.anatomy.sites())
+    present = set(model.structure.sites())
     pairs = [(Site(block, f"{name}.in"), Site(block, f"{name}.out")) for name in PARTS[part]]
     return [pair for pair in pairs if pair[0] in present]
 
@@ -85,11 +85,11 @@ def pairs_of(model: Model, block: int, part: str) -> list[Pair]:
 @contextmanager
 def jumping(model: Model, spans: Mapping[Span, Map]) -> Iterator[Model]:
     """Run the model with maps over runs of blocks that do not overlap."""
-    blocks = model.anatomy.blocks
+    blocks = model.structure.blocks
     if model.task in ("seq2seq", "encoder") or len(set(blocks)) < len(blocks):
         # T5's first block makes what all others need; ALBERT's blocks are one module: these must run.
-        levels = {(Site(i), Site(j)): mapped(over) for (i, j), over in spans.items()}
-        with replaced(model, levels):
+        levels = {(Site(i), Site(j)): replace_by_map(over) for (i, j), over in spans.items()}
+        with patch(model, levels):
             yield model
         return
     shapes = _shapes(model) if spans else []
@@ -144,7 +144,7 @@ def _shapes(model: Model) -> list[int | None]:
         assert first_of(output).dim() == 3
         found.append(len(output) - 1 if isinstance(output, tuple) else None)
 
-    handles = [block.register_forward_hook(look) for block in model.anatomy.blocks]
+    handles = [block.register_forward_hook(look) for block in model.structure.blocks]
     try:
         batch = sample(model, rows=1, length=2)
         model.body(batch.input_ids, batch.attention_mask)

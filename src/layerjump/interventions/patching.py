@@ -30,7 +30,7 @@ from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.jumps.jumps import parse_pair
 from layerjump.jumps.pairs import Pair
-from layerjump.lens.lens import through
+from layerjump.lens.lens import apply_map
 from layerjump.models.hooks import Hooks
 from layerjump.models.model import Model
 from layerjump.models.structure import Tap
@@ -43,20 +43,20 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 def apply(module: Map, states: Tensor) -> Tensor:
     """A map of states, in the states' own precision (jumps are kept in float32)."""
-    return through(module, states) if isinstance(module, nn.Module) else module(states).to(states)
+    return apply_map(module, states) if isinstance(module, nn.Module) else module(states).to(states)
 
 
-def mapped(module: Map) -> Change:
+def replace_by_map(module: Map) -> Change:
     """What a map makes of the source."""
     return lambda source, exact: apply(module, source)
 
 
-def constant(vector: Tensor) -> Change:
+def replace_by_constant(vector: Tensor) -> Change:
     """The same vector at every position: zeros, or a mean."""
     return lambda source, exact: vector.to(exact).expand_as(exact)
 
 
-def noisy(module: Map, *, seed: int) -> Change:
+def add_noise(module: Map, *, seed: int) -> Change:
     """The exact states, off in a random direction by as much as the map is off at that position.
 
     Beside the map itself it tells errors that do no harm from errors that are merely small.
@@ -71,7 +71,7 @@ def noisy(module: Map, *, seed: int) -> Change:
     return change
 
 
-def only(columns: slice, change: Change) -> Change:
+def restrict_to(columns: slice, change: Change) -> Change:
     """A change of some coordinates (a head's), the others as they are; it sees those coordinates alone."""
 
     def changed(source: Tensor, exact: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ Changes = Mapping[Pair, Change]
 
 
 @contextmanager
-def replaced(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
+def patch(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
     """Run the model, any way you like, with the targets' states changed; it is whole again afterwards.
 
     Pairs are given as to `Jumps`: sites, their names or levels' numbers. A level as a target works too, and stands
@@ -145,7 +145,7 @@ class Rerun:
         return states[self.batch.row.to(states.device), self.batch.position.to(states.device)]
 
     def _run(self, block: int, hidden: Tensor, changes: Changes | None) -> Tensor:
-        module = self.model.anatomy.blocks[block - 1]
+        module = self.model.structure.blocks[block - 1]
         args, kwargs = self._calls[block - 1]
         if not changes:
             return first_of(module(hidden, *args, **kwargs))
@@ -177,7 +177,7 @@ def record_calls(model: Model, batch: Batch, levels: list[Tensor]) -> list[Call]
 
     handles: list[RemovableHandle] = []
     try:
-        for module in set(model.anatomy.blocks):
+        for module in set(model.structure.blocks):
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after))
         sources = batch.source_ids, batch.source_mask
@@ -251,11 +251,11 @@ class _Operation(Hooks):
 
 
 def _cuts(model: Model, changes: Mapping[Any, Change]) -> list[_Cut]:
-    anatomy = model.anatomy
+    structure = model.structure
     cuts = []
     for given, change in changes.items():
         source, target = parse_pair(given)
-        cuts.append(_Cut(anatomy.tap(source), anatomy.tap(target), change))
+        cuts.append(_Cut(structure.tap(source), structure.tap(target), change))
     return cuts
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from layerjump.data.corpus import read
+from layerjump.data.corpus import load_text
 from layerjump.data.positions import MASKED_SHARE
 from layerjump.errors import BadArtifact, BadEstimator
 from layerjump.io import writing
 from layerjump.jumps import serialization
-from layerjump.jumps.collect import plan
+from layerjump.jumps.collect import plan_run
 from layerjump.jumps.fit import TO_PREDICTIONS, plan_settings, selects, solve_jumps
 from layerjump.jumps.jumps import Jumps
-from layerjump.models.bundled_model import home
+from layerjump.models.bundled_model import cache_home
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model
 
@@ -30,7 +30,7 @@ TEXT = "pydoc"
 TOKENS = 16_000
 
 
-def kept_jumps(
+def cached_jumps(
     model: Model,
     estimators: Sequence[str] = ("mat",),
     *,
@@ -65,26 +65,26 @@ def kept_jumps(
     return {name: found[name] for name in folders}
 
 
-def has_kept(
+def has_cached_jumps(
     model: Model, estimators: Sequence[str] = ("mat",), *, text: str = TEXT, tokens: int = TOKENS
 ) -> bool:
     """Whether `kept_jumps` would find all of these on disk, without a look inside."""
-    folders = [kept_folder(model, name, text=text, tokens=tokens) for name in estimators]
+    folders = [cache_folder(model, name, text=text, tokens=tokens) for name in estimators]
     return all((folder / serialization.TENSORS).is_file() for folder in folders)
 
 
-def kept_folder(model: Model, estimator: str, *, text: str = TEXT, tokens: int = TOKENS) -> Path:
+def cache_folder(model: Model, estimator: str, *, text: str = TEXT, tokens: int = TOKENS) -> Path:
     """Where these jumps are kept, if they are."""
     return _place(model) / _name(estimator, text, tokens)
 
 
 def _place(model: Model) -> Path:
-    return home() / "jumps" / fingerprint(model.hf)
+    return cache_home() / "jumps" / fingerprint(model.hf)
 
 
 def _name(estimator: str, text: str, tokens: int) -> str:
     # A file may change under its name, so it goes by what it holds.
-    said = text if text == TEXT else read(text).sha256[:16]
+    said = text if text == TEXT else load_text(text).sha256[:16]
     return f"{said}-{tokens}-{estimator}"
 
 
@@ -119,7 +119,7 @@ def _fit(
         wanted = [plan_settings(name) for name in names if name in estimators]
         if not wanted:
             continue
-        collected = plan(
+        collected = plan_run(
             model,
             text,
             positions=MASKED_SHARE if model.masked else None,

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerjump.data.batches import Batches, batches
-from layerjump.data.corpus import Corpus, read, split
+from layerjump.data.batches import Batches, make_batches
+from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import Positions
 from layerjump.errors import (
     BadArtifact,
@@ -44,25 +44,25 @@ from layerjump.errors import (
 from layerjump.io import parse_json, read_tensors, write_tensors, writing
 from layerjump.jumps.jumps import Provenance
 from layerjump.jumps.maps import FEATURES, FeatureKind
-from layerjump.jumps.memory import Bill, bill
+from layerjump.jumps.memory import CostEstimate, estimate_cost
 from layerjump.jumps.pairs import Pair, parse_pairs
 from layerjump.jumps.serialization import check_members
 from layerjump.jumps.statistics import Moments, keys_of
-from layerjump.models.activations import States, states
-from layerjump.models.fingerprint import about_model
+from layerjump.models.activations import States, capture_states
+from layerjump.models.fingerprint import describe_model
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Site
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """This process's place among the processes of a run."""
 
     rank: int = 0
     world: int = 1
 
     @classmethod
-    def from_environment(cls) -> Group:
+    def from_environment(cls) -> ProcessGroup:
         """Join the group `torchrun` started, if it did."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
@@ -123,7 +123,7 @@ MOST_KEPT = 100_000
 
 
 @dataclass(frozen=True)
-class Collected:
+class SplitMoments:
     """Moments of the fit, select and test documents, and what was run to get them."""
 
     splits: dict[str, Moments]
@@ -153,7 +153,7 @@ class Collected:
             "about": self.about,
             "pairs": [[str(a), str(b)] for a, b in self.fit.pairs],
             "full_targets": self.fit.full_targets,
-            "reads": self.fit.reads,
+            "reads": self.fit.features,
             "reservoir": self.fit.reservoir.size,
             "n": {split: moments.n for split, moments in self.splits.items()},
             "progress": progress,
@@ -161,7 +161,7 @@ class Collected:
         write_tensors(path, tensors, {"kind": KIND, "head": json.dumps(head)})
 
     @classmethod
-    def load(cls, path: Path) -> Collected:
+    def load(cls, path: Path) -> SplitMoments:
         """Read a finished run's sums."""
         collected, progress = cls.load_unfinished(path)
         if progress is not None:
@@ -171,7 +171,7 @@ class Collected:
         return collected
 
     @classmethod
-    def load_unfinished(cls, path: Path) -> tuple[Collected, dict[str, int] | None]:
+    def load_unfinished(cls, path: Path) -> tuple[SplitMoments, dict[str, int] | None]:
         """Read sums, and how far the run had come (None: to its end)."""
         tensors, metadata = read_tensors(path)
         if metadata.get("kind") != KIND:
@@ -196,7 +196,7 @@ class Collected:
             ) from error
 
 
-def merge(runs: Sequence[Collected]) -> Collected:
+def merge_moments(runs: Sequence[SplitMoments]) -> SplitMoments:
     """Add several runs' sums: other text, other machines, other days, but the same model."""
     first = runs[0]
     kept = first.fit
@@ -205,7 +205,7 @@ def merge(runs: Sequence[Collected]) -> Collected:
             kept.pairs,
             reservoir=kept.reservoir.size,
             full_targets=kept.full_targets,
-            reads=kept.reads,
+            features=kept.features,
         )
         for split in SPLITS
     }
@@ -224,10 +224,10 @@ def merge(runs: Sequence[Collected]) -> Collected:
         "text_sha256": "+".join(texts),
         "tokens": sum(run.about["tokens"] for run in runs),
     }
-    return Collected(made, about)
+    return SplitMoments(made, about)
 
 
-def _check_same_model(first: Collected, run: Collected) -> None:
+def _check_same_model(first: SplitMoments, run: SplitMoments) -> None:
     if first.about["fingerprint"] != run.about["fingerprint"]:
         raise WrongModel(
             f"these sums come from different weights: {first.about['model']} ({first.about['fingerprint'][:12]}) and "
@@ -248,13 +248,13 @@ def pack(moments: Moments) -> dict[str, Tensor]:
 def _unpack(
     split: str, head: dict[str, Any], pairs: list[Pair], tensors: dict[str, Tensor]
 ) -> Moments:
-    reads = head.get("reads", "raw")  # files older than features have no such key
-    if reads not in FEATURES:
-        raise ValueError(f"there are no features {reads!r}")
+    features = head.get("reads", "raw")  # files older than features have no such key
+    if features not in FEATURES:
+        raise ValueError(f"there are no features {features!r}")
     size = head["reservoir"]
     if type(size) is not int or not 0 <= size <= MOST_KEPT:
         raise ValueError(f"it keeps {str(size)[:50]} states")
-    moments = Moments(pairs, reservoir=size, full_targets=head["full_targets"], reads=reads)
+    moments = Moments(pairs, reservoir=size, full_targets=head["full_targets"], features=features)
     moments.n = head["n"][split]
     if not pairs:
         raise ValueError("it pairs no sites")
@@ -327,7 +327,7 @@ class Checkpoint:
     folder: Path
     every: float = 60.0
     resume: bool = False
-    group: Group = field(default_factory=Group)
+    group: ProcessGroup = field(default_factory=ProcessGroup)
 
     def __post_init__(self) -> None:
         self._saved = time.monotonic()
@@ -337,12 +337,14 @@ class Checkpoint:
     def path(self) -> Path:
         return self.folder / f"unfinished-{self.group.rank}-of-{self.group.world}.safetensors"
 
-    def restore(self, fresh: Collected, steps: dict[str, int]) -> tuple[Collected, dict[str, int]]:
+    def restore(
+        self, fresh: SplitMoments, steps: dict[str, int]
+    ) -> tuple[SplitMoments, dict[str, int]]:
         """What was saved, if the run is to be taken up and was started with the same settings."""
         if not self.resume or not self.path.is_file():
             return fresh, steps
-        saved, progress = Collected.load_unfinished(self.path)
-        mine, theirs = (each.about | {"features": each.fit.reads} for each in (fresh, saved))
+        saved, progress = SplitMoments.load_unfinished(self.path)
+        mine, theirs = (each.about | {"features": each.fit.features} for each in (fresh, saved))
         changed = [key for key in mine if theirs.get(key) != mine[key]]
         if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):
             what = ", ".join(f"{key} {theirs.get(key)} → {mine[key]}" for key in changed) or "pairs"
@@ -352,12 +354,12 @@ class Checkpoint:
             )
         return saved, progress or steps
 
-    def save_now_and_then(self, done: Collected, steps: dict[str, int]) -> None:
+    def save_now_and_then(self, done: SplitMoments, steps: dict[str, int]) -> None:
         """Save if it is time: every so many seconds, less often if saving is slow."""
         if time.monotonic() - self._saved >= max(self.every, self._cost / SAVING_SHARE):
             self.save(done, steps)
 
-    def save(self, done: Collected, steps: dict[str, int]) -> None:
+    def save(self, done: SplitMoments, steps: dict[str, int]) -> None:
         start = time.monotonic()
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -378,7 +380,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run decided on but not started: its batches by split, and all that its result depends on."""
 
     model: Model
@@ -387,8 +389,8 @@ class Plan:
     about: dict[str, Any]
 
     @property
-    def bill(self) -> Bill:
-        return bill(self.model, self.moments["fit"], self.batches)
+    def bill(self) -> CostEstimate:
+        return estimate_cost(self.model, self.moments["fit"], self.batches)
 
     @property
     def in_order(self) -> list[str]:
@@ -403,12 +405,12 @@ class Plan:
         *,
         progress: Progress | None = None,
         checkpoint: Checkpoint | None = None,
-        group: Group | None = None,
-    ) -> Collected:
+        group: ProcessGroup | None = None,
+    ) -> SplitMoments:
         """Run the text through the model and return the sums (with several processes: the first one's)."""
         self.bill.require_memory()
-        group = group or Group()
-        done = Collected(self.moments, self.about)
+        group = group or ProcessGroup()
+        done = SplitMoments(self.moments, self.about)
         steps = dict.fromkeys(self.batches, 0)
         if checkpoint is not None:
             done, steps = checkpoint.restore(done, steps)
@@ -420,20 +422,20 @@ class Plan:
         return done
 
 
-def plan(
+def plan_run(
     model: Model,
     text: Corpus | str | Path,
     *,
     pairs: str = "to-last",
     positions: Positions | str | None = None,
     tokens: int | None = None,
-    sizes: str = "80/10/10",
+    split: str = "80/10/10",
     seed: int = 0,
     select: bool = True,
     max_length: int = 512,
-    reads: FeatureKind = "raw",
-    rough: bool = False,
-) -> Plan:
+    features: FeatureKind = "raw",
+    float32_products: bool = False,
+) -> RunPlan:
     """Decide on a run: which documents, positions and sums (of which features of the sources' states).
 
     Without `positions`, all are taken; for `all` pairs a sample (15 %, never fewer than 44 d). Jumps between
@@ -443,27 +445,27 @@ def plan(
     require_model(model)
     if tokens is not None and tokens < 1:
         raise BadText(f"tokens given is {tokens}; give 1 or more, or none for the whole text")
-    corpus = text if isinstance(text, Corpus) else read(text)
-    chosen = parse_pairs(pairs, model.anatomy)
+    corpus = text if isinstance(text, Corpus) else load_text(text)
+    chosen = parse_pairs(pairs, model.structure)
     first = 1 if all(site.between_blocks for pair in chosen for site in pair) else 0
-    parts = split(len(corpus.documents), sizes, seed=seed)
+    parts = split_documents(len(corpus.documents), split, seed=seed)
     wanted = {name: getattr(parts, name) for name in SPLITS if name != "select" or select}
     cut = partial(_cut, model, corpus, wanted, seed=seed, tokens=tokens, max_length=max_length)
     if positions is None:
         positions = Positions("all", skip_first=first, special=first == 0)
         if pairs == "all":
-            positions = sampled(cut(positions)["fit"].n_picks, model.width)
+            positions = sample_positions(cut(positions)["fit"].n_picks, model.d_model)
     elif isinstance(positions, str):
         positions = Positions.parse(positions, skip_first=first, special=first == 0)
     made = cut(positions)
-    if made["fit"].n_picks < 5 * model.width:
-        _warn_few(made["fit"].n_picks, model.width)
-    products = products_on(model, rough=rough and reads == "both")
-    return Plan(
+    if made["fit"].n_picks < 5 * model.d_model:
+        _warn_few(made["fit"].n_picks, model.d_model)
+    products = product_dtype(model, float32_products=float32_products and features == "both")
+    return RunPlan(
         model,
-        {name: Moments(chosen, products=products, reads=reads) for name in SPLITS},
+        {name: Moments(chosen, products=products, features=features) for name in SPLITS},
         made,
-        _about(model, corpus, positions, made, sizes, seed, max_length, chosen),
+        _about(model, corpus, positions, made, split, seed, max_length, chosen),
     )
 
 
@@ -480,9 +482,9 @@ def _cut(
     """Batches of every split that has documents; tokens are shared out by their number."""
     total = sum(map(len, wanted.values()))
     return {
-        name: batches(
+        name: make_batches(
             corpus,
-            model.tokens,
+            model.tokenization,
             positions,
             documents=documents,
             seed=seed,
@@ -494,22 +496,22 @@ def _cut(
     }
 
 
-def collect(model: Model, text: Corpus | str | Path, **settings: Any) -> Collected:
+def collect_moments(model: Model, text: Corpus | str | Path, **settings: Any) -> SplitMoments:
     """Sum a text's states in one pass; the settings are `plan`'s."""
-    return plan(model, text, **settings).run()
+    return plan_run(model, text, **settings).run()
 
 
-def products_on(model: Model, *, rough: bool = False) -> torch.dtype:
+def product_dtype(model: Model, *, float32_products: bool = False) -> torch.dtype:
     """float64 products, but float32 where a device does those many times faster, or where there are many.
 
     What `calibrated` collects is three times `mat`'s products, and its penalty is far above their rounding. Without
     a penalty it would not be: h and h / rms(h) are nearly the same directions.
     """
-    exact = model.device.type == "cpu" and not rough
+    exact = model.device.type == "cpu" and not float32_products
     return torch.float64 if exact else torch.float32
 
 
-def sampled(available: int, width: int, *, everywhere: bool = False) -> Positions:
+def sample_positions(available: int, width: int, *, everywhere: bool = False) -> Positions:
     """All pairs cost more than the model itself, so they sample positions: 15 %, never fewer than 44 d.
 
     Least squares loses about (1 − R²) · d/n of its R²: at 44 d about a hundredth, and more text lowers it further.
@@ -538,20 +540,20 @@ def _about(
     corpus: Corpus,
     positions: Positions,
     made: dict[str, Batches],
-    sizes: str,
+    split: str,
     seed: int,
     max_length: int,
     pairs: list[Pair],
 ) -> dict[str, Any]:
     return {
-        **about_model(model),
+        **describe_model(model),
         "text": corpus.name,
         "text_sha256": corpus.sha256,
         "tokens": sum(split.n_tokens for split in made.values()),
         "positions": str(positions),
         "skip_first": positions.skip_first,
         "special": positions.special,
-        "split": sizes,
+        "split": split,
         "seed": seed,
         "max_length": max_length,
         "n_pairs": len(pairs),
@@ -562,21 +564,23 @@ def _about(
 class _Pass:
     """One split's pass, from wherever it stood."""
 
-    plan: Plan
+    plan: RunPlan
     split: str
-    done: Collected
+    done: SplitMoments
     steps: dict[str, int]
     progress: Progress | None
     checkpoint: Checkpoint | None
 
-    def run(self, mine: Batches, group: Group) -> None:
+    def run(self, mine: Batches, group: ProcessGroup) -> None:
         moments, start = self.done.splits[self.split], self.steps[self.split]
         rest = (mine[index] for index in range(start, len(mine)))
         mine_before = sum(mine[index].n_tokens for index in range(start))
         tokens = self._tokens_before() + mine_before * group.world
         with (
             deferred_interrupt() as interrupt,
-            closing(states(self.plan.model, rest, moments.sites, room=mine.most_picks)) as stream,
+            closing(
+                capture_states(self.plan.model, rest, moments.sites, room=mine.most_picks)
+            ) as stream,
         ):
             found = next(stream, None)
             group.share_shift(moments, found.at if found else None)

@@ -12,8 +12,8 @@ from torch import Tensor
 from layerjump import __version__
 from layerjump.data.corpus import Corpus
 from layerjump.errors import BadEstimator, BadMoments
-from layerjump.jumps.collect import ABOUT, Collected, plan
-from layerjump.jumps.estimators.low_rank import narrow_rank, ojfa
+from layerjump.jumps.collect import ABOUT, SplitMoments, plan_run
+from layerjump.jumps.estimators.low_rank import njtc_rank, ojfa
 from layerjump.jumps.estimators.post_norm import Judge, calibrated, sides
 from layerjump.jumps.estimators.registry import ESTIMATORS, solve
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
@@ -44,7 +44,7 @@ def fit(
 ) -> Jumps:
     """Fit jumps in one pass over a text; further settings (pairs, positions, tokens, reads …) are `plan`'s."""
     settings = plan_settings(estimator, strength) | settings
-    chosen = plan(model, text, **settings)
+    chosen = plan_run(model, text, **settings)
     check_pairs(estimator, chosen.moments["fit"].pairs, model.n_blocks)
     collected = chosen.run()
     return solve_jumps(
@@ -56,7 +56,7 @@ def plan_settings(estimator: str, strength: float | None = None) -> dict[str, An
     """What an estimator wants of the pass over the text, unless told otherwise."""
     wanted: dict[str, Any] = {"select": selects(estimator, strength)}
     return (
-        wanted | {"pairs": PREDICTIONS, "reads": "both", "rough": True}
+        wanted | {"pairs": PREDICTIONS, "features": "both", "float32_products": True}
         if estimator == TO_PREDICTIONS
         else wanted
     )
@@ -75,7 +75,7 @@ def selects(estimator: str, strength: float | None = None) -> bool:
 
 
 def solve_jumps(
-    collected: Collected,
+    collected: SplitMoments,
     estimator: str = "mat",
     *,
     strength: float | None = None,
@@ -104,7 +104,7 @@ def solve_jumps(
 
 
 def _solved(
-    collected: Collected, estimator: str, settings: dict[str, Any], model: Model | None
+    collected: SplitMoments, estimator: str, settings: dict[str, Any], model: Model | None
 ) -> Iterator[tuple[Pair, Affine, FeatureKind]]:
     """Every pair's map, and what it reads."""
     if "how" in settings and estimator not in ("ojfa", TO_PREDICTIONS):
@@ -114,15 +114,15 @@ def _solved(
         yield from _calibrated(collected, settings, model)
     elif estimator == "ojfa":
         jump = _one_for_all(collected, settings.get("rank"), settings.get("how", "pooled"))
-        yield from ((pair, jump, sums.reads) for pair in sums.pairs)
+        yield from ((pair, jump, sums.features) for pair in sums.pairs)
     else:
         for source in sums.sources:
             solved = _from_source(collected, estimator, source, settings, model)
-            yield from ((pair, jump, sums.reads) for pair, jump in solved.items())
+            yield from ((pair, jump, sums.features) for pair, jump in solved.items())
 
 
 def _from_source(
-    collected: Collected,
+    collected: SplitMoments,
     estimator: str,
     source: Site,
     settings: dict[str, Any],
@@ -146,7 +146,11 @@ def _from_source(
 
 
 def _solve(
-    collected: Collected, estimator: str, source: Site, targets: list[Site], given: dict[str, Any]
+    collected: SplitMoments,
+    estimator: str,
+    source: Site,
+    targets: list[Site],
+    given: dict[str, Any],
 ) -> dict[Pair, Affine]:
     sums = collected.fit
     solved = solve(
@@ -164,7 +168,7 @@ def _metric(name: str, model: Model | None, target: Site) -> Tensor:
 
 
 def _calibrated(
-    collected: Collected, settings: dict[str, Any], model: Model | None
+    collected: SplitMoments, settings: dict[str, Any], model: Model | None
 ) -> Iterator[tuple[Pair, Affine, FeatureKind]]:
     """Every level's map, made as sure as it should be, or onto level L; the factors are added to the settings."""
     _check_calibrated(collected, settings)
@@ -192,7 +196,7 @@ def _calibrated(
         yield from landings
 
 
-def _check_calibrated(collected: Collected, settings: dict[str, Any]) -> None:
+def _check_calibrated(collected: SplitMoments, settings: dict[str, Any]) -> None:
     if settings not in ({}, {"how": TO_TUNE}):
         given = ", ".join(f"{name} {value}" for name, value in settings.items())
         raise BadEstimator(
@@ -213,7 +217,7 @@ def check_pairs(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
         raise BadEstimator("ojfa is one jump from every level to one target; give --pairs to-last")
 
 
-def _one_for_all(collected: Collected, rank: int | None, how: str) -> Affine:
+def _one_for_all(collected: SplitMoments, rank: int | None, how: str) -> Affine:
     targets = {target for _, target in collected.fit.pairs}
     if how != "pooled" and how != "best-level":
         raise BadEstimator(f"ojfa has no way {how!r}; give pooled or best-level")
@@ -225,7 +229,7 @@ def _one_for_all(collected: Collected, rank: int | None, how: str) -> Affine:
 
     jump, _ = ojfa(
         *sides(collected.fit),
-        rank=narrow_rank(collected.about["width"]) if rank is None else rank,
+        rank=njtc_rank(collected.about["width"]) if rank is None else rank,
         select=list(zip(*sides(collected.select), strict=True)),
         how=cast(Literal["pooled", "best-level"], how),
     )
@@ -233,7 +237,7 @@ def _one_for_all(collected: Collected, rank: int | None, how: str) -> Affine:
 
 
 def _info(
-    collected: Collected, pair: Pair, jump: Affine, estimator: str, kind: FeatureKind
+    collected: SplitMoments, pair: Pair, jump: Affine, estimator: str, kind: FeatureKind
 ) -> JumpInfo:
     source, target = pair
     score = baseline = None
@@ -257,7 +261,7 @@ def _info(
     )
 
 
-def _provenance(collected: Collected, estimator: str, settings: dict[str, Any]) -> Provenance:
+def _provenance(collected: SplitMoments, estimator: str, settings: dict[str, Any]) -> Provenance:
     about = {name: collected.about[name] for name in ABOUT}
     return Provenance(
         **about,

@@ -134,7 +134,7 @@ def sites_said(sites: set[Site]) -> str:
 
 
 @dataclass(frozen=True)
-class JumpAnatomy:
+class JumpSpectrum:
     """What a jump's weight W looks like."""
 
     singular_values: tuple[float, ...]
@@ -201,9 +201,9 @@ class Jumps(nn.Module):
         """The memory these numbers take."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
-    def anatomy(self, source: int | str | Site, target: int | str | Site) -> JumpAnatomy:
+    def spectrum(self, source: int | str | Site, target: int | str | Site) -> JumpSpectrum:
         """Singular values, ranks and distance from the identity of one jump's weight."""
-        return _anatomy(to_affine(self[source, target]))
+        return _spectrum(to_affine(self[source, target]))
 
     def __repr__(self) -> str:
         known = self.provenance
@@ -279,7 +279,7 @@ def _key(pair: Pair) -> str:
     return "{}>{}".format(*pair).replace(".", ":")
 
 
-def _anatomy(affine: Affine) -> JumpAnatomy:
+def _spectrum(affine: Affine) -> JumpSpectrum:
     dy, dx = affine.shape
     eye = torch.eye(dx, dtype=torch.float64)
     weight = Affine(affine.shape, tuple(factor.cpu().double() for factor in affine.factors)).linear(
@@ -289,7 +289,7 @@ def _anatomy(affine: Affine) -> JumpAnatomy:
     squares = values.square()
     total = float(squares.sum())
     shares = squares / total if total else squares
-    return JumpAnatomy(
+    return JumpSpectrum(
         singular_values=tuple(values.tolist()),
         effective_rank=float(torch.special.entr(shares).sum().exp()) if total else 0.0,
         stable_rank=total / float(squares[0]) if total else 0.0,

@@ -74,7 +74,7 @@ FeatureKind = Literal["raw", "rms", "both"]
 FEATURES: tuple[FeatureKind, ...] = get_args(FeatureKind)
 
 
-def features(states: Tensor, kind: FeatureKind) -> Tensor:
+def compute_features(states: Tensor, kind: FeatureKind) -> Tensor:
     """What a map reads of states h: h itself, h / rms(h), or the two side by side."""
     if kind == "raw":
         return states
@@ -93,7 +93,7 @@ class Features(nn.Module):
         self.kind = kind
 
     def forward(self, states: Tensor) -> Tensor:
-        return features(states, self.kind)
+        return compute_features(states, self.kind)
 
     def extra_repr(self) -> str:
         return self.kind

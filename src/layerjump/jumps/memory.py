@@ -15,7 +15,7 @@ from layerjump.models.structure import FINAL, Site
 
 
 @dataclass(frozen=True)
-class Bill:
+class CostEstimate:
     """Bytes held at once, and floating-point operations of the sums and of the model's body."""
 
     sums_bytes: int
@@ -47,10 +47,10 @@ class Bill:
             )
 
 
-def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill:
+def estimate_cost(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> CostEstimate:
     """The bill of summing `batches` (by split) as `moments` would."""
     raw = {site: site_width(model, site) for site in moments.sites}
-    wider = 2 if moments.reads == "both" else 1
+    wider = 2 if moments.features == "both" else 1
     width = {site: raw[site] * (wider if site in moments.sources else 1) for site in raw}
     products = [(site, site) for site in moments.squared] + moments.pairs
     entries = sum(width[a] * width[b] for a, b in products)
@@ -58,7 +58,7 @@ def bill(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> Bill
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
     most = max((int(split.most_picks) for split in batches.values()), default=0)
-    return Bill(
+    return CostEstimate(
         sums_bytes=len(batches) * (8 * entries + 4 * kept),
         # states as captured, and their shifted copies in float64
         batch_bytes=(4 + 8) * most * sum(width.values()),
@@ -79,7 +79,7 @@ def _model_flops(model: Model, batches: Mapping[str, Batches]) -> float:
 
 def _weights(model: Model) -> int:
     """The weights that a token goes through on its way from level 0 to level L."""
-    blocks = set(model.anatomy.blocks)
+    blocks = set(model.structure.blocks)
     once = sum(p.numel() for block in blocks for p in block.parameters())
     return once * (model.n_blocks // len(blocks))
 
@@ -87,13 +87,13 @@ def _weights(model: Model) -> int:
 def site_width(model: Model, site: Site) -> int:
     """How many coordinates a state has at a site."""
     if site == FINAL:
-        return model.anatomy.head.get_parameter("weight").shape[1]
+        return model.structure.unembedding.get_parameter("weight").shape[1]
     if site.part == "heads":
-        projection = model.anatomy.tap(site).module
+        projection = model.structure.tap(site).module
         # GPT-2's Conv1D keeps (in, out), Linear (out, in).
         side = 0 if type(projection).__name__ == "Conv1D" else 1
         return projection.get_parameter("weight").shape[side]
-    return model.width
+    return model.d_model
 
 
 def _size(count: float) -> str:

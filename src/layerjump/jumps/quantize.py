@@ -14,19 +14,19 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 STORAGES = ("float32", *HALVES, "int8")
 
 
-class Stored(NamedTuple):
+class QuantizedMap(NamedTuple):
     """A map as it comes back from storage, and the bytes it took there."""
 
     affine: Affine
     n_bytes: int
 
 
-def stored(affine: Affine, storage: str) -> Stored:
+def quantize_map(affine: Affine, storage: str) -> QuantizedMap:
     """Write a map in a storage's numbers and read it back in float64: what is lost is lost."""
     if storage in HALVES:
-        return Stored(affine.to(HALVES[storage]).to(torch.float64), 2 * affine.n_parameters)
+        return QuantizedMap(affine.to(HALVES[storage]).to(torch.float64), 2 * affine.n_parameters)
     if storage == "float32":
-        return Stored(affine.to(torch.float32).to(torch.float64), 4 * affine.n_parameters)
+        return QuantizedMap(affine.to(torch.float32).to(torch.float64), 4 * affine.n_parameters)
     if storage != "int8":
         raise ValueError(f"storage given is {storage!r}; give one of {', '.join(STORAGES)}")
     written = [quantised(factor) for factor in affine.factors]
@@ -35,7 +35,7 @@ def stored(affine: Affine, storage: str) -> Stored:
     # The bias is as small as the scales, and stays in float32.
     bias = None if affine.bias is None else affine.bias.float()
     n_bytes += 0 if bias is None else bias.nbytes
-    return Stored(
+    return QuantizedMap(
         replace(affine, factors=read, bias=None if bias is None else bias.double()), n_bytes
     )
 

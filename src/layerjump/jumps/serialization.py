@@ -359,10 +359,10 @@ def check_model(jumps: Jumps, model: Model, allow_other_weights: bool) -> None:
     """Raise `WrongModel` if jumps were fitted on another model, or on other weights unless that is allowed."""
     require_model(model)
     known = jumps.provenance
-    if (known.n_blocks, known.width) != (model.n_blocks, model.width):
+    if (known.n_blocks, known.width) != (model.n_blocks, model.d_model):
         raise WrongModel(
             f"these jumps were fitted on {known.model} ({known.n_blocks} blocks, d {known.width}), but the "
-            f"model given is {model.name} ({model.n_blocks} blocks, d {model.width}); load the model they "
+            f"model given is {model.name} ({model.n_blocks} blocks, d {model.d_model}); load the model they "
             f"were fitted on, or fit them again"
         )
     found = fingerprint(model.hf)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadMoments
-from layerjump.jumps.maps import FeatureKind, features
+from layerjump.jumps.maps import FeatureKind, compute_features
 from layerjump.jumps.pairs import Pair, sites_of
 from layerjump.models.structure import FINAL, Site
 
@@ -299,10 +299,10 @@ class Moments:
         reservoir: int = 2000,
         full_targets: bool = False,
         products: torch.dtype = torch.float64,
-        reads: FeatureKind = "raw",
+        features: FeatureKind = "raw",
     ) -> None:
         self.products = products
-        self.reads = reads
+        self.features = features
         """What maps will read of a source's states; its sums are of that."""
         self.pairs = list(pairs)
         self.sites = sites_of(self.pairs)
@@ -310,10 +310,10 @@ class Moments:
         self._targets = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
         self._met = list(dict.fromkeys(target for _, target in self.pairs))
         self._rooms: dict[object, Tensor] = {}
-        if reads != "raw" and not set(self._met).isdisjoint(self.sources):
+        if features != "raw" and not set(self._met).isdisjoint(self.sources):
             raise BadMoments(
-                f"sums of {reads} features were asked for, but {describe(self.pairs)} lead to sites that others start "
-                f"from; give pairs that all lead to final, or raw features"
+                f"sums of {features} features were asked for, but {describe(self.pairs)} lead to sites that others "
+                f"start from; give pairs that all lead to final, or raw features"
             )
         self.full_targets = full_targets
         # Σ x xᵀ is kept for sources; for mere targets its diagonal will do, unless a study needs more.
@@ -349,11 +349,11 @@ class Moments:
 
     def merge(self, other: Moments) -> None:
         """Fold another run's sums in; they may have been taken about another shift."""
-        mine, theirs = ((m.pairs, m.squared, m.reads) for m in (self, other))
+        mine, theirs = ((m.pairs, m.squared, m.features) for m in (self, other))
         if mine != theirs:
             raise BadMoments(
-                f"sums over {describe(other.pairs)}, {other.reads} features, cannot be merged into sums over "
-                f"{describe(self.pairs)}, {self.reads} features; collect both with the same pairs and features"
+                f"sums over {describe(other.pairs)}, {other.features} features, cannot be merged into sums over "
+                f"{describe(self.pairs)}, {self.features} features; collect both with the same pairs and features"
             )
         if other.n == 0:
             return
@@ -450,10 +450,10 @@ class Moments:
         if self.products == torch.float64:
             self._multiply(lambda site: self._shifted(site, states[site]))
         else:
-            self._add_rough_products(states)
+            self._add_float32_products(states)
 
     def _seen(self, site: Site, states: Tensor) -> Tensor:
-        return features(states, self.reads) if site in self._targets else states
+        return compute_features(states, self.features) if site in self._targets else states
 
     def _shifted(self, site: Site, states: Tensor) -> Tensor:
         """In float64, in memory kept from batch to batch: taken anew each time, it frays the heap of a long run.
@@ -467,7 +467,7 @@ class Moments:
             room = self._rooms[place] = torch.empty_like(states, dtype=torch.float64)
         return torch.sub(states, self.shift[site], out=room[: len(states)])
 
-    def _add_rough_products(self, states: Mapping[Site, Tensor]) -> None:
+    def _add_float32_products(self, states: Mapping[Site, Tensor]) -> None:
         """In float32, except for rows so long that their rounding would cover the others."""
         seen = {site: self._seen(site, states[site]) for site in self.sites}
         shifted = {site: seen[site] - self.shift[site].to(seen[site]) for site in self.sites}

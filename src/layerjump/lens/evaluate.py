@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch
-from layerjump.lens.lens import MEMORY, Lens, rows_at_once, wide
-from layerjump.metrics.logits import KS, Agreement, Truth, agreement, truth
-from layerjump.models.activations import States, states
+from layerjump.lens.lens import MEMORY, Lens, chunk_rows, wide
+from layerjump.metrics.logits import KS, Agreement, ReferenceLogits, agreement, reference_logits
+from layerjump.models.activations import States, capture_states
 from layerjump.models.model import Model
 
 
 @dataclass(frozen=True)
-class Readings:
+class LensScores:
     """What lenses read at every level of some positions, beside what the model says there itself.
 
     The first five are (lenses, levels, examples), the others (examples,). At level L every lens is the model.
@@ -53,19 +53,19 @@ class Readings:
 
 
 @torch.no_grad()
-def read_levels(
+def evaluate_lenses(
     model: Model,
     lenses: Mapping[str, Lens],
     batches: Iterable[Batch],
     *,
     memory: int = MEMORY,
     progress: Callable[[Batch], None] | None = None,
-) -> Readings:
+) -> LensScores:
     """Read every level of the batches' picks through every lens, in one forward pass."""
-    rows = rows_at_once(model, memory)
-    parts: list[Readings] = []
+    rows = chunk_rows(model, memory)
+    parts: list[LensScores] = []
     waiting: list[States] = []
-    for found in states(model, batches, range(model.n_blocks + 1)):
+    for found in capture_states(model, batches, range(model.n_blocks + 1)):
         waiting.append(found)
         if sum(each.batch.n_picks for each in waiting) >= rows:
             parts += _read_all(lenses, waiting, model, rows)
@@ -77,7 +77,7 @@ def read_levels(
 
 def _read_all(
     lenses: Mapping[str, Lens], found: list[States], model: Model, rows: int
-) -> list[Readings]:
+) -> list[LensScores]:
     """Readings of several batches' picks together: a vocabulary product of few rows costs as much as one of many."""
     if not found:
         return []
@@ -93,8 +93,8 @@ def _read_all(
 
 def _read(
     lenses: Mapping[str, Lens], levels: list[Tensor], model: Model, about: Tensor
-) -> Readings:
-    true = truth(wide(model.logits(levels[-1])))
+) -> LensScores:
+    true = reference_logits(wide(model.logits(levels[-1])))
     last = agreement(true.logits, true)
     found = [
         [_held(lens, level, state, true) for level, state in enumerate(levels[:-1])] + [last]
@@ -106,7 +106,7 @@ def _read(
         )
         for name in Agreement._fields
     }
-    return Readings(
+    return LensScores(
         lenses=tuple(lenses),
         **columns,
         document=about[0],
@@ -117,11 +117,11 @@ def _read(
     )
 
 
-def _held(lens: Lens, level: int, state: Tensor, true: Truth) -> Agreement:
+def _held(lens: Lens, level: int, state: Tensor, true: ReferenceLogits) -> Agreement:
     return agreement(wide(lens.logits(level, state)), true)
 
 
-def _joined(parts: list[Readings]) -> Readings:
-    names = [field.name for field in fields(Readings) if field.name != "lenses"]
+def _joined(parts: list[LensScores]) -> LensScores:
+    names = [field.name for field in fields(LensScores) if field.name != "lenses"]
     joined = {name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names}
-    return Readings(lenses=parts[0].lenses, **joined)
+    return LensScores(lenses=parts[0].lenses, **joined)

@@ -70,7 +70,7 @@ class Lens:
         if self.jumps is None:
             return
         known = self.jumps.provenance
-        if (known.n_blocks, known.width) != (self.model.n_blocks, self.model.width):
+        if (known.n_blocks, known.width) != (self.model.n_blocks, self.model.d_model):
             raise BadJumps(
                 f"{self.jumps} are of a model with {known.n_blocks} blocks, but {self.model} was given; fit jumps on "
                 f"it, or give the model they were fitted on"
@@ -109,10 +109,10 @@ class Lens:
         `levels` are levels or other sites (all levels that it reads unless told), `tokens` are followed through them,
         `js` asks for the Jensen–Shannon divergence too.
         """
-        from layerjump.lens.trajectory import read_all
+        from layerjump.lens.trajectory import read_trajectories
 
         texts = [text] if isinstance(text, str) else text
-        found = read_all(
+        found = read_trajectories(
             self.model, {self.name: self}, texts, k=k, levels=levels, tokens=tokens, js=js
         )
         trajectories = [each[self.name] for each in found]
@@ -145,7 +145,7 @@ class Lens:
 
     def logits(self, site: SiteName, states: Tensor) -> Tensor:
         """Logits of states at a level or another site; at level L they are the model's own."""
-        return self.model.anatomy.decode(self.route(site)(states))
+        return self.model.structure.decode(self.route(site)(states))
 
     def route(self, site: SiteName) -> Route:
         """How states at a site come before the vocabulary product: by a jump to level L or to `final`, or as they are.
@@ -153,18 +153,18 @@ class Lens:
         Level L and `final` need no jump. Without jumps, any site as wide as the model is taken for a level L.
         """
         site, last = Site.parse(site), Site(self.model.n_blocks)
-        anatomy = self.model.anatomy
-        anatomy.tap(site)  # an error where the model has no such site
+        structure = self.model.structure
+        structure.tap(site)  # an error where the model has no such site
         if site == FINAL:
             return lambda states: states
         if site == last or self.jumps is None:
-            return lambda states: anatomy.to_final(self._as_wide(site, states))
+            return lambda states: structure.to_final(self._as_wide(site, states))
         if (site, last) in self.jumps:
             to_last = self.jumps[site, last]
-            return lambda states: anatomy.to_final(through(to_last, states))
+            return lambda states: structure.to_final(apply_map(to_last, states))
         if (site, FINAL) in self.jumps:
             to_final = self.jumps[site, FINAL]
-            return lambda states: through(to_final, states)
+            return lambda states: apply_map(to_final, states)
         where, pairs = f"{site}", f"{site}:{last}"
         if site.part == "level":
             where, pairs = f"level {site}", "to-last"
@@ -173,12 +173,12 @@ class Lens:
             f"fit with --pairs {pairs}"
         )
 
-    def at(self, source: SiteName, target: SiteName) -> Between:
+    def at(self, source: SiteName, target: SiteName) -> CrossLevelLens:
         """A reader of one site as another: jump from the source to the target, then this lens as it reads the target.
 
         Read so, level i shows what it has of level j. For the last level it is the lens itself.
         """
-        return Between(self, Site.parse(source), Site.parse(target))
+        return CrossLevelLens(self, Site.parse(source), Site.parse(target))
 
     def direction(self, token: str | int, site: SiteName) -> Tensor:
         """The direction at a site, of unit length, along which the lens reads more of a token."""
@@ -196,16 +196,16 @@ class Lens:
         return remove(self, tokens, level, [texts] if isinstance(texts, str) else texts)
 
     def _as_wide(self, site: Site, states: Tensor) -> Tensor:
-        if states.shape[-1] != self.model.width:
+        if states.shape[-1] != self.model.d_model:
             raise BadModel(
-                f"{site} is {states.shape[-1]} wide and the model {self.model.width}, so its norm and head cannot read "
-                f"it; give a site of the stream, such as {site.index}.mid"
+                f"{site} is {states.shape[-1]} wide and the model {self.model.d_model}, so its norm and head cannot "
+                f"read it; give a site of the stream, such as {site.index}.mid"
             )
         return states
 
 
 @dataclass(frozen=True)
-class Between:
+class CrossLevelLens:
     """Reads one site as another; made by `Lens.at`."""
 
     lens: Lens
@@ -232,9 +232,9 @@ class Between:
         self, text: str, k: int = 10, tokens: Sequence[str | int] = (), js: bool = False
     ) -> Trajectory:
         """Read a text at the source; the trajectory has this one level."""
-        from layerjump.lens.trajectory import read
+        from layerjump.lens.trajectory import read_trajectory
 
-        found = read(
+        found = read_trajectory(
             self.model, {self.name: self}, text, k=k, levels=[self.source], tokens=tokens, js=js
         )
         return found[self.name]
@@ -251,11 +251,11 @@ class Between:
             raise BadJumps(
                 f"{jumps} has no jump {self.source} → {self.target}; fit with --pairs {fit}"
             )
-        return through(jumps[self.source, self.target], states)
+        return apply_map(jumps[self.source, self.target], states)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits of states at the source."""
-        return self.model.anatomy.decode(self.route(self.source)(states))
+        return self.model.structure.decode(self.route(self.source)(states))
 
     def route(self, site: SiteName) -> Route:
         """How the source is read; no other site is."""
@@ -267,13 +267,13 @@ class Between:
         return lambda states: onward(self.states(states))
 
 
-def rows_at_once(model: Model, memory: int = MEMORY) -> int:
+def chunk_rows(model: Model, memory: int = MEMORY) -> int:
     """How many rows of logits fit in the memory given."""
     size = max(_AT_LEAST, model.hf.dtype.itemsize)
-    return max(1, min(_MOST_ROWS, memory // (_BUFFERS * model.anatomy.vocabulary * size)))
+    return max(1, min(_MOST_ROWS, memory // (_BUFFERS * model.structure.vocab_size * size)))
 
 
-def through(jump: nn.Module, states: Tensor) -> Tensor:
+def apply_map(jump: nn.Module, states: Tensor) -> Tensor:
     """Jumps are float32, and where they were put; the model's states may be half or double precision, and elsewhere."""
     weight = next(jump.parameters(), None)
     return jump(states if weight is None else states.to(weight)).to(states)

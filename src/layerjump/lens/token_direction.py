@@ -20,7 +20,7 @@ from layerjump.errors import BadJumps, BadModel
 from layerjump.jumps.maps import to_affine
 from layerjump.lens.lens import Lens, SiteName, wide
 from layerjump.lens.trajectory import CELLS, Prompt, prompts, token_id
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Hooks
 from layerjump.models.structure import FINAL, Site, Tap
 from layerjump.models.unembedding import norm_weight
@@ -49,7 +49,7 @@ def direction(lens: Lens, token: str | int, site: SiteName) -> Tensor:
     """The direction at a site, of unit length, along which the lens reads more of a token."""
     model, site = lens.model, Site.parse(site)
     lens.route(site)  # an error if it cannot be read at all
-    embedding = model.anatomy.head.get_parameter("weight").double()
+    embedding = model.structure.unembedding.get_parameter("weight").double()
     found = embedding[token_id(model, token)] - embedding.mean(0)
     target = _target(lens, site)
     if target != FINAL:
@@ -83,7 +83,7 @@ def _before_norm(lens: Lens, found: Tensor) -> Tensor:
         )
     found = weight * found
     # A layer norm takes the mean off, so what is common to all coordinates is not read.
-    centres = isinstance(lens.model.anatomy.final_steps[0], nn.LayerNorm)
+    centres = isinstance(lens.model.structure.final_steps[0], nn.LayerNorm)
     return found - found.mean() if centres else found
 
 
@@ -122,8 +122,8 @@ def _changes(
     where = torch.full_like(rows, position)
     batch = Batch(inputs, torch.ones_like(inputs), rows, where, rows, inputs[rows, where])
     # Entered first, so that what is recorded is the state after the change.
-    with _Taken(model.anatomy.tap(site), position, directions):
-        (found,) = states(model, [batch], [site, last])
+    with _Taken(model.structure.tap(site), position, directions):
+        (found,) = capture_states(model, [batch], [site, last])
     return (
         _change(wide(lens.logits(site, found[site])), ids),
         _change(wide(model.logits(found[last])), ids),

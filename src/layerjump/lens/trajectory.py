@@ -20,9 +20,9 @@ from torch import Tensor
 from layerjump.data.batches import Batch
 from layerjump.data.tokenization import token_texts
 from layerjump.errors import BadModel, BadText
-from layerjump.lens.lens import MEMORY, Reader, Route, SiteName, rows_at_once, wide
-from layerjump.metrics.logits import Said, Sweep, truth
-from layerjump.models.activations import states
+from layerjump.lens.lens import MEMORY, Reader, Route, SiteName, chunk_rows, wide
+from layerjump.metrics.logits import LogitStats, LogitSweep, reference_logits
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 
@@ -56,7 +56,7 @@ def prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list
             f"{model.name} is an encoder–decoder, and one text does not say what each of the two reads; read its "
             f"levels with `lens.readings.read_levels` and batches that hold both"
         )
-    tokens = model.tokens
+    tokens = model.tokenization
     rows = [tuple(tokens.wrap(ids)) for ids in tokens.encode(list(texts))]
     for text, ids in zip(texts, rows, strict=True):
         _check(text, len(ids), tokens.max_length)
@@ -132,7 +132,7 @@ class TextStates:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LensQuery:
     """What is wanted of every cell."""
 
     k: int
@@ -145,19 +145,19 @@ def read_cells(
     model: Model,
     routes: Mapping[str, Sequence[Route]],
     text: TextStates,
-    asked: Asked,
+    asked: LensQuery,
     *,
     memory: int = MEMORY,
-) -> tuple[Tensor, dict[str, Said]]:
+) -> tuple[Tensor, dict[str, LogitStats]]:
     """The model's own best tokens, and every site of a text read through every lens.
 
     Tensors of `Said` are (levels, positions, …) here. A lens is given by its route from each site of the text. At
     level L all lenses are the model.
     """
-    rows = rows_at_once(model, memory)
+    rows = chunk_rows(model, memory)
     at_once = min(rows, POSITIONS)
     best: list[Tensor] = []
-    parts: dict[str, list[Said]] = {name: [] for name in routes}
+    parts: dict[str, list[LogitStats]] = {name: [] for name in routes}
     for start in range(0, text.n_positions, at_once):
         own, found = _read(model, routes, text, asked, slice(start, start + at_once), rows)
         best.append(own.top[:, 0])
@@ -170,19 +170,19 @@ def _read(
     model: Model,
     routes: Mapping[str, Sequence[Route]],
     text: TextStates,
-    asked: Asked,
+    asked: LensQuery,
     part: slice,
     rows: int,
-) -> tuple[Said, dict[str, Said]]:
+) -> tuple[LogitStats, dict[str, LogitStats]]:
     """What the model says at some positions, and all lenses at all sites there."""
-    true = truth(wide(model.logits(text.last[part])))
+    true = reference_logits(wide(model.logits(text.last[part])))
     targets = text.targets[part].to(true.logits.device)
     follow = torch.tensor(asked.follow, dtype=torch.long, device=true.logits.device)
 
-    sweep = Sweep(true, k=asked.k, targets=targets, follow=follow, js=asked.js)
+    sweep = LogitSweep(true, k=asked.k, targets=targets, follow=follow, js=asked.js)
 
-    def said(logits: Tensor) -> Said:
-        return Said(*(each.cpu() for each in sweep(logits)))
+    def said(logits: Tensor) -> LogitStats:
+        return LogitStats(*(each.cpu() for each in sweep(logits)))
 
     own = said(true.logits)
     last = Site(model.n_blocks)
@@ -196,7 +196,7 @@ def _read(
     for group in _groups(jobs, max(1, rows // len(true.logits))):
         # One product of many rows costs far less than many of few.
         final = torch.cat([route(text.states[place][part]) for _, place, route in group])
-        logits = wide(model.anatomy.decode(final)).split(len(true.logits))
+        logits = wide(model.structure.decode(final)).split(len(true.logits))
         for (name, place, _), mine in zip(group, logits, strict=True):
             cells[name, place] = said(mine)
     places = range(len(text.sites))
@@ -209,16 +209,16 @@ def _groups(
     return (jobs[start : start + size] for start in range(0, len(jobs), size))
 
 
-def _stacked(levels: Sequence[Said]) -> Said:
-    return Said(*(torch.stack(column) for column in zip(*levels, strict=True)))
+def _stacked(levels: Sequence[LogitStats]) -> LogitStats:
+    return LogitStats(*(torch.stack(column) for column in zip(*levels, strict=True)))
 
 
-def _joined(parts: Sequence[Said]) -> Said:
+def _joined(parts: Sequence[LogitStats]) -> LogitStats:
     """Positions beside each other."""
-    return Said(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
+    return LogitStats(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
 
 
-def read(
+def read_trajectory(
     model: Model,
     lenses: Mapping[str, Reader],
     text: str,
@@ -230,11 +230,13 @@ def read(
     last: int | None = None,
 ) -> dict[str, Trajectory]:
     """Read one text through several lenses, with one forward pass; `last` positions of it, or all."""
-    return read_all(model, lenses, [text], k=k, levels=levels, tokens=tokens, js=js, last=last)[0]
+    return read_trajectories(
+        model, lenses, [text], k=k, levels=levels, tokens=tokens, js=js, last=last
+    )[0]
 
 
 @torch.no_grad()
-def read_all(
+def read_trajectories(
     model: Model,
     lenses: Mapping[str, Reader],
     texts: Sequence[str],
@@ -255,12 +257,12 @@ def read_all(
     # Before the model runs: what cannot be read is an error at once.
     routes = {name: [lens.route(site) for site in sites] for name, lens in lenses.items()}
     follow = tuple(dict.fromkeys(token_id(model, token) for token in tokens))
-    asked = Asked(min(k, model.anatomy.vocabulary), follow, js)
+    asked = LensQuery(min(k, model.structure.vocab_size), follow, js)
     found = prompts(model, texts, last)
     level_l = Site(model.n_blocks)
     made: list[dict[str, Trajectory]] = [{} for _ in texts]
-    for indices, batch in grouped(found, model.tokens.pad):
-        (at,) = states(model, [batch], [*sites, level_l])
+    for indices, batch in grouped(found, model.tokenization.pad):
+        (at,) = capture_states(model, [batch], [*sites, level_l])
         counts = [len(found[index].positions) for index in indices]
         split = {site: at[site].split(counts) for site in (*sites, level_l)}
         for place, index in enumerate(indices):
@@ -282,16 +284,16 @@ def _read_by_all(lenses: Iterable[Reader]) -> list[int]:
 def token_id(model: Model, token: str | int) -> int:
     """A token by its text, which must be one token, or by its id."""
     if isinstance(token, str):
-        return model.tokens.one(token)
-    if not 0 <= token < model.anatomy.vocabulary:
+        return model.tokenization.one(token)
+    if not 0 <= token < model.structure.vocab_size:
         raise BadText(
-            f"the token {token} was given, but the vocabulary has {model.anatomy.vocabulary:,}, counted from 0"
+            f"the token {token} was given, but the vocabulary has {model.structure.vocab_size:,}, counted from 0"
         )
     return token
 
 
 @dataclass(frozen=True)
-class Followed:
+class TokenTrack:
     """One token through all cells; both tensors are (levels, positions)."""
 
     id: int
@@ -313,10 +315,10 @@ class Trajectory:
     """The lens'."""
     prompt: Prompt
     states: TextStates
-    asked: Asked
+    asked: LensQuery
     best: Tensor
     """(positions,) the model's own answer."""
-    cells: Said
+    cells: LogitStats
 
     @property
     def model(self) -> Model:
@@ -381,21 +383,21 @@ class Trajectory:
         return decided_at(self.top[:, :, 0], self.best)
 
     @property
-    def followed(self) -> tuple[Followed, ...]:
+    def followed(self) -> tuple[TokenTrack, ...]:
         """The tokens that were asked for."""
         texts = self.words(self.asked.follow)
         probability, rank = self.cells.followed.unbind(-1), self.cells.rank.unbind(-1)
-        return tuple(map(Followed, self.asked.follow, texts, probability, rank))
+        return tuple(map(TokenTrack, self.asked.follow, texts, probability, rank))
 
-    def follow(self, token: str | int) -> Followed:
+    def follow(self, token: str | int) -> TokenTrack:
         """Probability and rank of any token in all cells."""
         wanted = token_id(self.model, token)
         known = {each.id: each for each in self.followed}
-        return known.get(wanted) or self._again(Asked(1, (wanted,))).followed[0]
+        return known.get(wanted) or self._again(LensQuery(1, (wanted,))).followed[0]
 
     def jensen_shannon(self) -> Tensor:
         """The Jensen–Shannon divergence between lens and model: 0 to ln 2."""
-        found = self if self.asked.js else self._again(Asked(1, js=True))
+        found = self if self.asked.js else self._again(LensQuery(1, js=True))
         return found.cells.js
 
     @torch.no_grad()
@@ -410,7 +412,7 @@ class Trajectory:
             )
         state = self.states.states[self.states.sites.index(site)]
         row = self.positions.index(place)
-        logits = self.model.anatomy.decode(self.lens.route(site)(state[row : row + 1]))
+        logits = self.model.structure.decode(self.lens.route(site)(state[row : row + 1]))
         return wide(logits)[0].softmax(-1).cpu()
 
     def words(self, ids: Sequence[int]) -> list[str]:
@@ -418,7 +420,7 @@ class Trajectory:
         assert self.model.tokenizer is not None  # or there would be no trajectory of a text
         return token_texts(self.model.tokenizer, ids)
 
-    def _again(self, asked: Asked) -> Trajectory:
+    def _again(self, asked: LensQuery) -> Trajectory:
         routes = {self.name: [self.lens.route(site) for site in self.states.sites]}
         best, cells = read_cells(self.model, routes, self.states, asked)
         return replace(self, asked=asked, best=best, cells=cells[self.name])

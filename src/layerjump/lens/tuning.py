@@ -36,8 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from layerjump.data.batches import Batches, batches
-from layerjump.data.corpus import Corpus, read, split
+from layerjump.data.batches import Batches, make_batches
+from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps, one_line
 from layerjump.io import replace_file, writing
@@ -46,21 +46,21 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.serialization import check_model
-from layerjump.lens.lens import rows_at_once
-from layerjump.models.activations import states
+from layerjump.lens.lens import chunk_rows
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Anatomy, Site
-from layerjump.models.unembedding import can_shorten, rows_of, with_head
+from layerjump.models.structure import FINAL, Site, Structure
+from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
 
 LIKELY, OTHERS = 4096, 2048
 """Tokens that are always seen, by the model's own probability, and how many of the others."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class SampledTarget:
     """What levels are held against."""
 
-    anatomy: Anatomy
+    structure: Structure
     """Its head is of the tokens that are seen."""
     own: Tensor
     """(rows, tokens) the model's own probabilities."""
@@ -69,15 +69,17 @@ class Seen:
 
     @classmethod
     @torch.no_grad()
-    def all(cls, anatomy: Anatomy, final: Tensor) -> Seen:
+    def all(cls, structure: Structure, final: Tensor) -> SampledTarget:
         """Every token, from the states before the model's own vocabulary product."""
-        return cls(anatomy, anatomy.decode(final).float().softmax(-1))
+        return cls(structure, structure.decode(final).float().softmax(-1))
 
     @torch.no_grad()
-    def few(self, draw: np.random.Generator, likely: int = LIKELY, others: int = OTHERS) -> Seen:
+    def few(
+        self, draw: np.random.Generator, likely: int = LIKELY, others: int = OTHERS
+    ) -> SampledTarget:
         """Some tokens in the place of all; itself, where that would not be fewer or cannot be."""
-        size, head = self.own.shape[1], self.anatomy.head
-        if size <= likely + others or not can_shorten(self.anatomy):
+        size, head = self.own.shape[1], self.structure.unembedding
+        if size <= likely + others or not can_restrict(self.structure):
             return self
         assert isinstance(head, nn.Linear)
         order = self.own.sum(0).argsort(descending=True, stable=True)
@@ -86,12 +88,12 @@ class Seen:
         counts = self.own.new_ones(len(tokens))
         counts[likely:] = (size - likely) / others
         own = self.own[:, tokens] * counts
-        anatomy = with_head(self.anatomy, rows_of(head, tokens))
-        return Seen(anatomy, own / own.sum(-1, keepdim=True), counts.log())
+        structure = with_unembedding(self.structure, unembedding_rows(head, tokens))
+        return SampledTarget(structure, own / own.sum(-1, keepdim=True), counts.log())
 
     def logits(self, landed: Tensor, *, to_final: bool) -> Tensor:
         """What a map's landing says of the tokens that are seen."""
-        logits = self.anatomy.decode(landed if to_final else self.anatomy.to_final(landed))
+        logits = self.structure.decode(landed if to_final else self.structure.to_final(landed))
         return logits if self.counts is None else logits + self.counts.to(logits.dtype)
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ class _Scaled(nn.Module):
         return value / self.unit
 
 
-class Tuned(nn.Module):
+class TunedMap(nn.Module):
     """A jump whose numbers can be tuned; `rows` are states that it reads, for their sizes."""
 
     def __init__(self, jump: nn.Module, rows: Tensor) -> None:
@@ -167,11 +169,11 @@ def _spread(rows: Tensor) -> Tensor:
     return found.clamp_min(max(1e-3 * float(found.mean()), 1e-8))
 
 
-def _numbers(one: Tuned) -> dict[str, Tensor]:
+def _numbers(one: TunedMap) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in one.state_dict().items()}
 
 
-def _has_finite_gradient(one: Tuned) -> bool:
+def _has_finite_gradient(one: TunedMap) -> bool:
     """Squares too: the optimiser would keep what is infinite for good, whatever the map goes back to."""
     found = [each.grad for each in one.parameters() if each.grad is not None]
     return all(bool(grad.square().sum().isfinite()) for grad in found)
@@ -199,7 +201,7 @@ def _lowest(values: Sequence[float]) -> float:
 class Tuning:
     """All maps' parameters and what is known about them."""
 
-    def __init__(self, tuned: Mapping[Pair, Tuned], rate: float, steps: int) -> None:
+    def __init__(self, tuned: Mapping[Pair, TunedMap], rate: float, steps: int) -> None:
         self.tuned, self.rate, self.steps = dict(tuned), rate, steps
         self.step = 0
         self.history: list[list[float]] = []
@@ -400,11 +402,11 @@ def refine(
     """
     _check(steps, positions, patience, rate)
     check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
-    corpus = text if isinstance(text, Corpus) else read(text)
+    corpus = text if isinstance(text, Corpus) else load_text(text)
     work = _Work(model, jumps, tunable(jumps, model))
     fit, held = work.documents(corpus, seed, tokens)
     rows = work.watched(held)
-    tuned = {pair: Tuned(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
+    tuned = {pair: TunedMap(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
     tuning = Tuning(tuned, rate, steps)
     settings = f"{_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions} {rate} {seed}"
     if folder is not None:
@@ -467,16 +469,20 @@ class _Work:
         """
         known = self.jumps.provenance
         count, own = len(corpus.documents), known.text_sha256 == corpus.sha256
-        parts = split(count, known.split, seed=known.seed) if own else split(count, seed=known.seed)
+        parts = (
+            split_documents(count, known.split, seed=known.seed)
+            if own
+            else split_documents(count, seed=known.seed)
+        )
         others = parts.select or parts.test
         where = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
 
         def cut(documents: tuple[int, ...]) -> Batches:
             # Shared out as in a fit that has a select split.
             most = None if tokens is None else max(1, tokens * len(documents) // count)
-            return batches(
+            return make_batches(
                 corpus,
-                self.model.tokens,
+                self.model.tokenization,
                 where,
                 documents=documents,
                 tokens_wanted=most,
@@ -503,7 +509,7 @@ class _Work:
         for index in chosen:
             batch = found[index]
             picks = torch.tensor(_shuffled(batch.n_picks, found.seed, number, index)[:each])
-            at = next(iter(states(self.model, [batch], sites))).at
+            at = next(iter(capture_states(self.model, [batch], sites))).at
             parts.append({site: at[site][picks.to(at[site].device)] for site in sites})
         # A model may be spread over devices: its head's is where levels are mapped and read.
         place = parts[0][FINAL].device
@@ -511,25 +517,25 @@ class _Work:
         return Rows({site: joined[site] for site in levels}, joined[FINAL])
 
     def gradients(
-        self, rows: Rows, tuned: Mapping[Pair, Tuned], seed: tuple[int, ...]
+        self, rows: Rows, tuned: Mapping[Pair, TunedMap], seed: tuple[int, ...]
     ) -> dict[Pair, float]:
         """Leave the gradients of every map's mean KL in its parameters; the KL of each, as far as it is seen."""
         with torch.enable_grad():
             return self._over(rows, tuned, seed)
 
-    def kl(self, rows: Rows, tuned: Mapping[Pair, Tuned]) -> dict[Pair, float]:
+    def kl(self, rows: Rows, tuned: Mapping[Pair, TunedMap]) -> dict[Pair, float]:
         """Every map's mean KL."""
         with torch.no_grad():
             return self._over(rows, tuned, None)
 
     def _over(
-        self, rows: Rows, tuned: Mapping[Pair, Tuned], seed: tuple[int, ...] | None
+        self, rows: Rows, tuned: Mapping[Pair, TunedMap], seed: tuple[int, ...] | None
     ) -> dict[Pair, float]:
         """The model's own distribution at some rows is made once, for all levels; with a seed, gradients are left."""
         totals = dict.fromkeys(tuned, 0.0)
-        for start in range(0, len(rows.final), rows_at_once(self.model)):
-            part = slice(start, start + rows_at_once(self.model))
-            seen = Seen.all(self.model.anatomy, rows.final[part])
+        for start in range(0, len(rows.final), chunk_rows(self.model)):
+            part = slice(start, start + chunk_rows(self.model))
+            seen = SampledTarget.all(self.model.structure, rows.final[part])
             if seed is not None:
                 seen = seen.few(np.random.default_rng((*seed, start)))
             for (source, target), one in tuned.items():

@@ -20,7 +20,7 @@ HEIGHT = 64
 _WORTH = 4  # times k columns: below that the plain way is as fast
 
 
-def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of each row, falling, and their indices, as `torch.topk` gives them.
 
     A plain `topk` keeps house for every element. Here one sweep finds the largest of every column, and only the k
@@ -47,7 +47,7 @@ ROWS = 32
 """Rows of logits that are compared at once."""
 
 
-class Truth(NamedTuple):
+class ReferenceLogits(NamedTuple):
     """A distribution over tokens that others are held against: the model's own."""
 
     logits: Tensor  # (rows, vocabulary)
@@ -72,18 +72,18 @@ class Agreement(NamedTuple):
     """Its best probability minus its second best."""
 
 
-def truth(logits: Tensor) -> Truth:
+def reference_logits(logits: Tensor) -> ReferenceLogits:
     """Prepare the model's own logits for comparison."""
-    best, _ = largest(logits, min(max(KS), logits.shape[-1]))
+    best, _ = top_k(logits, min(max(KS), logits.shape[-1]))
     # Relative to the largest: logits that are all far from zero would lose digits of small differences.
     probabilities = (logits - best[:, :1]).exp_()
     total = probabilities.sum(-1)
     probabilities /= total[:, None]
     negative_entropy = -torch.special.entr(probabilities).sum(-1)
-    return Truth(logits, probabilities, total.log(), negative_entropy, best)
+    return ReferenceLogits(logits, probabilities, total.log(), negative_entropy, best)
 
 
-def agreement(logits: Tensor, true: Truth) -> Agreement:
+def agreement(logits: Tensor, true: ReferenceLogits) -> Agreement:
     """Hold an approximation's logits against the truth.
 
     One sweep each for the two best tokens, the normaliser and the expected logit, over few rows at a time: they stay
@@ -91,11 +91,13 @@ def agreement(logits: Tensor, true: Truth) -> Agreement:
     agrees with itself whatever order ties come in.
     """
     slices = [slice(start, start + ROWS) for start in range(0, len(logits), ROWS)]
-    parts = [_agreement(logits[rows], Truth(*(each[rows] for each in true))) for rows in slices]
+    parts = [
+        _agreement(logits[rows], ReferenceLogits(*(each[rows] for each in true))) for rows in slices
+    ]
     return Agreement(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _agreement(logits: Tensor, true: Truth) -> Agreement:
+def _agreement(logits: Tensor, true: ReferenceLogits) -> Agreement:
     two = logits.topk(2)
     top, largest = two.indices[:, 0], two.values[:, :1]
     shifted = logits - largest
@@ -117,7 +119,7 @@ ROWS_AT_ONCE = 16
 """Rows that are read at once."""
 
 
-class Said(NamedTuple):
+class LogitStats(NamedTuple):
     """What each row says, held against the truth; all numbers in nats or as probabilities."""
 
     top: Tensor
@@ -140,7 +142,7 @@ class Said(NamedTuple):
     """(rows,) the Jensen–Shannon divergence from the truth; NaN unless asked for."""
 
 
-class Sweep:
+class LogitSweep:
     """Reads rows of logits beside the truth's rows, few at a time so that they stay in the processor's cache.
 
     `targets` is a token for each row, −1 for none; `follow` lists tokens whose probability and rank are wanted. The
@@ -148,7 +150,7 @@ class Sweep:
     """
 
     def __init__(
-        self, true: Truth, *, k: int, targets: Tensor, follow: Tensor, js: bool = False
+        self, true: ReferenceLogits, *, k: int, targets: Tensor, follow: Tensor, js: bool = False
     ) -> None:
         self._true, self._k, self._js = true, k, js
         self._targets, self._follow = targets, follow
@@ -158,16 +160,16 @@ class Sweep:
         )
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor) -> Said:
+    def __call__(self, logits: Tensor) -> LogitStats:
         """What the rows say; there are as many as the truth has."""
         parts = [self._read(logits, start) for start in range(0, len(logits), ROWS_AT_ONCE)]
-        return Said(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return LogitStats(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _read(self, logits: Tensor, start: int) -> Said:
+    def _read(self, logits: Tensor, start: int) -> LogitStats:
         rows = slice(start, min(start + ROWS_AT_ONCE, len(logits)))
-        logits, true = logits[rows], Truth(*(each[rows] for each in self._true))
+        logits, true = logits[rows], ReferenceLogits(*(each[rows] for each in self._true))
         shifted, other = self._scratch[:, : len(logits)]
-        values, top = largest(logits, min(max(self._k, 2), logits.shape[-1]))
+        values, top = top_k(logits, min(max(self._k, 2), logits.shape[-1]))
         # Relative to the largest: logits that are all far from zero would lose digits of small differences.
         torch.sub(logits, values[:, :1], out=shifted)
         expected = torch.mul(true.probabilities, shifted, out=other).sum(-1)
@@ -179,7 +181,7 @@ class Sweep:
         log_total = total.log()
         entropy = log_total - shifted.mul_(other).sum(-1) / total
         best = (values - values[:, :1] - log_total[:, None]).exp()
-        return Said(
+        return LogitStats(
             top=top[:, : self._k],
             probability=best[:, : self._k],
             confidence=best[:, 0] - best[:, 1],
@@ -201,7 +203,7 @@ def _rank(logits: Tensor, mine: Tensor) -> Tensor:
     return torch.stack(better, 1) if better else mine.long()
 
 
-def _jensen_shannon(probabilities: Tensor, entropy: Tensor, true: Truth) -> Tensor:
+def _jensen_shannon(probabilities: Tensor, entropy: Tensor, true: ReferenceLogits) -> Tensor:
     """The entropy of the two distributions' mean, less the mean of their entropies: 0 to ln 2, symmetric."""
     between = torch.special.entr((probabilities + true.probabilities) / 2).sum(-1)
     return (between - (entropy - true.negative_entropy) / 2).clamp(0, math.log(2))

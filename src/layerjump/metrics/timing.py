@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 
-def alternate(
+def time_alternately(
     rivals: Mapping[str, Callable[[], object]], *, repeats: int = 5, warm_up: bool = True
 ) -> dict[str, list[float]]:
     """Seconds of each rival, `repeats` times in turn after one untimed round.
@@ -38,7 +38,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """One line that says what the numbers were measured on."""
     return (
         f"{os.cpu_count()} CPU cores ({_processor()}), {torch.get_num_threads()} threads, "

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from layerjump.data.batches import Batch
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 
 ROWS = 256
@@ -20,7 +20,7 @@ ROWS = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Losses:
+class TokenLosses:
     """Nats of every predicted token, and the document it stands in."""
 
     each: Tensor
@@ -34,30 +34,30 @@ class Losses:
     def perplexity(self) -> float:
         return math.exp(self.mean)
 
-    def over(self, other: Losses) -> tuple[float, float, float]:
+    def over(self, other: TokenLosses) -> tuple[float, float, float]:
         """Our perplexity over another's on the same tokens, with its 95 % interval over documents."""
         found = mean_interval((self.each - other.each).numpy(), self.document.numpy())
         ratio, low, high = (math.exp(float(value)) for value in found)
         return ratio, low, high
 
 
-def losses(
+def token_losses(
     model: Model, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
-) -> Losses:
+) -> TokenLosses:
     """Run batches (all positions of a causal model, the masks of a masked one) and take each token's loss."""
     last = model.n_blocks
     found, documents = [], []
-    for one in states(model, batches, [last]):
-        each, document = losses_at(model, one.batch, one[last])
+    for one in capture_states(model, batches, [last]):
+        each, document = token_losses_at(model, one.batch, one[last])
         found.append(each)
         documents.append(document)
         if progress:
             progress(one.batch.n_tokens)
-    return Losses(torch.cat(found), torch.cat(documents))
+    return TokenLosses(torch.cat(found), torch.cat(documents))
 
 
 @torch.no_grad()
-def losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
+def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
     """The losses and documents of a batch, from its picks' states at level L."""
     chosen, token = _predicted(model, batch)
     # The empty one: in a batch of the shortest texts no pick may have a token behind it.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.models.hooks import Hooks
-from layerjump.models.structure import FINAL, Anatomy, Site
+from layerjump.models.structure import FINAL, Site, Structure
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
@@ -31,7 +31,7 @@ class States:
         return self.at[Site.parse(site)]
 
 
-def states(
+def capture_states(
     model: Model,
     batches: Iterable[Batch],
     sites: Sequence[Site | str | int],
@@ -49,22 +49,22 @@ def states(
 
     require_model(model)
     wanted = [Site.parse(site) for site in sites]
-    anatomy = model.anatomy
-    last = Site(anatomy.n_blocks)
+    structure = model.structure
+    last = Site(structure.n_blocks)
     tapped = [site for site in wanted if site != FINAL]
     if (logits or FINAL in wanted) and last not in tapped:
         tapped.append(last)
     if logits:
         model.require_predictions()
-    with Recorder(anatomy, tapped, room) as recorder:
+    with Recorder(structure, tapped, room) as recorder:
         for batch in batches:
             found = recorder.run(model, batch)
             own = None
             with torch.no_grad():
                 if logits or FINAL in wanted:
-                    found[FINAL] = anatomy.to_final(found[last])
+                    found[FINAL] = structure.to_final(found[last])
                 if logits:
-                    own = anatomy.decode(found[FINAL])
+                    own = structure.decode(found[FINAL])
             made = States(batch, {site: found[site] for site in wanted}, own)
             del found, own
             yield made
@@ -78,13 +78,13 @@ class _Enough(Exception):
 class Recorder(Hooks):
     """Hooks that copy the picked rows at sites while a model runs; they are gone when the `with` ends."""
 
-    def __init__(self, anatomy: Anatomy, sites: Sequence[Site], room: int = 0) -> None:
+    def __init__(self, structure: Structure, sites: Sequence[Site], room: int = 0) -> None:
         self._room = room
         self._held: dict[Site, Tensor] = {}
         """Site → the rows that every batch's states are written to, where there is room for them."""
         self._wanted: dict[tuple[nn.Module, str], dict[int, list[Site]]] = defaultdict(dict)
         for site in sites:
-            tap = anatomy.tap(site)
+            tap = structure.tap(site)
             self._wanted[tap.module, tap.side].setdefault(tap.call, []).append(site)
         self._sites = list(sites)
         self._stops = False

@@ -44,15 +44,15 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 log = logging.getLogger("layerjump")
 
 
-def home() -> Path:
+def cache_home() -> Path:
     """Where layerjump keeps what it fetched: `LAYERJUMP_HOME`, or the user's cache folder."""
     given = os.environ.get("LAYERJUMP_HOME")
     return Path(given).expanduser() if given else user_cache_path("layerjump")
 
 
-def folder(name: str) -> Path:
+def bundled_folder(name: str) -> Path:
     """The built-in model's folder; fetched and converted on first use."""
-    final = home() / "models" / name
+    final = cache_home() / "models" / name
     if (final / "config.json").is_file():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)

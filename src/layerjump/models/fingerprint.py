@@ -53,7 +53,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def about_model(model: Model) -> dict[str, Any]:
+def describe_model(model: Model) -> dict[str, Any]:
     """What is remembered of the model that something was fitted on."""
     return {
         "model": model.name,
@@ -62,7 +62,7 @@ def about_model(model: Model) -> dict[str, Any]:
         "tokenizer": tokenizer_hash(model.tokenizer),
         "family": model.hf.config.model_type,
         "n_blocks": model.n_blocks,
-        "width": model.width,
+        "width": model.d_model,
     }
 
 

@@ -226,7 +226,7 @@ def _place(name: str, where: dict[str, Any]) -> str:
             )
         return str(path)
     if name in bundled_model.NAMES:
-        return str(bundled_model.folder(name))
+        return str(bundled_model.bundled_folder(name))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFound(
             f"there is no folder or file {name}; give a model folder, a GGUF file or a hub id"

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadModel, NoPredictions
 from layerjump.models.families import Task
 from layerjump.models.self_check import require_passed
-from layerjump.models.structure import Anatomy
+from layerjump.models.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Model:
     """A Hugging Face model, its anatomy and its tokenizer. The model itself is never changed."""
 
     hf: PreTrainedModel
-    anatomy: Anatomy
+    structure: Structure
     name: str
     tokenizer: PreTrainedTokenizerBase | None = None
     no_predictions: str | None = None
@@ -40,21 +40,21 @@ class Model:
         """Take a Hugging Face model already in memory, after the self-check."""
         hf.eval()
         name = name or str(hf.config.name_or_path)
-        model = cls(hf, Anatomy(hf), name, tokenizer, no_predictions, revision)
+        model = cls(hf, Structure(hf), name, tokenizer, no_predictions, revision)
         require_passed(model)
         return model
 
     @property
     def n_blocks(self) -> int:
-        return self.anatomy.n_blocks
+        return self.structure.n_blocks
 
     @property
-    def width(self) -> int:
-        return self.anatomy.width
+    def d_model(self) -> int:
+        return self.structure.d_model
 
     @property
     def task(self) -> Task:
-        return self.anatomy.family.task
+        return self.structure.family.task
 
     @property
     def masked(self) -> bool:
@@ -82,17 +82,17 @@ class Model:
         # ALiBi families and T5 have no position table; they say what they were trained on, or else nothing.
         fields = ("max_position_embeddings", "seq_length", "n_positions")
         table = next((size for name in fields if (size := getattr(config, name, None))), 2048)
-        return int(table) - self.anatomy.family.reserved_positions
+        return int(table) - self.structure.family.reserved_positions
 
     @property
-    def tokens(self) -> Tokens:
+    def tokenization(self) -> Tokenization:
         """The tokenizer, with the care this model needs."""
         if self.tokenizer is None:
             raise BadModel(f"{self.name} has no tokenizer; give one with Model.wrap(hf, tokenizer)")
-        return Tokens.of(
+        return Tokenization.of(
             self.tokenizer,
             max_positions=self.max_positions,
-            needs_bos=self.anatomy.family.needs_bos,
+            needs_bos=self.structure.family.needs_bos,
             masked=self.masked,
             both_ways=self.task in ("seq2seq", "encoder"),
             start=self._start() if self.task == "seq2seq" else None,
@@ -102,7 +102,7 @@ class Model:
         """An encoder–decoder's encoder: the same weights, with the encoder's blocks and levels."""
         return replace(
             self,
-            anatomy=Anatomy(self.hf, encoder=True),
+            structure=Structure(self.hf, encoder=True),
             name=f"{self.name} (encoder)",
             no_predictions="an encoder beside a decoder predicts no tokens itself; ask the decoder",
         )
@@ -166,7 +166,7 @@ class Model:
     def logits(self, states: Tensor) -> Tensor:
         """Logits of states at level L, by the model's own norm and head."""
         self.require_predictions()
-        return self.anatomy.decode(self.anatomy.to_final(states))
+        return self.structure.decode(self.structure.to_final(states))
 
     def require_predictions(self) -> None:
         """Raise `NoPredictions` if the head was not in the checkpoint."""
@@ -174,7 +174,7 @@ class Model:
             raise NoPredictions(self.no_predictions)
 
     def __repr__(self) -> str:
-        return f"Model({self.name}: {self.task}, {self.n_blocks} blocks, d {self.width})"
+        return f"Model({self.name}: {self.task}, {self.n_blocks} blocks, d {self.d_model})"
 
 
 def require_model(given: object) -> None:

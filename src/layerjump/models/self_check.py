@@ -119,16 +119,16 @@ def _padded(
 
 
 def _states_checks(model: Model) -> list[Check]:
-    batch, anatomy = sample(model), model.anatomy
-    sites = [site for site in anatomy.sites() if site != FINAL]
+    batch, structure = sample(model), model.structure
+    sites = [site for site in structure.sites() if site != FINAL]
     flat = batch.row * batch.input_ids.shape[1] + batch.position
-    with Recorder(anatomy, sites) as recorder:
+    with Recorder(structure, sites) as recorder:
         recorder.start(flat)
         hidden, logits = _hugging_face(model, batch)
         found = recorder.take()
     row, position = batch.row, batch.position
     levels = [
-        (found[Site(index)], hidden[index][row, position]) for index in range(anatomy.n_blocks)
+        (found[Site(index)], hidden[index][row, position]) for index in range(structure.n_blocks)
     ]
     checks = [
         _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
@@ -141,7 +141,7 @@ def _states_checks(model: Model) -> list[Check]:
     ]
     if logits is None:
         return checks
-    ours = anatomy.decode(anatomy.to_final(found[Site(anatomy.n_blocks)]))
+    ours = structure.decode(structure.to_final(found[Site(structure.n_blocks)]))
     fact = "norm and head of level L give the model's logits"
     return [_compare("logits", fact, [(ours, logits[row, position])]), *checks]
 
@@ -172,8 +172,8 @@ def _hugging_face(model: Model, batch: Batch) -> tuple[tuple[Tensor, ...], Tenso
 def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """(rebuilt, captured) for every block: the family's own order of sums and norms."""
     pairs = []
-    row = model.anatomy.family
-    for index, block in enumerate(model.anatomy.blocks, start=1):
+    row = model.structure.family
+    for index, block in enumerate(model.structure.blocks, start=1):
         at = {site.part: state for site, state in found.items() if site.index == index}
         stream = found[Site(index - 1)]
         if row.kind == "parallel":
@@ -192,8 +192,8 @@ def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Te
 def readings(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """(expected, captured) inputs of attention and feed-forward, and what the heads' projection adds."""
     pairs = []
-    row = model.anatomy.family
-    for index, block in enumerate(model.anatomy.blocks, start=1):
+    row = model.structure.family
+    for index, block in enumerate(model.structure.blocks, start=1):
         at = {site.part: state for site, state in found.items() if site.index == index}
         normed_first = row.kind != "post"
         attn_in = at["ln1.out"] if normed_first and row.ln1 else found[Site(index - 1)]
@@ -215,12 +215,12 @@ def _causality(model: Model) -> Check:
     batch = sample(model, rows=1)
     changed = batch.input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % model.hf.config.vocab_size
-    sites = [Site(index) for index in range(model.anatomy.n_blocks + 1)]
+    sites = [Site(index) for index in range(model.structure.n_blocks + 1)]
     mask = torch.ones_like(batch.attention_mask)
     source_mask = None if batch.source_ids is None else torch.ones_like(batch.source_ids)
     earlier = torch.arange(changed.shape[1] - 1)
     runs = []
-    with Recorder(model.anatomy, sites) as recorder:
+    with Recorder(model.structure, sites) as recorder:
         for ids in (batch.input_ids, changed):
             recorder.start(earlier)
             model.body(ids, mask, batch.source_ids, source_mask)

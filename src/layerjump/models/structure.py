@@ -96,7 +96,7 @@ class Tap:
     call: int = 0
 
 
-class Anatomy:
+class Structure:
     """The parts of one Hugging Face model, found by its family's row."""
 
     def __init__(self, hf: PreTrainedModel, *, encoder: bool = False) -> None:
@@ -105,17 +105,17 @@ class Anatomy:
         self._hf = hf
         self.blocks: list[nn.Module] = _blocks(hf, self.family)
         self.n_blocks = len(self.blocks)
-        self.width: int = hf.config.hidden_size
-        self.head: nn.Module = hf.get_submodule(self.family.head)
+        self.d_model: int = hf.config.hidden_size
+        self.unembedding: nn.Module = hf.get_submodule(self.family.head)
         self.final_steps = [_step(hf, path) for path in self.family.to_final]
         self._softcap: float | None = (
             getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
         )
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """How many tokens the vocabulary product scores."""
-        weight = self.head.get_parameter("weight")
+        weight = self.unembedding.get_parameter("weight")
         return int(weight.shape[0])
 
     def to_final(self, states: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Anatomy:
 
     def decode(self, final: Tensor) -> Tensor:
         """From just before the vocabulary product to logits: the product with its bias, and the soft-cap."""
-        return self.from_product(self.head(final))
+        return self.from_product(self.unembedding(final))
 
     def from_product(self, logits: Tensor) -> Tensor:
         """What is done to the vocabulary product: a bias of the model's own, the soft-cap."""
@@ -151,7 +151,7 @@ class Anatomy:
                 raise BadModel(
                     "an encoder beside a decoder has no vocabulary product, so no site final"
                 )
-            return Tap(self.head, "in")
+            return Tap(self.unembedding, "in")
         if site.part == "level":
             return self._level(site.index)
         found = self._part(site.part)

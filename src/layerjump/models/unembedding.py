@@ -14,22 +14,22 @@ from torch import Tensor, nn
 
 from layerjump.errors import BadEstimator
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Anatomy, Site
+from layerjump.models.structure import FINAL, Site, Structure
 
 
-def can_shorten(anatomy: Anatomy) -> bool:
+def can_restrict(structure: Structure) -> bool:
     """Whether some rows of the head are the head of some tokens."""
-    return type(anatomy.head) is nn.Linear and anatomy.family.logits_bias is None
+    return type(structure.unembedding) is nn.Linear and structure.family.logits_bias is None
 
 
-def with_head(anatomy: Anatomy, head: nn.Linear) -> Anatomy:
+def with_unembedding(structure: Structure, head: nn.Linear) -> Structure:
     """The same anatomy with another head."""
-    changed = copy(anatomy)
-    changed.head = head
+    changed = copy(structure)
+    changed.unembedding = head
     return changed
 
 
-def rows_of(head: nn.Linear, tokens: Tensor) -> nn.Linear:
+def unembedding_rows(head: nn.Linear, tokens: Tensor) -> nn.Linear:
     """The head of these tokens, in their order."""
     rows = tokens.to(head.weight.device)
     short = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
@@ -46,7 +46,7 @@ def unembedding_metric(model: Model, target: Site) -> Tensor:
     A shift of all logits changes no probability, hence the centring. The norm's division by the length is left out:
     it is the same for every coordinate.
     """
-    embedding = model.anatomy.head.get_parameter("weight").double()
+    embedding = model.structure.unembedding.get_parameter("weight").double()
     embedding = embedding - embedding.mean(0)
     metric = embedding.mT @ embedding
     if target == FINAL:
@@ -62,7 +62,7 @@ def unembedding_metric(model: Model, target: Site) -> Tensor:
 
 def norm_weight(model: Model) -> Tensor | None:
     """The scale the final norm gives each coordinate, if a single norm is all there is before the product."""
-    steps = model.anatomy.final_steps
+    steps = model.structure.final_steps
     if len(steps) != 1 or not isinstance(steps[0], nn.Module) or not hasattr(steps[0], "weight"):
         return None
     weight = steps[0].get_parameter("weight").double()

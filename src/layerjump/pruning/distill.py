@@ -25,15 +25,15 @@ from layerjump.errors import BadPruning
 from layerjump.models.activations import Recorder
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.pruning.prune import Calibration, Pruned, measured
+from layerjump.pruning.prune import CalibrationStates, Pruned, measured
 from layerjump.pruning.replace import Frame
 from layerjump.pruning.residual_weights import last_of
 from layerjump.training.hf_trainer import Resumable, last_checkpoint, quieten
 
 
-def distil(
+def distill(
     pruned: Pruned,
-    calibration: Calibration,
+    calibration: CalibrationStates,
     folder: str | Path,
     *,
     steps: int = 200,
@@ -175,7 +175,7 @@ class _Batches(Dataset[dict[str, Batch]]):
 
 
 def _states(model: Model, batch: Batch, levels: list[int]) -> dict[Site, Tensor]:
-    with Recorder(model.anatomy, [Site(level) for level in levels]) as recorder:
+    with Recorder(model.structure, [Site(level) for level in levels]) as recorder:
         recorder.start(batch.row * batch.input_ids.shape[1] + batch.position)
         model.body(batch.input_ids, batch.attention_mask)
         return recorder.take()

@@ -16,41 +16,41 @@ from layerjump.data.corpus import Corpus
 from layerjump.errors import BadPruning
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.statistics import Moments
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import FINAL, Site
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
-from layerjump.pruning.prune import Pruned, calibrate, measured
+from layerjump.pruning.prune import Pruned, collect_calibration, measured
 from layerjump.pruning.residual_weights import map_input, take_weight, untie
 
 
-def truncate(
+def make_draft_model(
     model: Model,
     text: Corpus | str | Path,
     level: int,
     *,
     tokens: int | None = None,
-    sizes: str = "80/10/10",
+    split: str = "80/10/10",
     seed: int = 0,
 ) -> Pruned:
     """Keep blocks 1 to `level`; what they give goes through one map straight to the vocabulary."""
     require_model(model)
     _check(model, level)
     model.require_predictions()
-    calibration = calibrate(model, text, tokens=tokens, sizes=sizes, seed=seed)
+    calibration = collect_calibration(model, text, tokens=tokens, split=split, seed=seed)
     student = without_blocks(model, range(level + 1, model.n_blocks + 1))
-    norm = student.anatomy.final_steps[0]
+    norm = student.structure.final_steps[0]
     assert isinstance(norm, nn.Module)
     take_weight(norm)
     source, target = Site(level), FINAL
     sums = Moments([(source, target)], reservoir=0)
-    for one in states(model, calibration.fit, [source, target]):
+    for one in capture_states(model, calibration.fit, [source, target]):
         with torch.no_grad():
-            core = student.anatomy.to_final(one[source])
+            core = student.structure.to_final(one[source])
         sums.add({source: core, target: one[target]})
     (jump,) = solve("mat", sums.source(source), [sums.target(source, target)])
     untie(student)
-    map_input(student.anatomy.head, jump.weight)
+    map_input(student.structure.unembedding, jump.weight)
     cuts = ((level, model.n_blocks),)
     made = Pruned(student, model, cuts, "truncate", "the last blocks", {}, calibration.about)
     return measured(made, calibration)
@@ -63,7 +63,7 @@ def _check(model: Model, level: int) -> None:
         raise BadPruning(
             f"the first {level} of {model.n_blocks} blocks were to be kept; keep 1 to {model.n_blocks - 1}"
         )
-    steps = model.anatomy.final_steps
+    steps = model.structure.final_steps
     if model.task != "causal" or len(steps) != 1 or not hasattr(steps[0], "weight"):
         raise BadPruning(
             f"{model.hf.config.model_type} has more, or less, than one norm between its last block and the head, so a "

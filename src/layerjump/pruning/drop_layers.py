@@ -11,7 +11,7 @@ from torch import nn
 
 from layerjump.errors import BadModel
 from layerjump.models.model import Model
-from layerjump.models.structure import Anatomy
+from layerjump.models.structure import Structure
 
 PER_BLOCK = ("layer_types", "attention_layers")
 """Lists of a configuration that have an entry for each block."""
@@ -23,19 +23,21 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
     """A copy that has all blocks but these, counted from 1; the model itself stays as it is."""
     if reason := cannot_drop(model):
         raise BadModel(reason)
-    blocks, gone = model.anatomy.blocks, set(dropped)
+    blocks, gone = model.structure.blocks, set(dropped)
     # What is thrown away need not be copied.
     nothing = {id(block): nn.Identity() for n, block in enumerate(blocks, start=1) if n in gone}
     hf = copy.deepcopy(model.hf, dict(nothing))
     kept = [n for n in range(1, model.n_blocks + 1) if n not in gone]
-    path, _, name = model.anatomy.family.blocks.rpartition(".")
+    path, _, name = model.structure.family.blocks.rpartition(".")
     parent = hf.get_submodule(path)
-    listed = list(hf.get_submodule(model.anatomy.family.blocks).children())
+    listed = list(hf.get_submodule(model.structure.family.blocks).children())
     setattr(parent, name, nn.ModuleList(listed[n - 1] for n in kept))
     _shorten(hf.config, kept, model.n_blocks)
     for new, old in enumerate(kept, start=1):
         _renumber(listed[old - 1], hf.config, old, new)
-    return Model(hf, Anatomy(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
+    return Model(
+        hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision
+    )
 
 
 def cannot_drop(model: Model) -> str | None:
@@ -46,7 +48,7 @@ def cannot_drop(model: Model) -> str | None:
             f"{kind} is an encoder–decoder, and only models of one stack can be pruned; give a decoder or an encoder "
             f"model"
         )
-    if "*" in model.anatomy.family.blocks:
+    if "*" in model.structure.family.blocks:
         return f"{kind}'s blocks stand in groups that share weights, so dropping one has no meaning; give another model"
     return None
 

@@ -15,26 +15,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from layerjump.data.batches import Batches, batches
-from layerjump.data.corpus import Corpus, read
+from layerjump.data.batches import Batches, make_batches
+from layerjump.data.corpus import Corpus, load_text
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadPruning, TextTooShort
-from layerjump.jumps.collect import plan
+from layerjump.jumps.collect import plan_run
 from layerjump.jumps.jumps import Jumps
-from layerjump.metrics.token_loss import Losses, losses
+from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
-from layerjump.pruning.replace import Fitting, Frame, check_cuts, check_method, parameters
-from layerjump.pruning.residual_weights import cannot_fold, cannot_turn
+from layerjump.pruning.replace import Fitting, Frame, check_cuts, check_method, count_parameters
+from layerjump.pruning.residual_weights import cannot_fold, cannot_rotate
 from layerjump.pruning.select import (
-    Choosing,
+    BlockSelection,
     Span,
     blocks_in,
     check_choice,
-    choose,
+    contiguous_spans,
     how_many,
-    must_stay,
-    spans,
+    required_blocks,
+    select_blocks,
 )
 
 log = logging.getLogger("layerjump")
@@ -47,7 +47,7 @@ CELLS = 1_024
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationStates:
     """The text of a pruning: what maps are fitted on, what is chosen on, and what is shown."""
 
     fit: Batches
@@ -83,8 +83,8 @@ class Pruned:
     @property
     def parameters(self) -> tuple[int, int]:
         """Numbers stored before and after."""
-        kept = parameters(self.model.hf) + (self.jumps.n_parameters if self.jumps else 0)
-        return parameters(self.original.hf), kept
+        kept = count_parameters(self.model.hf) + (self.jumps.n_parameters if self.jumps else 0)
+        return count_parameters(self.original.hf), kept
 
     def __repr__(self) -> str:
         gone = ", ".join(map(str, self.dropped))
@@ -112,7 +112,7 @@ def prune(
     one_run: bool = False,
     protect: Sequence[int] | None = None,
     tokens: int | None = None,
-    sizes: str = "80/10/10",
+    split: str = "80/10/10",
     seed: int = 0,
 ) -> Pruned:
     """Drop blocks and fit what stands in for them, in closed form.
@@ -130,10 +130,10 @@ def prune(
         check_method(model, method)
     check_choice(choice)
     model.require_predictions()
-    calibration = calibrate(model, text, tokens=tokens, sizes=sizes, seed=seed)
+    calibration = collect_calibration(model, text, tokens=tokens, split=split, seed=seed)
     stay = _stay(model, calibration, protect)
     mapped = method != "remove" and not (method == "auto" and model.masked)
-    given = Choosing(model, calibration.fit, calibration.select, stay, mapped, one_run)
+    given = BlockSelection(model, calibration.fit, calibration.select, stay, mapped, one_run)
     if drop is not None:
         count = how_many(drop, model.n_blocks)
         found = _chosen(given, calibration, method, choice, count)
@@ -143,30 +143,30 @@ def prune(
     return measured(replace(found, choice=choice), calibration)
 
 
-def calibrate(
-    model: Model, text: Corpus | str | Path, *, tokens: int | None, sizes: str, seed: int
-) -> Calibration:
+def collect_calibration(
+    model: Model, text: Corpus | str | Path, *, tokens: int | None, split: str, seed: int
+) -> CalibrationStates:
     """Split a text and cut it into batches, as a pruning needs them."""
-    corpus = text if isinstance(text, Corpus) else read(text)
+    corpus = text if isinstance(text, Corpus) else load_text(text)
     asked = MASKS if model.masked else EVERY
-    made = plan(
-        model, corpus, pairs="adjacent", positions=asked, tokens=tokens, sizes=sizes, seed=seed
+    made = plan_run(
+        model, corpus, pairs="adjacent", positions=asked, tokens=tokens, split=split, seed=seed
     )
     for name in ("fit", "select", "test"):
         if name not in made.batches:
             raise TextTooShort(
-                f"the split {sizes} of {corpus.name} leaves no {name} documents; give it some"
+                f"the split {split} of {corpus.name} leaves no {name} documents; give it some"
             )
     fit = made.batches["fit"].look_at(EVERY) if model.masked else made.batches["fit"]
-    select = batches(
+    select = make_batches(
         corpus,
-        model.tokens,
+        model.tokenization,
         asked,
         documents=_first(made.batches["select"]),
         seed=seed,
         budget=CELLS,
     )
-    return Calibration(fit, select, made.batches["test"], made.about)
+    return CalibrationStates(fit, select, made.batches["test"], made.about)
 
 
 def _first(found: Batches) -> list[int]:
@@ -181,7 +181,9 @@ def _first(found: Batches) -> list[int]:
     return list(taken)
 
 
-def cut_out(model: Model, cuts: Sequence[Span], method: str, calibration: Calibration) -> Pruned:
+def drop_and_replace(
+    model: Model, cuts: Sequence[Span], method: str, calibration: CalibrationStates
+) -> Pruned:
     """A copy of the model without the blocks of these runs, stand-ins fitted, nothing measured yet."""
     dropped = blocks_in(cuts)
     student = without_blocks(model, dropped)
@@ -189,10 +191,10 @@ def cut_out(model: Model, cuts: Sequence[Span], method: str, calibration: Calibr
         method = _best(model, student, cuts)
     check_method(model, method)
     check_cuts(cuts, method)
-    if method != "remove" and calibration.fit.n_picks < 2 * model.width:
+    if method != "remove" and calibration.fit.n_picks < 2 * model.d_model:
         raise TextTooShort(
             f"{calibration.about['text']} gives {calibration.fit.n_picks:,} positions to fit maps of width "
-            f"{model.width} on; give text for at least {2 * model.width:,} (better {10 * model.width:,}), or use "
+            f"{model.d_model} on; give text for at least {2 * model.d_model:,} (better {10 * model.d_model:,}), or use "
             f"method remove, which fits nothing"
         )
     log.info("%s: blocks %s out, %s in", model.name, ", ".join(map(str, dropped)), method)
@@ -202,13 +204,15 @@ def cut_out(model: Model, cuts: Sequence[Span], method: str, calibration: Calibr
     return Pruned(student, model, tuple(cuts), method, "given", {}, about, jumps, frames)
 
 
-def measured(pruned: Pruned, calibration: Calibration) -> Pruned:
+def measured(pruned: Pruned, calibration: CalibrationStates) -> Pruned:
     """The same with its loss on test documents."""
-    before = losses(pruned.original, calibration.test)
-    return replace(pruned, loss=compared(before, losses(pruned.model, calibration.test)))
+    before = token_losses(pruned.original, calibration.test)
+    return replace(
+        pruned, loss=compare_losses(before, token_losses(pruned.model, calibration.test))
+    )
 
 
-def compared(before: Losses, after: Losses) -> dict[str, float]:
+def compare_losses(before: TokenLosses, after: TokenLosses) -> dict[str, float]:
     """Two models' losses on the same tokens."""
     ratio, low, high = after.over(before)
     return {
@@ -227,17 +231,19 @@ def _best(model: Model, student: Model, cuts: Sequence[Span]) -> str:
     """The best method that stores no more numbers than the model did."""
     if cannot_fold(model) or cuts[0][0] == 0:
         return "remove" if model.masked or cannot_fold(model) else "linear"
-    if cannot_turn(model):
+    if cannot_rotate(model):
         return "fold"
-    head = student.anatomy.head.get_parameter("weight")
+    head = student.structure.unembedding.get_parameter("weight")
     tied = head is student.hf.get_input_embeddings().weight
-    untied = parameters(student.hf) + (head.numel() if tied else 0)
-    return "turn" if untied <= parameters(model.hf) else "fold"
+    untied = count_parameters(student.hf) + (head.numel() if tied else 0)
+    return "turn" if untied <= count_parameters(model.hf) else "fold"
 
 
-def _stay(model: Model, calibration: Calibration, protect: Sequence[int] | None) -> dict[int, str]:
+def _stay(
+    model: Model, calibration: CalibrationStates, protect: Sequence[int] | None
+) -> dict[int, str]:
     if protect is None:
-        stay = must_stay(model, calibration.fit)
+        stay = required_blocks(model, calibration.fit)
         said = "; ".join(f"block {block}, {why}" for block, why in sorted(stay.items()))
         log.info("%s: these stay: %s", model.name, said)
         return stay
@@ -250,31 +256,31 @@ def _stay(model: Model, calibration: Calibration, protect: Sequence[int] | None)
 
 
 def _chosen(
-    given: Choosing, calibration: Calibration, method: str, choice: str, count: int
+    given: BlockSelection, calibration: CalibrationStates, method: str, choice: str, count: int
 ) -> Pruned:
     """So many blocks out. By loss, the best single run competes with what was found one block at a time."""
     ways = [given]
     if choice == "loss" and not given.one_run and given.runs(count):
         ways.append(replace(given, one_run=True))
-    cuts = {tuple(spans(choose(choice, count, way))) for way in ways}
-    found = [cut_out(given.model, each, method, calibration) for each in sorted(cuts)]
+    cuts = {tuple(contiguous_spans(select_blocks(choice, count, way))) for way in ways}
+    found = [drop_and_replace(given.model, each, method, calibration) for each in sorted(cuts)]
     return found[0] if len(found) == 1 else least_loss(found, calibration)
 
 
-def least_loss(found: Sequence[Pruned], calibration: Calibration) -> Pruned:
+def least_loss(found: Sequence[Pruned], calibration: CalibrationStates) -> Pruned:
     """The one that does best on select documents, stand-ins in place: several cuts cost more than their maps say."""
-    return min(found, key=lambda one: losses(one.model, calibration.select).mean)
+    return min(found, key=lambda one: token_losses(one.model, calibration.select).mean)
 
 
 def _within(
-    given: Choosing, calibration: Calibration, method: str, choice: str, max_loss: float
+    given: BlockSelection, calibration: CalibrationStates, method: str, choice: str, max_loss: float
 ) -> Pruned:
     """As many blocks as keep the loss on select documents within the limit, by halving the range."""
     if not max_loss > 1:
         raise BadPruning(
             f"the loss allowed is {max_loss} times the model's own; give more than 1, such as 1.05x"
         )
-    limit = max_loss * losses(given.model, calibration.select).mean
+    limit = max_loss * token_losses(given.model, calibration.select).mean
     best, fits, too_many = None, 0, len(given.free) + 1
     while too_many - fits > 1:
         count = (fits + too_many) // 2
@@ -283,7 +289,7 @@ def _within(
         except BadPruning:  # no run is so long, or the longest ones are not long enough
             too_many = count
             continue
-        if losses(found.model, calibration.select).mean <= limit:
+        if token_losses(found.model, calibration.select).mean <= limit:
             best, fits = found, count
         else:
             too_many = count

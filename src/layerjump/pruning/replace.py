@@ -28,23 +28,23 @@ from torch import Tensor, nn
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning
 from layerjump.interventions.patching import apply, first_of
-from layerjump.jumps.collect import Collected, products_on
+from layerjump.jumps.collect import SplitMoments, product_dtype
 from layerjump.jumps.estimators.least_squares import Factor, uncentred
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.residual_weights import (
     can_stretch,
     cannot_fold,
-    cannot_turn,
+    cannot_rotate,
     last_of,
     map_output,
-    turn,
+    rotate_stream,
 )
 from layerjump.pruning.select import Span, blocks_in
 
@@ -136,7 +136,7 @@ def check_method(model: Model, method: str) -> None:
         raise BadPruning(f"the method given is {method!r}; give one of {', '.join(METHODS)}")
     if method in ("replaceme", "fold", "turn") and (reason := cannot_fold(model)):
         raise BadPruning(f"{method} is not possible: {reason}; give linear or remove")
-    if method == "turn" and (reason := cannot_turn(model)):
+    if method == "turn" and (reason := cannot_rotate(model)):
         raise BadPruning(f"turn is not possible: {reason}; give fold")
 
 
@@ -189,7 +189,7 @@ class Fitting:
         }
         for ours, theirs in self._paired([Site(level)], cut, first=first):
             sums["fit"].add({source: ours[Site(level)], target: theirs})
-        jumps = solve_jumps(Collected(sums, self.about), "affine")
+        jumps = solve_jumps(SplitMoments(sums, self.about), "affine")
         if self.student.hf.dtype == torch.float64:
             _sharpen(jumps[cut], sums["fit"], (source, target))
         return jumps
@@ -198,7 +198,7 @@ class Fitting:
         added = Site(level, "ffn.out")
         layer, ours_alone = last_of(self.student, level), method != "replaceme"
         intercept = getattr(layer, "bias", None) is not None
-        sums = Moments(PAIRS, reservoir=0, products=products_on(self.model))
+        sums = Moments(PAIRS, reservoir=0, products=product_dtype(self.model))
         for ours, theirs in self._paired([Site(level), added], cut, first=first):
             stream = ours[Site(level)] - ours[added]
             made = rows(ours[added], stream, theirs, intercept=intercept, weighted=ours_alone)
@@ -212,7 +212,7 @@ class Fitting:
         if turned is not None and before.rotation is not None:
             turned = turned @ before.rotation.mT
         if method != "replaceme":
-            turn(self.student, level, turned, found.scale / before.scale)
+            rotate_stream(self.student, level, turned, found.scale / before.scale)
         self.frames.append(Frame(level, found.scale, found.rotation))
 
     def _paired(
@@ -221,11 +221,11 @@ class Fitting:
         """The pruned model's states at the cut's near end, and the whole model's at its far end."""
         target = Site(cut[1])
         if first:  # up to here the two are the same
-            for both in states(self.model, self.batches, [*sites, target]):
+            for both in capture_states(self.model, self.batches, [*sites, target]):
                 yield both.at, both[target]
             return
-        ours = states(self.student, self.batches, sites)
-        theirs = states(self.model, self.batches, [target])
+        ours = capture_states(self.student, self.batches, sites)
+        theirs = capture_states(self.model, self.batches, [target])
         for here, there in zip(ours, theirs, strict=True):
             yield here.at, there[target]
 
@@ -237,9 +237,9 @@ def attach(model: Model, maps: Mapping[int, nn.Module]) -> None:
     """
     for level, jump in maps.items():
         if level == 0:
-            model.anatomy.blocks[0].register_forward_pre_hook(_Before(jump), with_kwargs=True)
+            model.structure.blocks[0].register_forward_pre_hook(_Before(jump), with_kwargs=True)
         else:
-            model.anatomy.blocks[level - 1].register_forward_hook(_After(jump))
+            model.structure.blocks[level - 1].register_forward_hook(_After(jump))
 
 
 class _Before:
@@ -276,6 +276,6 @@ def together(sets: Sequence[Jumps]) -> Jumps:
     return Jumps(maps, infos, sets[0].provenance)
 
 
-def parameters(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     """How many numbers a model stores, shared ones once."""
     return sum(tensor.numel() for tensor in {id(p): p for p in model.parameters()}.values())

@@ -63,7 +63,7 @@ PROJECTIONS: dict[str, Projections] = {
 
 def cannot_fold(model: Model) -> str | None:
     """Why no map can be merged into this model's feed-forward; None where one can."""
-    kind, family = model.hf.config.model_type, model.anatomy.family
+    kind, family = model.hf.config.model_type, model.structure.family
     if model.task != "causal":
         return f"a {model.task} model's blocks do not hand the feed-forward's output on as it is"
     if family.kind in ("sandwich", "post") or kind not in PROJECTIONS:
@@ -71,12 +71,12 @@ def cannot_fold(model: Model) -> str | None:
     return None
 
 
-def cannot_turn(model: Model) -> str | None:
+def cannot_rotate(model: Model) -> str | None:
     """Why this model's stream cannot be turned; None where it can."""
     if reason := cannot_fold(model):
         return reason
     kind = model.hf.config.model_type
-    if not PROJECTIONS[kind].first or not model.anatomy.family.to_final:
+    if not PROJECTIONS[kind].first or not model.structure.family.to_final:
         return f"{kind} takes the mean off the stream in its norms, so the stream cannot be turned freely"
     return None
 
@@ -84,19 +84,19 @@ def cannot_turn(model: Model) -> str | None:
 def last_of(model: Model, block: int) -> nn.Module:
     """The last product of the feed-forward of a block, counted from 1."""
     row = PROJECTIONS[model.hf.config.model_type]
-    return model.anatomy.blocks[block - 1].get_submodule(row.last)
+    return model.structure.blocks[block - 1].get_submodule(row.last)
 
 
 def writers(model: Model, block: int) -> list[nn.Module]:
     """What writes to the stream in a block: the last products of attention and feed-forward."""
-    attention = model.anatomy.blocks[block - 1].get_submodule(model.anatomy.family.heads)
+    attention = model.structure.blocks[block - 1].get_submodule(model.structure.family.heads)
     return [attention, last_of(model, block)]
 
 
 def readers(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Each norm of a block, and the products that read it."""
-    row, family = PROJECTIONS[model.hf.config.model_type], model.anatomy.family
-    module = model.anatomy.blocks[block - 1]
+    row, family = PROJECTIONS[model.hf.config.model_type], model.structure.family
+    module = model.structure.blocks[block - 1]
     for norm, paths in ((family.ln1, row.first), (family.ln2, row.second)):
         if norm is None:
             raise BadModel("a block without both norms cannot be turned")
@@ -131,14 +131,14 @@ def map_input(layer: nn.Module, weight: Tensor) -> None:
 
 def can_stretch(model: Model) -> bool:
     """Whether a norm stands between the last level and the head, so that scale is forgotten there."""
-    steps = model.anatomy.final_steps
+    steps = model.structure.final_steps
     return bool(steps) and "norm" in type(steps[0]).__name__.lower()
 
 
 @torch.no_grad()
-def turn(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
+def rotate_stream(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
     """Change the weights so that what was h from this level on is scale · rotation @ h (None: not turned)."""
-    eye = torch.eye(model.width, dtype=torch.float64)
+    eye = torch.eye(model.d_model, dtype=torch.float64)
     inside = eye if rotation is None else rotation.double().cpu()
     for block in range(level + 1, model.n_blocks + 1):
         for layer in writers(model, block):
@@ -153,16 +153,16 @@ def turn(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) 
 
 
 def _turn_head(model: Model, rotation: Tensor) -> None:
-    norm = model.anatomy.final_steps[0]
+    norm = model.structure.final_steps[0]
     if not isinstance(norm, nn.Module):
         raise BadModel("a stream cannot be turned where no norm stands before the head")
     untie(model)
-    map_input(model.anatomy.head, take_weight(norm)[:, None] * rotation.mT)
+    map_input(model.structure.unembedding, take_weight(norm)[:, None] * rotation.mT)
 
 
 def untie(model: Model) -> None:
     """Give the head weights of its own, where it shares them with the embedding."""
-    head = model.anatomy.head
+    head = model.structure.unembedding
     embedding = model.hf.get_input_embeddings()
     if head.weight is embedding.weight:
         assert isinstance(head.weight, Tensor)

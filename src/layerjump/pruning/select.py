@@ -18,14 +18,14 @@ from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning
 from layerjump.interventions.patching import Rerun, apply
 from layerjump.jumps.block_linearity import block_map, block_pair, explained
-from layerjump.jumps.collect import products_on
+from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine, to_module
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import residual
 from layerjump.jumps.statistics import Moments
-from layerjump.metrics.token_loss import losses_at
-from layerjump.models.activations import states
+from layerjump.metrics.token_loss import token_losses_at
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.drop_layers import without_blocks
@@ -55,7 +55,7 @@ def how_many(drop: int | str, n_blocks: int) -> int:
     return count
 
 
-def spans(dropped: Collection[int]) -> list[Span]:
+def contiguous_spans(dropped: Collection[int]) -> list[Span]:
     """The runs that dropped blocks make, in order."""
     runs: list[Span] = []
     for block in sorted(dropped):
@@ -71,7 +71,7 @@ def blocks_in(cuts: Sequence[Span]) -> tuple[int, ...]:
     return tuple(block for i, j in cuts for block in range(i + 1, j + 1))
 
 
-def must_stay(model: Model, batches: Batches) -> dict[int, str]:
+def required_blocks(model: Model, batches: Batches) -> dict[int, str]:
     """The blocks that are never dropped unasked, and why: the first, the last, and those that make a sink."""
     stay = {1: "the first block", model.n_blocks: "the last block"}
     return stay | dict.fromkeys(sink_blocks(model, batches), "it forms the attention sink")
@@ -81,7 +81,7 @@ def sink_blocks(model: Model, batches: Batches) -> list[int]:
     """The blocks in which the first position's state outgrows all others: later blocks attend to it."""
     levels = range(model.n_blocks + 1)
     first, rest = torch.zeros(len(levels)), torch.zeros(len(levels))
-    for found in states(model, [batches[0]], levels):
+    for found in capture_states(model, [batches[0]], levels):
         at_start = found.batch.position == 0
         if not bool(at_start.any()):
             return []
@@ -108,7 +108,7 @@ TRIED = 6
 
 
 @dataclass(frozen=True)
-class Choosing:
+class BlockSelection:
     """What a choice may look at: sums on fit documents, losses on select documents."""
 
     model: Model
@@ -133,8 +133,8 @@ class Choosing:
 
     def sums(self, pairs: Sequence[Pair], model: Model | None = None) -> Moments:
         """Sums over the fit documents, the first position left out: its state alone would decide."""
-        found = Moments(pairs, reservoir=0, products=products_on(self.model))
-        for one in states(model or self.model, self.fit, found.sites):
+        found = Moments(pairs, reservoir=0, products=product_dtype(self.model))
+        for one in capture_states(model or self.model, self.fit, found.sites):
             later = one.batch.position > 0
             if bool(later.any()):
                 found.add({site: state[later] for site, state in one.at.items()})
@@ -147,7 +147,7 @@ def check_choice(how: str) -> None:
         raise BadPruning(f"blocks were to be chosen by {how!r}; give one of {', '.join(CHOICES)}")
 
 
-def choose(how: str, count: int, given: Choosing) -> tuple[int, ...]:
+def select_blocks(how: str, count: int, given: BlockSelection) -> tuple[int, ...]:
     """So many blocks to drop, counted from 1, in order."""
     check_choice(how)
     if count > len(given.free):
@@ -155,7 +155,7 @@ def choose(how: str, count: int, given: Choosing) -> tuple[int, ...]:
             f"{count} blocks were to be dropped, but only {len(given.free)} may go; ask for fewer, or say with "
             f"`protect` which blocks must stay"
         )
-    makers: dict[str, Callable[[int, Choosing], Collection[int]]] = {
+    makers: dict[str, Callable[[int, BlockSelection], Collection[int]]] = {
         "loss": _by_loss,
         "linearity": lambda n, g: _least(n, g, {b: -s for b, s in linearity(g).items()}),
         "linearity-again": _again,
@@ -166,7 +166,7 @@ def choose(how: str, count: int, given: Choosing) -> tuple[int, ...]:
     return tuple(sorted(makers[how](count, given)))
 
 
-def linearity(given: Choosing, model: Model | None = None) -> dict[int, float]:
+def linearity(given: BlockSelection, model: Model | None = None) -> dict[int, float]:
     """1 − error / variance of the affine map over each block (in sample, as in arXiv 2405.12250)."""
     blocks = (model or given.model).n_blocks
     sums = given.sums([block_pair(level) for level in range(blocks)], model)
@@ -179,14 +179,14 @@ def linearity(given: Choosing, model: Model | None = None) -> dict[int, float]:
     return found
 
 
-def influence(given: Choosing) -> dict[int, float]:
+def influence(given: BlockSelection) -> dict[int, float]:
     """Block Influence: 1 − the mean cosine between what enters and what leaves each block (arXiv 2403.03853)."""
     pairs = [block_pair(level) for level in range(given.model.n_blocks)]
     sums = given.sums(pairs)
     return {pair[1].index: 1 - sums.mean_cosine(pair) for pair in pairs}
 
 
-def _least(count: int, given: Choosing, score: dict[int, float]) -> Collection[int]:
+def _least(count: int, given: BlockSelection, score: dict[int, float]) -> Collection[int]:
     """The free blocks of least score, or the run of least sum."""
     if given.one_run:
         runs = _one_of(given, count)
@@ -194,7 +194,7 @@ def _least(count: int, given: Choosing, score: dict[int, float]) -> Collection[i
     return sorted(given.free, key=lambda block: score[block])[:count]
 
 
-def _again(count: int, given: Choosing) -> Collection[int]:
+def _again(count: int, given: BlockSelection) -> Collection[int]:
     """One at a time, each the most linear of what is left when the earlier ones are gone."""
     gone: list[int] = []
     for _ in range(count):
@@ -205,43 +205,43 @@ def _again(count: int, given: Choosing) -> Collection[int]:
     return gone
 
 
-def _by_angle(count: int, given: Choosing) -> Collection[int]:
+def _by_angle(count: int, given: BlockSelection) -> Collection[int]:
     """arccos(cos)/π between the ends of a run, least on average (arXiv 2403.17887)."""
     runs = _one_of(given, count)
     sums = given.sums([(Site(i), Site(j)) for i, j in runs])
     return blocks_in([min(runs, key=lambda run: sums.mean_angle((Site(run[0]), Site(run[1]))))])
 
 
-def _by_loss(count: int, given: Choosing) -> Collection[int]:
+def _by_loss(count: int, given: BlockSelection) -> Collection[int]:
     tried = Trial(given, count)
     if given.one_run:
         return blocks_in([min(_one_of(given, count), key=lambda run: tried.loss([run]))])
     return _greedily(count, given, tried)
 
 
-def order_by_loss(count: int, given: Choosing) -> list[int]:
+def order_by_loss(count: int, given: BlockSelection) -> list[int]:
     """So many blocks in the order in which they go, greedily by loss: the first few are the choice of fewer."""
     return _greedily(count, given, Trial(given, count))
 
 
-def _greedily(count: int, given: Choosing, tried: Trial) -> list[int]:
+def _greedily(count: int, given: BlockSelection, tried: Trial) -> list[int]:
     gone: list[int] = []
-    cost = {block: tried.loss(spans([block])) for block in given.free}
+    cost = {block: tried.loss(contiguous_spans([block])) for block in given.free}
     while len(gone) < count:
         left = sorted((b for b in cost if b not in gone), key=lambda block: cost[block])
-        left = [block for block in left if tried.allows(spans([*gone, block]))]
+        left = [block for block in left if tried.allows(contiguous_spans([*gone, block]))]
         if not left:
             raise BadPruning(
                 f"{count} blocks cannot be dropped in runs of at most {LONGEST}; choose them by angle"
             )
         if gone:
             for block in left[:TRIED]:
-                cost[block] = tried.loss(spans([*gone, block]))
+                cost[block] = tried.loss(contiguous_spans([*gone, block]))
         gone.append(min(left[:TRIED], key=lambda block: cost[block]))
     return gone
 
 
-def _one_of(given: Choosing, count: int) -> list[Span]:
+def _one_of(given: BlockSelection, count: int) -> list[Span]:
     runs = given.runs(count)
     if not runs:
         raise BadPruning(
@@ -257,7 +257,7 @@ class Trial:
     The map is a near guide to what a fold will do, and needs no copy of the model: everything runs from recorded calls.
     """
 
-    def __init__(self, given: Choosing, longest: int) -> None:
+    def __init__(self, given: BlockSelection, longest: int) -> None:
         self._given = given
         self._longest = longest if given.one_run else min(longest, LONGEST)
         self._reruns = [Rerun(given.model, batch) for batch in given.select]
@@ -272,7 +272,7 @@ class Trial:
         """The mean loss with these runs cut out."""
         model = self._given.model
         each = [
-            losses_at(model, rerun.batch, rerun.picked(self._last(rerun, cuts)))[0]
+            token_losses_at(model, rerun.batch, rerun.picked(self._last(rerun, cuts)))[0]
             for rerun in self._reruns
         ]
         return float(torch.cat(each).mean())
@@ -294,9 +294,9 @@ class Trial:
         sums = Moments(
             [(Site(i), Site(j)) for i, j in runs],
             reservoir=0,
-            products=products_on(self._given.model),
+            products=product_dtype(self._given.model),
         )
-        for one in states(self._given.model, self._given.fit, sums.sites):
+        for one in capture_states(self._given.model, self._given.fit, sums.sites):
             sums.add(one.at)
         by_start: dict[int, list[int]] = {}
         for i, j in runs:

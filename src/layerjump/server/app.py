@@ -14,8 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 
 from layerjump import __version__
-from layerjump.server.generation import MOST_NEW, Wish, write
-from layerjump.server.model_registry import FITTED, Job, Jobs, Library, Question, Shelf
+from layerjump.server.generation import MOST_NEW, GenerateParams, write
+from layerjump.server.model_registry import (
+    FITTED,
+    Job,
+    Jobs,
+    LensQuestion,
+    ModelRegistry,
+    ServedModel,
+)
 from layerjump.server.schemas import (
     MOST_CHARACTERS,
     MOST_FOLLOWED,
@@ -26,8 +33,8 @@ from layerjump.server.schemas import (
     LoadRequest,
     Problem,
 )
-from layerjump.server.security import Guard
-from layerjump.server.worker import UNFORESEEN, Answer, Stream, Told, encode, refusal
+from layerjump.server.security import LocalOnlyMiddleware
+from layerjump.server.worker import UNFORESEEN, Answer, EventQueue, Stream, encode, refusal
 
 PATIENCE = 2.0
 """Seconds that a request waits for its turn before it is told its place in line."""
@@ -52,7 +59,7 @@ STREAMED = (
 )
 
 
-def make_app(library: Library) -> FastAPI:
+def make_app(library: ModelRegistry) -> FastAPI:
     """The application that answers for a library of models."""
     app = FastAPI(
         title="layerjump",
@@ -65,7 +72,7 @@ def make_app(library: Library) -> FastAPI:
             status: {"description": why, "model": Problem} for status, why in REFUSED.items()
         },
     )
-    app.add_middleware(Guard)
+    app.add_middleware(LocalOnlyMiddleware)
     _add_errors(app)
     _add_page(app)
     _add_lens(app, library)
@@ -74,7 +81,7 @@ def make_app(library: Library) -> FastAPI:
     return app
 
 
-def _add_lens(app: FastAPI, library: Library) -> None:
+def _add_lens(app: FastAPI, library: ModelRegistry) -> None:
     @app.get("/api/healthz", summary="Whether the server answers")
     async def healthz() -> Response:
         return _json({"ok": True, "version": __version__})
@@ -99,7 +106,7 @@ def _add_lens(app: FastAPI, library: Library) -> None:
         shelf = _shelf(library, asked.model)
         for name in asked.lenses:
             _require_lens(library, name)
-        question = Question(
+        question = LensQuestion(
             asked.text, tuple(dict.fromkeys(asked.lenses)), asked.k, tuple(asked.tokens), asked.js
         )
         return await _in_turn(shelf, (shelf.name, question), lambda: shelf.answer(question))
@@ -112,7 +119,7 @@ def _add_lens(app: FastAPI, library: Library) -> None:
         return await _in_turn(shelf, ("load", shelf.name), shelf.loaded)
 
 
-async def _in_turn(shelf: Shelf, key: Hashable, work: Callable[[], Answer]) -> Response:
+async def _in_turn(shelf: ServedModel, key: Hashable, work: Callable[[], Answer]) -> Response:
     """The answer if it is known or comes soon, and else the place in line."""
     known = shelf.desk.answers.get(key)
     if known is not None:
@@ -127,14 +134,14 @@ async def _in_turn(shelf: Shelf, key: Hashable, work: Callable[[], Answer]) -> R
     return _response(_busy(shelf, key), cached=False, headers={"Retry-After": "1"})
 
 
-def _busy(shelf: Shelf, key: Hashable) -> Answer:
+def _busy(shelf: ServedModel, key: Hashable) -> Answer:
     place = shelf.desk.place(key)
     doing = "loading the model" if shelf.state == "loading" else shelf.desk.doing
     said = {"busy": True, "position": place, "doing": doing, "said": f"busy, position {place}"}
     return Answer(202, encode(said))
 
 
-def _add_generate(app: FastAPI, library: Library) -> None:
+def _add_generate(app: FastAPI, library: ModelRegistry) -> None:
     @app.post(
         "/api/generate",
         summary="Go on with a prompt, each token leaving at the first level that is sure",
@@ -148,8 +155,8 @@ def _add_generate(app: FastAPI, library: Library) -> None:
     async def generate(asked: GenerateRequest) -> Response:
         shelf = _shelf(library, asked.model)
         _require_lens(library, asked.lens)
-        wish = Wish(**asked.model_dump(exclude={"model"}))
-        told = Told(library.closing)
+        wish = GenerateParams(**asked.model_dump(exclude={"model"}))
+        told = EventQueue(library.closing)
         future = shelf.desk.ask(told, lambda: write(shelf, wish, told), doing="writing", long=True)
         if future is None:
             return _response(FULL)
@@ -160,12 +167,12 @@ def _add_generate(app: FastAPI, library: Library) -> None:
         return Stream(first, told, lambda: _still_busy(shelf, told), patience=PATIENCE)
 
 
-def _still_busy(shelf: Shelf, key: Hashable) -> Answer:
+def _still_busy(shelf: ServedModel, key: Hashable) -> Answer:
     shelf.desk.still_wanted(key)
     return _busy(shelf, key)
 
 
-def _add_fit(app: FastAPI, library: Library) -> None:
+def _add_fit(app: FastAPI, library: ModelRegistry) -> None:
     jobs = Jobs()
 
     @app.post("/api/fit", status_code=202, summary="Fit jumps on the built-in text, once")
@@ -240,14 +247,14 @@ def _add_errors(app: FastAPI) -> None:
         return _response(refusal(500, UNFORESEEN))  # the server logs the error itself
 
 
-def _shelf(library: Library, name: str) -> Shelf:
+def _shelf(library: ModelRegistry, name: str) -> ServedModel:
     if name not in library.shelves:
         known = ", ".join(library.shelves)
         raise HTTPException(404, f"there is no model {name[:80]!r} here; known are {known}")
     return library.shelves[name]
 
 
-def _require_lens(library: Library, name: str) -> None:
+def _require_lens(library: ModelRegistry, name: str) -> None:
     if name not in library.lens_names:
         known = ", ".join(library.lens_names)
         raise HTTPException(404, f"there is no lens {name[:80]!r} here; known are {known}")

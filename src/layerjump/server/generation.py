@@ -14,12 +14,12 @@ from torch import Tensor
 
 from layerjump.errors import BadExit, BadText
 from layerjump.generation.calibration import serialization
-from layerjump.generation.generate import UNVERIFIED, CacheKind, generate
+from layerjump.generation.generate import MAX_DRAFT_TOKENS, CacheKind, generate
 from layerjump.generation.result import Generated
-from layerjump.generation.rules import Rule, parse
+from layerjump.generation.rules import Rule, parse_rule
 from layerjump.models.model import Model
-from layerjump.server.model_registry import MOST_READ, Shelf
-from layerjump.server.worker import Answer, Desk, Gone, Told, encode, refusal
+from layerjump.server.model_registry import MOST_READ, ServedModel
+from layerjump.server.worker import Answer, ClientDisconnected, EventQueue, Worker, encode, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ _BYTES = 4
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerateParams:
     """What `/api/generate` was asked."""
 
     prompt: str
@@ -44,7 +44,7 @@ class Wish:
     max_new_tokens: int
 
 
-def write(shelf: Shelf, wish: Wish, told: Told) -> Answer:
+def write(shelf: ServedModel, wish: GenerateParams, told: EventQueue) -> Answer:
     """Generate for one who listens; the answer is what is said at the end."""
     model = shelf.load()
     if shelf.cannot_generate:
@@ -55,7 +55,7 @@ def write(shelf: Shelf, wish: Wish, told: Told) -> Answer:
     shelf.fetch([wish.lens])
     rule, most = _rule(shelf, model, wish)
     _check_room(model, wish)
-    scribe = _Scribe(model.tokens.tokenizer, shelf.desk, told, verified=wish.verify)
+    scribe = _Scribe(model.tokenization.tokenizer, shelf.desk, told, verified=wish.verify)
     start = time.perf_counter()
     try:
         made = generate(
@@ -71,16 +71,16 @@ def write(shelf: Shelf, wish: Wish, told: Told) -> Answer:
             do_sample=False,
             use_cache=True,  # training switches it off, and checkpoints are saved so
         )
-    except Gone:
+    except ClientDisconnected:
         return refusal(503, "the generation was stopped")
     seconds = time.perf_counter() - start - scribe.lent
     return Answer(200, encode({"done": _summary(made, scribe.text, seconds)}))
 
 
-def _rule(shelf: Shelf, model: Model, wish: Wish) -> tuple[Rule, int]:
+def _rule(shelf: ServedModel, model: Model, wish: GenerateParams) -> tuple[Rule, int]:
     """The rule asked for, and how many of its tokens may wait for verification."""
     if wish.exit != CALIBRATED:
-        return parse(wish.exit), UNVERIFIED
+        return parse_rule(wish.exit), MAX_DRAFT_TOKENS
     if wish.lens not in shelf.calibrated:
         raise BadExit(
             f"there is no calibrated rule for {wish.lens} here; make one with `layerjump calibrate`, or give never, "
@@ -90,8 +90,8 @@ def _rule(shelf: Shelf, model: Model, wish: Wish) -> tuple[Rule, int]:
     return found.lossless if wish.verify else found.rule, found.unverified
 
 
-def _check_room(model: Model, wish: Wish) -> None:
-    tokens = model.tokens
+def _check_room(model: Model, wish: GenerateParams) -> None:
+    tokens = model.tokenization
     length, most = len(tokens.wrap(tokens.encode([wish.prompt])[0])), tokens.max_length
     if length > min(MOST_READ, most):
         raise BadText(
@@ -108,7 +108,7 @@ class _Scribe:
     """The streamer of one text: tells every token, then lets a question in."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, desk: Desk, told: Told, *, verified: bool
+        self, tokenizer: PreTrainedTokenizerBase, desk: Worker, told: EventQueue, *, verified: bool
     ) -> None:
         self._tokenizer, self._desk, self._told = tokenizer, desk, told
         self._verified = verified

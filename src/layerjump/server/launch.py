@@ -12,14 +12,14 @@ import uvicorn
 
 from layerjump.errors import CannotServe
 from layerjump.server.app import make_app
-from layerjump.server.model_registry import Library
-from layerjump.server.security import Impatient
+from layerjump.server.model_registry import ModelRegistry
+from layerjump.server.security import RequestTimeoutProtocol
 
 HOST = "127.0.0.1"
 
 
 def serve(
-    library: Library, *, port: int, browser: bool, say: Callable[[str], None] = print
+    library: ModelRegistry, *, port: int, browser: bool, say: Callable[[str], None] = print
 ) -> None:
     """Serve the page until Ctrl-C. Port 0 takes any free one."""
     with _listen(port) as listener:
@@ -34,7 +34,7 @@ def serve(
 
         config = uvicorn.Config(
             make_app(library),
-            http=Impatient,
+            http=RequestTimeoutProtocol,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -78,7 +78,7 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def _load_first(library: Library) -> None:
+def _load_first(library: ModelRegistry) -> None:
     """Load the first model while the browser opens."""
     shelf = next(iter(library.shelves.values()))
     shelf.desk.ask(("load", shelf.name), shelf.loaded, doing="loading", lasting=True)

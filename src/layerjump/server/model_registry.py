@@ -20,15 +20,15 @@ from typing import Any, Literal
 
 from layerjump.errors import BadText, CannotServe, LayerjumpError, one_line
 from layerjump.generation.calibration.serialization import NAME as EXIT_RULE
-from layerjump.jumps.cache import has_kept, kept_folder, kept_jumps
+from layerjump.jumps.cache import cache_folder, cached_jumps, has_cached_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
-from layerjump.lens.trajectory import read
+from layerjump.lens.trajectory import read_trajectory
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.loading import load
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.server.worker import NOT_YET, UNFORESEEN, Answer, Answers, Desk, encode, refusal
+from layerjump.server.worker import NOT_YET, UNFORESEEN, Answer, Answers, Worker, encode, refusal
 
 FITTED = ("mat", "affine", "ridge")
 """Estimators that the page fits itself, all in one pass over the built-in text."""
@@ -42,7 +42,7 @@ _NAME = re.compile(r"[\w.+-]{1,60}")
 
 
 @dataclass(frozen=True)
-class Question:
+class LensQuestion:
     """What `/api/lens` was asked."""
 
     text: str
@@ -53,13 +53,13 @@ class Question:
 
 
 @dataclass
-class Shelf:
+class ServedModel:
     """One model: its desk, its lenses, and how far it is loaded. Only its desk's thread changes it."""
 
     name: str
     source: str
     sets: Mapping[str, Jumps]
-    desk: Desk
+    desk: Worker
     state: State = "not loaded"
     error: str | None = None
     model: Model | None = None
@@ -97,15 +97,15 @@ class Shelf:
         for name, jumps in self.sets.items():
             if jumps.provenance.fingerprint == own:
                 self.lenses[name] = Lens(model, jumps)
-        own_folders = {name: kept_folder(model, name) for name in FITTED}
+        own_folders = {name: cache_folder(model, name) for name in FITTED}
         self.folders = own_folders | {
             name: jumps.folder
             for name, jumps in self.sets.items()
             if name in self.lenses and jumps.folder is not None
         }
-        self.kept = {name for name in FITTED if has_kept(model, (name,))}
+        self.kept = {name for name in FITTED if has_cached_jumps(model, (name,))}
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: LensQuestion) -> Answer:
         """Read a text through the lenses asked for."""
         model = self.load()
         refused = self.refused(question.lenses)
@@ -115,7 +115,7 @@ class Shelf:
         _check_length(model, question.text)
         lenses = {name: self.lenses[name] for name in question.lenses}
         start = time.perf_counter()
-        found = read(
+        found = read_trajectory(
             model,
             lenses,
             question.text,
@@ -147,7 +147,7 @@ class Shelf:
         """Fit what the job asks for, and tell it how far that is."""
         with job:
             model = self.load()
-            found = kept_jumps(model, job.estimators, progress=job.progress)
+            found = cached_jumps(model, job.estimators, progress=job.progress)
             for name, jumps in found.items():
                 self.lenses[name] = Lens(model, jumps)
         return Answer(200, b"")
@@ -156,7 +156,7 @@ class Shelf:
         """Read kept jumps from disk, once."""
         missing = tuple(name for name in names if name not in self.lenses)
         if missing and self.model is not None:
-            for name, jumps in kept_jumps(self.model, missing).items():
+            for name, jumps in cached_jumps(self.model, missing).items():
                 self.lenses[name] = Lens(self.model, jumps)
 
     def lens_state(self, name: str) -> str:
@@ -205,7 +205,7 @@ class Shelf:
             "task": model and model.task,
             "n_blocks": model and model.n_blocks,
             "most_tokens": model and _most_tokens(model),
-            "mask": model and model.masked and model.tokens.tokenizer.mask_token,
+            "mask": model and model.masked and model.tokenization.tokenizer.mask_token,
             "lenses": [{"name": name, "state": self.lens_state(name)} for name in names],
             "cannot_generate": self.cannot_generate,
             "calibrated": self.calibrated,
@@ -213,18 +213,18 @@ class Shelf:
         }
 
 
-class Library:
+class ModelRegistry:
     """All shelves by name. Only what was given at the start can ever be asked for."""
 
     def __init__(self, sources: Sequence[str], sets: Mapping[str, Jumps]) -> None:
         self.sets = dict(sets)
-        self.shelves: dict[str, Shelf] = {}
+        self.shelves: dict[str, ServedModel] = {}
         self.closing = threading.Event()
         """Set when the server ends: whoever writes stops."""
         answers = Answers()
         for source in sources:
             name = self._free_name(source)
-            self.shelves[name] = Shelf(name, source, self.sets, Desk(answers))
+            self.shelves[name] = ServedModel(name, source, self.sets, Worker(answers))
 
     @property
     def lens_names(self) -> tuple[str, ...]:
@@ -264,11 +264,11 @@ def _leads_everywhere(jumps: Jumps, n_blocks: int) -> bool:
 
 
 def _most_tokens(model: Model) -> int:
-    return min(MOST_TOKENS, model.tokens.max_length)
+    return min(MOST_TOKENS, model.tokenization.max_length)
 
 
 def _check_length(model: Model, text: str) -> None:
-    tokens = model.tokens
+    tokens = model.tokenization
     length, most = len(tokens.wrap(tokens.encode([text])[0])), min(MOST_READ, tokens.max_length)
     if length > most:
         raise BadText(

@@ -37,7 +37,7 @@ _HEADERS = {
 SECURITY = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
 
 
-class Guard:
+class LocalOnlyMiddleware:
     """An ASGI middleware that checks where a request comes from and how large it is."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -130,7 +130,7 @@ SECONDS = 10.0
 """From the first byte of a question, or from the beginning of a connection, to the question's last byte."""
 
 
-class Impatient(H11Protocol):
+class RequestTimeoutProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which by itself waits for ever for the rest of a request."""
 
     _clock: asyncio.TimerHandle | None = None

@@ -110,7 +110,7 @@ log = logging.getLogger("layerjump")
 
 
 @dataclass
-class Piece:
+class Task:
     """A piece of work in line."""
 
     work: Callable[[], Answer]
@@ -125,12 +125,12 @@ class Piece:
     answer: Future[Answer] = field(default_factory=Future)
 
 
-class Desk:
+class Worker:
     """A line of work, and the thread that does it."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
-        self._line: OrderedDict[Hashable, Piece] = OrderedDict()
+        self._line: OrderedDict[Hashable, Task] = OrderedDict()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -151,7 +151,7 @@ class Desk:
                 return found.answer
             if len(self._line) >= LONGEST and not lasting:
                 return None
-            piece = self._line[key] = Piece(work, doing, lasting, long)
+            piece = self._line[key] = Task(work, doing, lasting, long)
             self._start()
             self._changed.notify()
             return piece.answer
@@ -204,7 +204,7 @@ class Desk:
             if not piece.lasting and not piece.begun and now - piece.asked > FORGOTTEN:
                 del self._line[key]
 
-    def _do(self, key: Hashable, piece: Piece) -> None:
+    def _do(self, key: Hashable, piece: Task) -> None:
         piece.begun = True
         answer = _answer(piece.work)
         with self._changed:
@@ -225,11 +225,11 @@ def _answer(work: Callable[[], Answer]) -> Answer:
         return refusal(500, UNFORESEEN)
 
 
-class Gone(Exception):  # noqa: N818  (a signal, not an error)
+class ClientDisconnected(Exception):  # noqa: N818  (a signal, not an error)
     """Nobody listens any more."""
 
 
-class Told:
+class EventQueue:
     """What one generation has told so far, from the desk's thread to the event loop that made this."""
 
     def __init__(self, closing: threading.Event) -> None:
@@ -243,14 +243,14 @@ class Told:
     def check(self) -> None:
         """`Gone` if there is nobody to tell anything."""
         if self.gone.is_set() or self._closing.is_set():
-            raise Gone
+            raise ClientDisconnected
 
     def tell(self, answer: Answer) -> None:
         """Hand something over."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, answer)
         except RuntimeError:  # the loop ended in this very moment
-            raise Gone from None
+            raise ClientDisconnected from None
 
     def end(self, answer: Answer) -> None:
         """Called in the loop itself: this is the last."""
@@ -276,7 +276,7 @@ class Stream(StreamingResponse):
     media_type = "application/x-ndjson"
 
     def __init__(
-        self, first: Answer | None, told: Told, busy: Callable[[], Answer], *, patience: float
+        self, first: Answer | None, told: EventQueue, busy: Callable[[], Answer], *, patience: float
     ) -> None:
         self._told = told
         super().__init__(_lines(first, told, busy, patience))
@@ -290,7 +290,7 @@ class Stream(StreamingResponse):
 
 
 async def _lines(
-    first: Answer | None, told: Told, busy: Callable[[], Answer], patience: float
+    first: Answer | None, told: EventQueue, busy: Callable[[], Answer], patience: float
 ) -> AsyncIterator[bytes]:
     answer, begun = first, first is not None
     while True:

@@ -15,9 +15,9 @@ from torch import Tensor
 from layerjump.data.batches import Batches
 from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun
-from layerjump.lens.lens import rows_at_once, wide
+from layerjump.lens.lens import chunk_rows, wide
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.metrics.logits import KS, Truth, agreement, truth
+from layerjump.metrics.logits import KS, ReferenceLogits, agreement, reference_logits
 from layerjump.models.model import Model
 from layerjump.studies.results import Row
 from layerjump.studies.setup import Setup
@@ -37,8 +37,8 @@ class Variants:
     def __init__(self, model: Model) -> None:
         model.require_predictions()
         self.model = model
-        self._rows = rows_at_once(model)
-        self._truth: list[tuple[slice, Truth]] = []
+        self._rows = chunk_rows(model)
+        self._truth: list[tuple[slice, ReferenceLogits]] = []
         self._documents: list[Tensor] = []
         self._found: dict[Hashable, dict[str, list[Tensor]]] = defaultdict(
             lambda: defaultdict(list)
@@ -50,7 +50,9 @@ class Variants:
         exact = rerun.picked(rerun.levels[-1])
         starts = range(0, len(exact), self._rows)
         parts = [slice(start, start + self._rows) for start in starts]
-        self._truth = [(part, truth(wide(self.model.logits(exact[part])))) for part in parts]
+        self._truth = [
+            (part, reference_logits(wide(self.model.logits(exact[part])))) for part in parts
+        ]
         self._documents.append(rerun.batch.document)
 
     def add(self, name: Hashable, states: Tensor) -> None:

@@ -31,7 +31,7 @@ from layerjump.studies.charts import (
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 from layerjump.training.data import pack
-from layerjump.training.model import VARIED, Architecture, Shape, new_model
+from layerjump.training.model import VARIED, Architecture, ModelShape, new_model
 from layerjump.training.monitor import profile
 from layerjump.training.trainer import Recipe, arguments, train
 
@@ -99,10 +99,10 @@ def _documents(setup: Setup, part: str) -> Corpus:
 
 def _recipe(setup: Setup, *, seed: int) -> Recipe:
     model, steps = setup.model, setup.settings.steps or 1
-    length = min(LENGTH, model.tokens.max_length)
+    length = min(LENGTH, model.tokenization.max_length)
     heads = int(model.hf.config.num_attention_heads)
     return Recipe(
-        shape=Shape(model.n_blocks, model.width, heads, length),
+        shape=ModelShape(model.n_blocks, model.d_model, heads, length),
         length=length,
         steps=steps,
         batch=BATCH,
@@ -113,8 +113,8 @@ def _recipe(setup: Setup, *, seed: int) -> Recipe:
 
 
 def _trained(like: Model, kind: Architecture, text: Corpus, recipe: Recipe) -> Model:
-    tokenizer = like.tokens.tokenizer
-    rows = pack(text.documents, like.tokens, recipe.length)
+    tokenizer = like.tokenization.tokenizer
+    rows = pack(text.documents, like.tokenization, recipe.length)
     hf = new_model(kind, recipe.shape, tokenizer, seed=recipe.seed)
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(recipe, Path(folder), device=like.device.type)

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerjump.interventions.patching import Change, constant, mapped, only
+from layerjump.interventions.patching import (
+    Change,
+    replace_by_constant,
+    replace_by_map,
+    restrict_to,
+)
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.jumps.memory import site_width
@@ -82,9 +87,13 @@ def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[Key, Change]:
         site = Site(block, "heads")
         whole, mean = to_affine(jumps[Site(block, "attn.in"), site]), sums.mean(site)
         for head, columns in enumerate(slices(setup.model), start=1):
-            found[block, head, "linear"] = only(columns, mapped(_rows(whole, columns)))
-            found[block, head, "zero"] = only(columns, constant(0 * mean[columns]))
-            found[block, head, "mean"] = only(columns, constant(mean[columns]))
+            found[block, head, "linear"] = restrict_to(
+                columns, replace_by_map(_rows(whole, columns))
+            )
+            found[block, head, "zero"] = restrict_to(
+                columns, replace_by_constant(0 * mean[columns])
+            )
+            found[block, head, "mean"] = restrict_to(columns, replace_by_constant(mean[columns]))
     return found
 
 

@@ -59,10 +59,10 @@ def _pass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
             found.append(_mass(weights, batch))
 
     last = Site(model.n_blocks)
-    taps = [model.anatomy.tap(Site(block, "attn.in")) for block in range(1, model.n_blocks + 1)]
+    taps = [model.structure.tap(Site(block, "attn.in")) for block in range(1, model.n_blocks + 1)]
     handles = [module.register_forward_hook(after) for module in {tap.module for tap in taps}]
     try:
-        with Recorder(model.anatomy, [last]) as recorder:
+        with Recorder(model.structure, [last]) as recorder:
             states = recorder.run(model, batch)[last]
     finally:
         for handle in handles:

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerjump.data.batches import Batches, batches
+from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus
-from layerjump.jumps.collect import Collected, Plan, products_on
+from layerjump.jumps.collect import RunPlan, SplitMoments, product_dtype
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.scoring import R2
 from layerjump.jumps.statistics import Moments
 from layerjump.lens.lens import Lens
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup, mean_r2
 
@@ -110,8 +110,8 @@ def run(setup: Setup) -> Result:
     }
     result.settings = {
         "estimator": work.estimator,
-        "width": setup.model.width,
-        "warning_below": FEW * setup.model.width,
+        "width": setup.model.d_model,
+        "warning_below": FEW * setup.model.d_model,
         "n_test": work.held.test.n,
         "n_examples": scored.n_picks,
         "noise": NOISE,
@@ -161,7 +161,7 @@ class _Fit:
 class _Work:
     """The passes: test (and select) once, the fit documents once, each spoilt copy once."""
 
-    def __init__(self, setup: Setup, chosen: Plan, estimator: str) -> None:
+    def __init__(self, setup: Setup, chosen: RunPlan, estimator: str) -> None:
         self.setup, self.plan, self.estimator = setup, chosen, estimator
         others = {name: part for name, part in chosen.batches.items() if name != "fit"}
         self.held = replace(chosen, batches=others).run(progress=setup.progress)
@@ -171,7 +171,7 @@ class _Work:
         """The fit after each segment of the documents."""
         fit = self.plan.batches["fit"]
         sums, tokens, found = self._empty(), 0, []
-        for documents in segments(fit, self.setup.model.width):
+        for documents in segments(fit, self.setup.model.d_model):
             tokens += self._add(sums, self.setup.corpus, documents, (tokens, fit.n_tokens))
             found.append(self._solved(sums, tokens))
         return found
@@ -185,22 +185,22 @@ class _Work:
 
     def _empty(self) -> Moments:
         pairs = self.plan.moments["fit"].pairs
-        return Moments(pairs, reservoir=0, products=products_on(self.setup.model))
+        return Moments(pairs, reservoir=0, products=product_dtype(self.setup.model))
 
     def _add(
         self, sums: Moments, corpus: Corpus, documents: Sequence[int], progress: tuple[int, int]
     ) -> int:
         """Fold documents in; returns how many tokens that took."""
-        found = batches(
+        found = make_batches(
             corpus,
-            self.setup.model.tokens,
+            self.setup.model.tokenization,
             self.plan.batches["fit"].positions,
             documents=documents,
             seed=self.setup.settings.seed,
             max_length=self.plan.about["max_length"],
         )
         done, total = progress
-        for batch in states(self.setup.model, found, sums.sites):
+        for batch in capture_states(self.setup.model, found, sums.sites):
             sums.add(batch.at)
             done += batch.batch.n_tokens
             if self.setup.progress:
@@ -210,7 +210,7 @@ class _Work:
     def _solved(self, sums: Moments, tokens: int) -> _Fit:
         splits = {**self.held.splits, "fit": sums}
         about = self.plan.about | {"tokens": tokens}
-        jumps = solve_jumps(Collected(splits, about), self.estimator, model=self.setup.model)
+        jumps = solve_jumps(SplitMoments(splits, about), self.estimator, model=self.setup.model)
         return _Fit(jumps, sums.n, tokens)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerjump.generation.rules import FINE, GRID, SoftmaxGap
-from layerjump.lens.evaluate import Readings
+from layerjump.lens.evaluate import LensScores
 from layerjump.metrics.bootstrap import mean_interval, statistic_interval
 from layerjump.studies.charts import (
     GREY,
@@ -91,14 +91,14 @@ def _given_position(setup: Setup) -> int | None:
 
 
 def _replay(
-    readings: Readings, place: int, position: Tensor, strength: float, length: float
+    readings: LensScores, place: int, position: Tensor, strength: float, length: float
 ) -> tuple[Tensor, Tensor]:
     """Where each example stops under one λ, and whether it gives the model's token there."""
     levels = SoftmaxGap(strength, length).replay(readings.confidence[place], position)
     return levels, readings.hits(1)[place].gather(0, levels[None])[0]
 
 
-def _fixed(readings: Readings, place: int) -> list[tuple[Tensor, Tensor]]:
+def _fixed(readings: LensScores, place: int) -> list[tuple[Tensor, Tensor]]:
     hits = readings.hits(1)[place]
     return [(torch.full_like(readings.best, level), hits[level]) for level in range(len(hits))]
 
@@ -108,7 +108,7 @@ def _rows(
     kind: str,
     grid: Sequence[float] | range,
     points: list[tuple[Tensor, Tensor]],
-    readings: Readings,
+    readings: LensScores,
     setup: Setup,
 ) -> list[Row]:
     documents, seed = readings.document.numpy(), setup.settings.seed
@@ -164,7 +164,7 @@ def saved_row(
     return _saved_row(lens, kind, target, found, low, high, blocks)
 
 
-def _oracle(readings: Readings, place: int, setup: Setup) -> Row:
+def _oracle(readings: LensScores, place: int, setup: Setup) -> Row:
     """The first level, from 1 on, whose best token is the model's: no rule that stops by then can save more."""
     right = readings.hits(1)[place].clone()
     right[0] = False

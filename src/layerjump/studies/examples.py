@@ -14,7 +14,7 @@ from layerjump.data.batches import Batch
 from layerjump.data.positions import Positions
 from layerjump.data.tokenization import token_text
 from layerjump.lens.render.token_text import visible
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.studies.charts import Panel, Study, listed, mean, number, safe
 from layerjump.studies.results import Result, Row
@@ -36,7 +36,7 @@ def run(setup: Setup) -> Result:
     rows: list[Row] = []
     seen = 0
     batches = setup.batches(positions=Positions("one"), tokens=SENTENCES * _LONGEST)
-    with closing(states(model, batches, levels)) as stream:
+    with closing(capture_states(model, batches, levels)) as stream:
         for found in stream:
             for pick in range(min(found.batch.n_picks, SENTENCES - seen)):
                 seen += 1
@@ -63,16 +63,16 @@ def context(
     The gap shows what stood there, unless told. Of an encoder–decoder: the end of what the encoder read, and what the
     decoder has.
     """
-    tokenizer, position = model.tokens.tokenizer, int(batch.position[pick])
+    tokenizer, position = model.tokenization.tokenizer, int(batch.position[pick])
     length = int(batch.attention_mask[batch.row[pick]].sum())
     ids = batch.input_ids[batch.row[pick], :length].tolist()
-    start = model.tokens.around[0]
+    start = model.tokenization.around[0]
     before = str(tokenizer.decode(ids[start : position + (0 if model.masked else 1)]))
     if batch.source_ids is not None:
         return f"{_source(model, batch, pick)[-characters:]} → {before[-characters:]}"
     if not model.masked:
         return before[-characters:]
-    after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokens.suffix)]))
+    after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokenization.suffix)]))
     gap = gap or f"[{tokenizer.decode([int(batch.token[pick])])}]"
     return f"{before[-characters:]} {gap} {after[:characters]}"
 
@@ -81,14 +81,14 @@ def _source(model: Model, batch: Batch, pick: int) -> str:
     """What the encoder read."""
     assert batch.source_ids is not None
     assert batch.source_mask is not None
-    row, tokens = batch.row[pick], model.tokens
+    row, tokens = batch.row[pick], model.tokenization
     length = int(batch.source_mask[row].sum())
     inside = slice(len(tokens.prefix), length - len(tokens.suffix))
     return str(tokens.tokenizer.decode(batch.source_ids[row].tolist()[inside]))
 
 
 def _read(setup: Setup, state: dict[int, torch.Tensor], where: str) -> list[Row]:
-    tokenizer = setup.model.tokens.tokenizer
+    tokenizer = setup.model.tokenization.tokenizer
     rows: list[Row] = []
     for level, vector in state.items():
         row: Row = {"context": where, "level": level}

@@ -17,8 +17,8 @@ from layerjump.data.batches import Batches
 from layerjump.data.positions import Positions
 from layerjump.data.tokenization import token_text
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.evaluate import Readings
-from layerjump.models.activations import states
+from layerjump.lens.evaluate import LensScores
+from layerjump.models.activations import capture_states
 from layerjump.studies.examples import context
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
@@ -97,7 +97,7 @@ def by_quarter(values: Tensor) -> Bins:
 
 
 def _binned(
-    readings: Readings, levels: Sequence[int], place: np.ndarray, names: Sequence[str]
+    readings: LensScores, levels: Sequence[int], place: np.ndarray, names: Sequence[str]
 ) -> list[Row]:
     hits, kl = readings.hits(1).double().numpy(), readings.kl.double().numpy()
     return [
@@ -120,7 +120,7 @@ def _counts(setup: Setup) -> np.ndarray:
     """How often each token of the vocabulary stands in the fit documents."""
     fit = setup.batches(part="fit", positions=Positions("all"), tokens=setup.settings.tokens)
     ids = np.asarray(fit.sequences.ids)
-    return np.bincount(ids, minlength=setup.model.anatomy.vocabulary)
+    return np.bincount(ids, minlength=setup.model.structure.vocab_size)
 
 
 # -- errors of the states themselves
@@ -142,7 +142,7 @@ def _errors(setup: Setup, jumps: Jumps, batches: Batches) -> _Errors:
     last, name = setup.model.n_blocks, jumps.provenance.estimator
     position: list[Tensor] = []
     lengths: dict[str, list[Tensor]] = {key: [] for key in ("state", "target", name, "identity")}
-    for found in states(setup.model, batches, range(last + 1)):
+    for found in capture_states(setup.model, batches, range(last + 1)):
         h = torch.stack([found[level].float() for level in range(last + 1)])
         jumped = torch.stack([jumps[level, last](h[level]) for level in range(last)])
         position.append(found.batch.position)
@@ -196,12 +196,12 @@ def _tails(errors: _Errors) -> list[Row]:
 # -- examples
 
 
-def _worst(setup: Setup, readings: Readings, level: int) -> list[Row]:
+def _worst(setup: Setup, readings: LensScores, level: int) -> list[Row]:
     """The examples of largest KL, with the text before them (and after, for a masked model)."""
     place = readings.lenses.index(setup.settings.estimators[0])
     order = readings.kl[place, level].argsort(descending=True)[:WORST].tolist()
     where = _contexts(setup, set(order))
-    tokenizer = setup.model.tokens.tokenizer
+    tokenizer = setup.model.tokenization.tokenizer
     return [
         {
             "kl": float(readings.kl[place, level, example]),

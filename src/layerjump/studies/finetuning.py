@@ -32,7 +32,7 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
-from layerjump.training.finetune import BATCH, LEARNING_RATE, Item, accuracy, finetuned, read_task
+from layerjump.training.finetune import BATCH, LEARNING_RATE, Item, accuracy, finetune, read_task
 from layerjump.training.monitor import Profile, profile
 
 STEPS = 150
@@ -69,7 +69,7 @@ def run(setup: Setup) -> Result:
     result = Result("finetune", {"runs": [], "blocks": []})
     after: list[Profile] = []
     for turn, (learnt, held) in enumerate(folds(items, settings.runs, settings.seed)):
-        tuned = finetuned(model, learnt, steps=steps, seed=settings.seed + turn)
+        tuned = finetune(model, learnt, steps=steps, seed=settings.seed + turn)
         after.append(profile(tuned, setup.corpus, seed=settings.seed))
         scored = held[:SCORED]
         row: Row = {"run": turn + 1, "items learnt": len(learnt), "items scored": len(scored)}

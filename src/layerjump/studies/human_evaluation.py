@@ -35,7 +35,7 @@ from layerjump.data.tokenization import token_text
 from layerjump.errors import BadArtifact, one_line
 from layerjump.io import read_json
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.studies.examples import context
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
@@ -293,11 +293,11 @@ def _items(setup: Setup) -> list[Item]:
     model = setup.model
     every, name = setup.lenses(), setup.settings.estimators[0]
     lenses = {name: every[name], "identity": every["identity"]}
-    tokenizer = model.tokens.tokenizer
+    tokenizer = model.tokenization.tokenizer
     items: list[Item] = []
     batches = setup.batches(positions=Positions("one"), picks=SENTENCES)
     sentence = 0
-    for found in states(model, batches, range(model.n_blocks + 1)):
+    for found in capture_states(model, batches, range(model.n_blocks + 1)):
         for pick in range(min(found.batch.n_picks, SENTENCES - sentence)):
             where = context(model, found.batch, pick, characters=CHARACTERS, gap=GAP)
             for level in range(model.n_blocks + 1):

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from layerjump.data.positions import Positions
 from layerjump.jumps.block_linearity import block_map, block_pair, block_scores
-from layerjump.jumps.collect import products_on
+from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.memory import bill
+from layerjump.jumps.memory import estimate_cost
 from layerjump.jumps.pairs import parse_pairs
 from layerjump.jumps.statistics import Moments, keys_of
 from layerjump.metrics import linearity
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.structure import Site
 from layerjump.studies.charts import (
     AMBER,
@@ -125,15 +125,15 @@ class _Sums:
 def _sums(setup: Setup, part: str, share: float) -> _Sums:
     """Sums of neighbours over one part of the split."""
     model = setup.model
-    pairs = parse_pairs("adjacent", model.anatomy)
-    later = Moments(pairs, full_targets=True, products=products_on(model))
+    pairs = parse_pairs("adjacent", model.structure)
+    later = Moments(pairs, full_targets=True, products=product_dtype(model))
     wanted = min(TOKENS, setup.settings.tokens or TOKENS)
     found = setup.batches(part=part, positions=EVERY, tokens=max(1, int(share * wanted)))
-    bill(model, later, {part: found}).require_memory()
+    estimate_cost(model, later, {part: found}).require_memory()
     sinks: list[dict[Site, Tensor]] = []
     document_of: dict[int, int] = {}
     done = 0
-    for batch in states(model, found, later.sites):
+    for batch in capture_states(model, found, later.sites):
         document, position = batch.batch.document, batch.batch.position
         keys = keys_of(document, position, batch.batch.sequence, seed=setup.settings.seed)
         document_of.update(zip(keys.tolist(), document.tolist(), strict=True))

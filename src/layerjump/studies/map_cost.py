@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from layerjump.errors import BadEstimator
-from layerjump.jumps.collect import Collected
-from layerjump.jumps.estimators.low_rank import low_rank, narrow_rank, truncated
+from layerjump.jumps.collect import SplitMoments
+from layerjump.jumps.estimators.low_rank import low_rank, njtc_rank, truncate_rank
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import Pair
-from layerjump.jumps.quantize import STORAGES, stored
+from layerjump.jumps.quantize import STORAGES, quantize_map
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
@@ -33,13 +33,13 @@ from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2
 
 def block_flops(model: Model) -> list[int]:
     """The operations of each block."""
-    return [_products(block) for block in model.anatomy.blocks]
+    return [_products(block) for block in model.structure.blocks]
 
 
 def head_flops(model: Model) -> int:
     """The operations from level L to logits."""
-    steps = [step for step in model.anatomy.final_steps if isinstance(step, nn.Module)]
-    return sum(map(_products, steps)) + _products(model.anatomy.head)
+    steps = [step for step in model.structure.final_steps if isinstance(step, nn.Module)]
+    return sum(map(_products, steps)) + _products(model.structure.unembedding)
 
 
 def jump_flops(jump: nn.Module) -> int:
@@ -115,16 +115,16 @@ class _Kind:
         return factors[0].shape[1] if len(factors) == 2 else None
 
 
-def _kinds(setup: Setup, sums: Collected, notes: list[str]) -> list[_Kind]:
+def _kinds(setup: Setup, sums: SplitMoments, notes: list[str]) -> list[_Kind]:
     """Every kind of map that this model and text allow; the notes say what is left out."""
     names = ("mat", "affine", "ridge") if sums.select.n else ("mat", "affine")
     full = {name: maps_of(solve_jumps(sums, name)) for name in names}
     kinds = [_Kind.of(name, maps) for name, maps in full.items()]
-    kinds += low_ranks("low-rank", sums, ranks(setup.model.width))
+    kinds += low_ranks("low-rank", sums, ranks(setup.model.d_model))
     try:
         metric = unembedding_metric(setup.model, Site(setup.model.n_blocks))
         kinds += low_ranks(
-            "low-rank in the unembedding's metric", sums, ranks(setup.model.width), metric
+            "low-rank in the unembedding's metric", sums, ranks(setup.model.d_model), metric
         )
     except BadEstimator as error:
         notes.append(f"Low rank in the unembedding's metric is left out: {error}.")
@@ -147,7 +147,7 @@ def ranks(width: int) -> list[int]:
 
 
 def low_ranks(
-    name: str, sums: Collected, wanted: list[int], metric: Tensor | None = None
+    name: str, sums: SplitMoments, wanted: list[int], metric: Tensor | None = None
 ) -> list[_Kind]:
     """Maps of falling ranks, from one solution each: the widest holds the others."""
     maps: dict[int, dict[Pair, Affine]] = {rank: {} for rank in wanted}
@@ -155,18 +155,18 @@ def low_ranks(
         source, target = sums.fit.source(a), sums.fit.target(a, b)
         (widest,) = low_rank(source, [target], rank=wanted[0], metric=metric)
         for rank in wanted:
-            maps[rank][a, b] = truncated(widest, rank, source, target)
+            maps[rank][a, b] = truncate_rank(widest, rank, source, target)
     return [_Kind.of(f"{name} {rank}", mine) for rank, mine in maps.items()]
 
 
-def _one_for_all(sums: Collected, how: str) -> _Kind:
-    jumps = maps_of(solve_jumps(sums, "ojfa", how=how, rank=narrow_rank(sums.about["width"])))
+def _one_for_all(sums: SplitMoments, how: str) -> _Kind:
+    jumps = maps_of(solve_jumps(sums, "ojfa", how=how, rank=njtc_rank(sums.about["width"])))
     one = next(iter(jumps.values()))
     return _Kind.of(f"ojfa {how}", dict.fromkeys(jumps, one))
 
 
 def _in_storage(name: str, maps: dict[Pair, Affine], storage: str) -> _Kind:
-    kept = {pair: stored(jump, storage) for pair, jump in maps.items()}
+    kept = {pair: quantize_map(jump, storage) for pair, jump in maps.items()}
     return _Kind(
         f"{name} in {storage}",
         {pair: one.affine for pair, one in kept.items()},
@@ -175,7 +175,7 @@ def _in_storage(name: str, maps: dict[Pair, Affine], storage: str) -> _Kind:
     )
 
 
-def _scored(setup: Setup, sums: Collected, kinds: list[_Kind]) -> list[Row]:
+def _scored(setup: Setup, sums: SplitMoments, kinds: list[_Kind]) -> list[Row]:
     """One row for each kind; all are read at the same few positions."""
     known = solve_jumps(sums, "identity").provenance
     lenses = {}

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from layerjump.data.positions import MASKED_SHARE, Positions
-from layerjump.generation.calibration.dataset import Evidence, gather
-from layerjump.generation.calibration.search import THRESHOLDS, Contender, Probes, fit_probes
+from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
+from layerjump.generation.calibration.search import THRESHOLDS, Probes, RuleCandidate, fit_probes
 from layerjump.studies.early_exit import saved_row
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
@@ -67,7 +67,7 @@ def run(setup: Setup) -> Result:
     return result
 
 
-def _evidence(setup: Setup, name: str, part: str) -> Evidence:
+def _evidence(setup: Setup, name: str, part: str) -> CalibrationSet:
     jumps = None if name == "identity" else setup.jumps(name)
     masked = setup.model.masked
     many = Positions.parse(MASKED_SHARE) if masked else Positions("all")
@@ -76,7 +76,7 @@ def _evidence(setup: Setup, name: str, part: str) -> Evidence:
         if part == "select"
         else setup.scored()
     )
-    return gather(setup.model, jumps, batches, range(setup.model.n_blocks))
+    return build_calibration_set(setup.model, jumps, batches, range(setup.model.n_blocks))
 
 
 def _every_second(documents: torch.Tensor) -> torch.Tensor:
@@ -84,8 +84,8 @@ def _every_second(documents: torch.Tensor) -> torch.Tensor:
     return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
-def _of(evidence: Evidence, rows: torch.Tensor) -> Evidence:
-    return Evidence(
+def _of(evidence: CalibrationSet, rows: torch.Tensor) -> CalibrationSet:
+    return CalibrationSet(
         evidence.levels,
         evidence.right[:, rows],
         evidence.gap[:, rows],
@@ -95,9 +95,9 @@ def _of(evidence: Evidence, rows: torch.Tensor) -> Evidence:
 
 
 def _replayed(
-    setup: Setup, kind: str, probes: Probes, evidence: Evidence
+    setup: Setup, kind: str, probes: Probes, evidence: CalibrationSet
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Where each example leaves under every threshold, and whether it gives the model's token there."""
     blocks = setup.model.n_blocks
-    replay = Contender(kind, tuple(range(1, blocks)), probes).replay(evidence, blocks)
+    replay = RuleCandidate(kind, tuple(range(1, blocks)), probes).replay(evidence, blocks)
     return [(made.left, made.right) for made in map(replay, THRESHOLDS)]

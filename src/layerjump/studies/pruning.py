@@ -18,14 +18,25 @@ import torch
 
 from layerjump.errors import TextTooShort
 from layerjump.evaluation.lm_eval import evaluate
-from layerjump.metrics.timing import alternate, ratio
-from layerjump.metrics.token_loss import Losses, losses
+from layerjump.metrics.timing import ratio, time_alternately
+from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.drop_layers import cannot_drop
-from layerjump.pruning.prune import Calibration, Pruned, calibrate, compared, cut_out
-from layerjump.pruning.replace import parameters
-from layerjump.pruning.residual_weights import cannot_fold, cannot_turn
-from layerjump.pruning.select import Choosing, must_stay, order_by_loss, spans
+from layerjump.pruning.prune import (
+    CalibrationStates,
+    Pruned,
+    collect_calibration,
+    compare_losses,
+    drop_and_replace,
+)
+from layerjump.pruning.replace import count_parameters
+from layerjump.pruning.residual_weights import cannot_fold, cannot_rotate
+from layerjump.pruning.select import (
+    BlockSelection,
+    contiguous_spans,
+    order_by_loss,
+    required_blocks,
+)
 from layerjump.studies.charts import (
     Panel,
     Study,
@@ -60,7 +71,7 @@ def methods_of(model: Model) -> list[str]:
     found = ["remove", "linear"]
     if not cannot_fold(model):
         found += ["replaceme", "fold"]
-    return found if cannot_turn(model) else [*found, "turn"]
+    return found if cannot_rotate(model) else [*found, "turn"]
 
 
 def counts(free: int, blocks: int) -> list[int]:
@@ -72,15 +83,15 @@ def run(setup: Setup) -> Result:
     """Prune in every way, and measure each."""
     setup, note = with_select(setup)
     model, calibration = setup.model, _calibration(setup)
-    stay = must_stay(model, calibration.fit)
-    given = Choosing(model, calibration.fit, calibration.select, stay)
+    stay = required_blocks(model, calibration.fit)
+    given = BlockSelection(model, calibration.fit, calibration.select, stay)
     many = counts(len(given.free), model.n_blocks)
     order = order_by_loss(max(many), given) if many else []
-    before = losses(model, calibration.test)
+    before = token_losses(model, calibration.test)
     rows, tasks = [_whole(model, before)], _scored(setup, model, "whole model", 0)
     for count in many:
         for method in methods_of(model):
-            pruned = cut_out(model, spans(order[:count]), method, calibration)
+            pruned = drop_and_replace(model, contiguous_spans(order[:count]), method, calibration)
             rows.append(_row(pruned, before, calibration))
             tasks += _scored(setup, pruned.model, method, count)
     _mark_front(rows)
@@ -103,18 +114,18 @@ def run(setup: Setup) -> Result:
     return result
 
 
-def _calibration(setup: Setup) -> Calibration:
+def _calibration(setup: Setup) -> CalibrationStates:
     """Batches of this run's documents; a text that has fewer tokens than the bound gives all it has."""
     settings = setup.settings
-    given: dict[str, Any] = {"sizes": settings.split, "seed": settings.seed}
+    given: dict[str, Any] = {"split": settings.split, "seed": settings.seed}
     try:
         wanted = min(TOKENS, settings.tokens or TOKENS)
-        return calibrate(setup.model, setup.corpus, tokens=wanted, **given)
+        return collect_calibration(setup.model, setup.corpus, tokens=wanted, **given)
     except TextTooShort:
-        return calibrate(setup.model, setup.corpus, tokens=settings.tokens, **given)
+        return collect_calibration(setup.model, setup.corpus, tokens=settings.tokens, **given)
 
 
-def _whole(model: Model, before: Losses) -> Row:
+def _whole(model: Model, before: TokenLosses) -> Row:
     return {
         "method": "whole model",
         "dropped": 0,
@@ -124,13 +135,13 @@ def _whole(model: Model, before: Losses) -> Row:
         "ratio": 1.0,
         "ratio low": 1.0,
         "ratio high": 1.0,
-        "parameters": parameters(model.hf),
+        "parameters": count_parameters(model.hf),
         "time": 1.0,
     }
 
 
-def _row(pruned: Pruned, before: Losses, calibration: Calibration) -> Row:
-    found = compared(before, losses(pruned.model, calibration.test))
+def _row(pruned: Pruned, before: TokenLosses, calibration: CalibrationStates) -> Row:
+    found = compare_losses(before, token_losses(pruned.model, calibration.test))
     return {
         "method": pruned.method,
         "dropped": len(pruned.dropped),
@@ -167,7 +178,7 @@ def _scored(setup: Setup, model: Model, method: str, dropped: int) -> list[Row]:
 
 
 @torch.no_grad()
-def _time(pruned: Pruned, calibration: Calibration) -> float:
+def _time(pruned: Pruned, calibration: CalibrationStates) -> float:
     """The pruned model's time over the whole one's, on a batch of select documents."""
     batch = calibration.select[0]
 
@@ -177,7 +188,7 @@ def _time(pruned: Pruned, calibration: Calibration) -> float:
         )
 
     rivals = {"whole": lambda: runs(pruned.original), "pruned": lambda: runs(pruned.model)}
-    seconds = alternate(rivals, repeats=TURNS)
+    seconds = time_alternately(rivals, repeats=TURNS)
     return ratio(seconds["pruned"], seconds["whole"])
 
 

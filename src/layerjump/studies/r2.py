@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from layerjump.jumps.collect import Collected
+from layerjump.jumps.collect import SplitMoments
 from layerjump.jumps.fit import TO_PREDICTIONS
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
@@ -43,7 +43,7 @@ def run(setup: Setup) -> Result:
     result.settings = {
         "n_fit": collected.fit.n,
         "n_test": collected.test.n,
-        "width": setup.model.width,
+        "width": setup.model.d_model,
     }
     return result
 
@@ -62,7 +62,7 @@ def _pair_row(jumps: Jumps, source: int, target: int) -> Row:
     }
 
 
-def _composed(jumps: Jumps, collected: Collected) -> list[Row]:
+def _composed(jumps: Jumps, collected: SplitMoments) -> list[Row]:
     """Level l to the last by all the adjacent maps one after the other, beside the direct map."""
     last = jumps.provenance.n_blocks
     rows: list[Row] = []

@@ -113,7 +113,7 @@ MAIN = ("r2", "predictions", "exits", "linearity", "examples")
 """What a run does unless told."""
 
 
-def chosen(names: str | None) -> list[Study]:
+def select_studies(names: str | None) -> list[Study]:
     """The studies of a list such as `r2,exits`, in the table's order; `all` is every one."""
     if names is None:
         return [STUDIES[name] for name in MAIN]

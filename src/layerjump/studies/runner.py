@@ -11,7 +11,7 @@ from typing import Any
 from layerjump import __version__
 from layerjump.errors import BadArtifact, NewerFormat
 from layerjump.io import read_json, write_json, write_text, writing
-from layerjump.metrics.timing import machine
+from layerjump.metrics.timing import describe_machine
 from layerjump.models.fingerprint import fingerprint
 from layerjump.studies.registry import Study
 from layerjump.studies.results import Result, plain
@@ -85,17 +85,17 @@ def _fresh(setup: Setup, command: str) -> dict[str, Any]:
             "kind": KIND,
             "format": FORMAT,
             "layerjump": __version__,
-            "machine": machine(),
+            "machine": describe_machine(),
             "command": command,
             "model": {
                 "name": model.name,
                 "revision": model.revision,
                 "fingerprint": fingerprint(model.hf),
                 "family": model.hf.config.model_type,
-                "task": model.anatomy.family.task,
+                "task": model.structure.family.task,
                 "blocks": model.n_blocks,
-                "width": model.width,
-                "vocabulary": model.anatomy.vocabulary,
+                "width": model.d_model,
+                "vocabulary": model.structure.vocab_size,
             },
             "text": {"name": corpus.name, "sha256": corpus.sha256, "note": corpus.note},
             "other_texts": [{"name": other.name, "sha256": other.sha256} for other in setup.others],

@@ -22,20 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerjump.data.batches import Batch, Batches, batches
-from layerjump.data.corpus import Corpus, Splits, split
+from layerjump.data.batches import Batch, Batches, make_batches
+from layerjump.data.corpus import Corpus, Splits, split_documents
 from layerjump.data.positions import MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
-from layerjump.evaluation.lm_eval import require_harness
-from layerjump.evaluation.tasks import chosen, items_of
-from layerjump.jumps.collect import Collected, Plan, plan, sampled
+from layerjump.evaluation.lm_eval import require_lm_eval
+from layerjump.evaluation.tasks import load_items, select_tasks
+from layerjump.jumps.collect import RunPlan, SplitMoments, plan_run, sample_positions
 from layerjump.jumps.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import PREDICTIONS, Pair
 from layerjump.jumps.scoring import R2, r2
 from layerjump.jumps.statistics import Moments
-from layerjump.lens.evaluate import Readings, read_levels
+from layerjump.lens.evaluate import LensScores, evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.studies.results import Row
@@ -120,9 +120,9 @@ def _check_tasks(settings: Settings) -> None:
         return
     if settings.task_data is None:
         raise BadStudy("tasks were given, but not where their files are; give that folder too")
-    for task in chosen(settings.tasks):
-        items_of(task, settings.task_data, settings.task_limit)
-    require_harness()
+    for task in select_tasks(settings.tasks):
+        load_items(task, settings.task_data, settings.task_limit)
+    require_lm_eval()
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Setup:
     def parts(self, corpus: Corpus | None = None) -> Splits:
         """The documents of a text to fit, select and test on."""
         documents = (corpus or self.corpus).documents
-        return split(len(documents), self.settings.split, seed=self.settings.seed)
+        return split_documents(len(documents), self.settings.split, seed=self.settings.seed)
 
     def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
         """The documents of one part of the split; an error where it has none."""
@@ -184,30 +184,30 @@ class Setup:
         """One a sentence unless told, and any: the first and special ones too."""
         return Positions.parse(self.settings.positions or "one", skip_first=0, special=True)
 
-    def collected(self, pairs: str | None = None) -> Collected:
+    def collected(self, pairs: str | None = None) -> SplitMoments:
         """Sums for these pairs (the run's level pairs unless told), from one pass kept for all studies."""
         pairs = pairs or self.level_pairs
         return self.keep(f"collected {pairs}", lambda: self.collect(self.corpus, pairs))
 
-    def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> Plan:
+    def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> RunPlan:
         """A pass over a text with this run's settings, decided on but not started."""
-        reads = "both" if pairs == PREDICTIONS else "raw"
-        return plan(
+        features = "both" if pairs == PREDICTIONS else "raw"
+        return plan_run(
             self.model,
             corpus,
             **{
                 "pairs": pairs,
                 "positions": self.positions(),
                 "tokens": self.settings.tokens,
-                "sizes": self.settings.split,
+                "split": self.settings.split,
                 "seed": self.settings.seed,
                 "select": any(selects(name) for name in self.settings.estimators),
-                "reads": reads,
+                "features": features,
             }
             | changes,
         )
 
-    def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> Collected:
+    def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> SplitMoments:
         """A pass over a text with this run's settings."""
         return self.plan(corpus, pairs, **changes).run(progress=self.progress)
 
@@ -244,9 +244,9 @@ class Setup:
         positions = positions or self.test_positions()
 
         def cut(chosen: Positions, of: Sequence[int], wanted: int | None = None) -> Batches:
-            return batches(
+            return make_batches(
                 text,
-                self.model.tokens,
+                self.model.tokenization,
                 chosen,
                 documents=of,
                 seed=self.settings.seed,
@@ -281,7 +281,7 @@ class Setup:
         tokens = None if one else self.settings.budget
         return self.batches(picks=min(self.settings.score, FEW), tokens=tokens)
 
-    def read(self, lenses: Mapping[str, Lens], scored: Batches) -> Readings:
+    def read(self, lenses: Mapping[str, Lens], scored: Batches) -> LensScores:
         """What lenses read at every level of some positions, with progress."""
         done = 0
 
@@ -291,9 +291,9 @@ class Setup:
             if self.progress:
                 self.progress(done, scored.n_tokens)
 
-        return read_levels(self.model, lenses, scored, progress=tick)
+        return evaluate_lenses(self.model, lenses, scored, progress=tick)
 
-    def readings(self) -> Readings:
+    def readings(self) -> LensScores:
         """What every lens of the run reads at the test positions, kept for all studies."""
         return self.keep("readings", lambda: self.read(self.lenses(), self.scored()))
 
@@ -320,10 +320,10 @@ def _first_documents(whole: Batches, picks: int) -> list[int]:
 EVERY = Positions("all", skip_first=0, special=True)
 
 
-def collect_all_positions(setup: Setup, pairs: str) -> Collected:
+def collect_all_positions(setup: Setup, pairs: str) -> SplitMoments:
     """Sums over every position (all pairs: over a sample of them), kept for all studies of a run."""
 
-    def make() -> Collected:
+    def make() -> SplitMoments:
         return _plan(setup, pairs).run(progress=setup.progress)
 
     return setup.keep(f"everywhere {pairs}", make)
@@ -337,21 +337,23 @@ def fit_all_positions(setup: Setup, estimator: str, pairs: str) -> Jumps:
     )
 
 
-def _plan(setup: Setup, pairs: str) -> Plan:
+def _plan(setup: Setup, pairs: str) -> RunPlan:
     # All pairs are for schedules, which are chosen on the select split.
     settings: dict[str, Any] = {"select": True} if pairs == "all" else {}
     if not setup.model.masked:
         positions = _asked(setup) or EVERY
         if pairs == "all" and positions == EVERY:
             every = setup.plan(setup.corpus, pairs, positions=EVERY, **settings)
-            positions = sampled(every.batches["fit"].n_picks, setup.model.width, everywhere=True)
+            positions = sample_positions(
+                every.batches["fit"].n_picks, setup.model.d_model, everywhere=True
+            )
         return setup.plan(setup.corpus, pairs, positions=positions, **settings)
     masks = _asked(setup) or _parse(MASKED_SHARE)
     made = setup.plan(setup.corpus, pairs, positions=masks, **settings)
     look = EVERY
     if pairs == "all":
         every_fit = made.batches["fit"].look_at(EVERY)
-        look = sampled(every_fit.n_picks, setup.model.width, everywhere=True)
+        look = sample_positions(every_fit.n_picks, setup.model.d_model, everywhere=True)
     looking = {name: batches.look_at(look) for name, batches in made.batches.items()}
     about = made.about | {"positions": f"{look}, {masks} of them masked"}
     return replace(made, batches=looking, about=about)
@@ -386,7 +388,7 @@ def mean_r2(scores: Sequence[R2]) -> Row:
     }
 
 
-def hits_below_last(readings: Readings) -> Tensor:
+def hits_below_last(readings: LensScores) -> Tensor:
     """The share of the levels below the last that give the model's token, (lenses, examples)."""
     return readings.hits(1)[:, :-1].double().mean(1)
 
@@ -422,7 +424,7 @@ def differences(setup: Setup) -> list[str]:
         said.append(f"Positions are {settings.positions}; in the paper one a sentence.")
     if settings.estimators != PAPER_SETTINGS.estimators:
         said.append(f"Maps are {', '.join(settings.estimators)}; the paper's is mat.")
-    if not model.masked and model.tokens.around[0]:
+    if not model.masked and model.tokenization.around[0]:
         said.append("A special token begins every text; the paper's GPT-2 sees none.")
     longest = MAX_LENGTH.get(family, OURS)
     if longest > OURS:

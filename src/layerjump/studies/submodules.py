@@ -25,11 +25,17 @@ from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.interventions.linearize import PARTS, pairs_of
-from layerjump.interventions.patching import Change, Changes, constant, mapped, noisy
+from layerjump.interventions.patching import (
+    Change,
+    Changes,
+    add_noise,
+    replace_by_constant,
+    replace_by_map,
+)
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import SUBMODULES, Pair
 from layerjump.lens.lens import Lens
-from layerjump.models.activations import states
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.studies.ablation import Variants, announce, budgeted, runs
@@ -74,7 +80,7 @@ def run_one_block(setup: Setup, jumps: Jumps) -> Result:
 
 
 def _single_parts(model: Model) -> list[str]:
-    present = set(model.anatomy.sites())
+    present = set(model.structure.sites())
     return [part for part in SUBMODULES if Site(1, f"{part}.in") in present]
 
 
@@ -93,9 +99,9 @@ def _block_changes(
         for place, part in enumerate(parts):
             pair = _pair(block, part)
             seed = 10 * block + place
-            mine["map", part] = {pair: mapped(jumps[pair])}
-            mine["mean", part] = {pair: constant(sums.mean(pair[1]))}
-            mine["noise", part] = {pair: noisy(jumps[pair], seed=seed)}
+            mine["map", part] = {pair: replace_by_map(jumps[pair])}
+            mine["mean", part] = {pair: replace_by_constant(sums.mean(pair[1]))}
+            mine["noise", part] = {pair: add_noise(jumps[pair], seed=seed)}
         norms = [part for part in parts if part in NORMS]
         if len(norms) > 1:
             mine["map", "norms"] = {k: v for part in norms for k, v in mine["map", part].items()}
@@ -153,7 +159,7 @@ def _relative_lengths(
     model: Model, batches: Batches, parts: list[str]
 ) -> dict[tuple[str, int], float]:
     """Mean over positions of ‖a sub-module's output‖ / ‖the stream it reads from or adds to‖."""
-    present = {site.part for site in model.anatomy.sites()}
+    present = {site.part for site in model.structure.sites()}
     blocks = range(1, model.n_blocks + 1)
     after_attention = [part for part in ("mid2", "mid") if part in present]
 
@@ -169,7 +175,7 @@ def _relative_lengths(
     }
     sites = sorted({site for pair in wanted.values() for site in pair})
     totals, n = dict.fromkeys(wanted, 0.0), 0
-    for found in states(model, batches, sites):
+    for found in capture_states(model, batches, sites):
         length = {site: found[site].double().norm(dim=-1) for site in sites}
         n += found.batch.n_picks
         for key, (output, beside) in wanted.items():
@@ -270,7 +276,7 @@ def _read(variants: Variants, name: tuple[str, int], lens: Lens, state: Tensor) 
 
 def _changes(model: Model, jumps: Jumps, part: str) -> Changes:
     return {
-        pair: mapped(jumps[pair])
+        pair: replace_by_map(jumps[pair])
         for block in range(1, model.n_blocks + 1)
         for pair in pairs_of(model, block, part)
     }

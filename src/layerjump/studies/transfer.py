@@ -13,7 +13,7 @@ from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import R2
 from layerjump.jumps.statistics import Moments
-from layerjump.lens.evaluate import Readings
+from layerjump.lens.evaluate import LensScores
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.studies.results import Result, Row
@@ -71,7 +71,7 @@ def named(texts: list[Corpus]) -> dict[str, Corpus]:
     return found
 
 
-def _cells(test: str, scores: dict[str, list[R2]], readings: Readings, seed: int) -> list[Row]:
+def _cells(test: str, scores: dict[str, list[R2]], readings: LensScores, seed: int) -> list[Row]:
     """One row for each fit text: its scores on a test text, and what it loses there."""
     hits = hits_below_last(readings).numpy()
     own = readings.lenses.index(test)
@@ -88,7 +88,7 @@ def _cells(test: str, scores: dict[str, list[R2]], readings: Readings, seed: int
     return rows
 
 
-def _levels(test: str, scores: dict[str, list[R2]], readings: Readings) -> list[Row]:
+def _levels(test: str, scores: dict[str, list[R2]], readings: LensScores) -> list[Row]:
     hits = readings.hits(1).double().mean(-1)
     return [
         {

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadTraining, TextTooShort
 
 MASKED = 0.15
@@ -25,7 +25,7 @@ MASKED = 0.15
 IGNORED = -100
 
 
-def pack(documents: Sequence[str], tokens: Tokens, length: int) -> Tensor:
+def pack(documents: Sequence[str], tokens: Tokenization, length: int) -> Tensor:
     """All text in rows of `length` tokens, (rows, length); what does not fill the last row is left out.
 
     A causal model's documents follow each other behind the end-of-text token; a masked model's rows stand between the

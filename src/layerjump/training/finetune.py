@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from layerjump.data.tokenization import Tokens
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
@@ -89,7 +89,7 @@ def _item(row: dict[str, Any], labels: Sequence[str]) -> Item:
     return Item(row["query"].rstrip(), tuple(row["choices"]), row["gold"])
 
 
-def sequence(tokens: Tokens, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
+def sequence(tokens: Tokenization, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
     """Ids of a prompt and an answer, and the labels of the answer alone; a long prompt loses its beginning."""
     before, after = tokens.encode([prompt, f" {answer.strip()}"])
     room = tokens.max_length - len(tokens.prefix) - len(after)
@@ -114,7 +114,7 @@ def padded(rows: Sequence[tuple[Tensor, Tensor]], pad: int) -> dict[str, Tensor]
 @torch.no_grad()
 def accuracy(model: Model, items: Sequence[Item]) -> float:
     """The share of items whose right answer has the highest likelihood, mean over its tokens."""
-    tokens = model.tokens
+    tokens = model.tokenization
     rows = [sequence(tokens, item.prompt, choice) for item in items for choice in item.choices]
     scores: list[float] = []
     for start in range(0, len(rows), ROWS):
@@ -138,7 +138,7 @@ BATCH = 8
 LEARNING_RATE = 5e-5
 
 
-def finetuned(
+def finetune(
     model: Model,
     items: Sequence[Item],
     *,
@@ -147,7 +147,7 @@ def finetuned(
     seed: int = 0,
 ) -> Model:
     """A copy of the model, trained for so many batches of eight; the loss is of the answers' tokens alone."""
-    tokens = model.tokens
+    tokens = model.tokenization
     rows = [sequence(tokens, item.prompt, item.choices[item.gold]) for item in items]
     hf = copy.deepcopy(model.hf)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():

@@ -16,7 +16,7 @@ from layerjump.models.loading import CLASSES
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """How large a model is."""
 
     layers: int = 4
@@ -97,7 +97,7 @@ _GATED = ("llama", "mistral", "gemma", "gemma2")
 
 
 def new_model(
-    kind: Architecture, shape: Shape, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    kind: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
     """An untrained model for this tokenizer; the same seed gives the same weights."""
     config = AutoConfig.for_model(kind.family, **_settings(kind, shape, tokenizer))
@@ -126,7 +126,7 @@ def _look_near(bert: Any) -> None:
 
 
 def _settings(
-    kind: Architecture, shape: Shape, tokenizer: PreTrainedTokenizerBase
+    kind: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     known = AutoConfig.for_model(kind.family)
     settings: dict[str, Any] = {
@@ -159,7 +159,7 @@ def _settings(
     return settings
 
 
-def _feed_forward(kind: Architecture, shape: Shape) -> int:
+def _feed_forward(kind: Architecture, shape: ModelShape) -> int:
     """Four times the width; a gated one has a third product, so two thirds of that, in eights."""
     return 8 * max(1, round(shape.hidden / 3)) if kind.family in _GATED else 4 * shape.hidden
 

@@ -21,18 +21,18 @@ from transformers import (
     TrainingArguments,
 )
 
-from layerjump.data.batches import Batches, batches
+from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, TextTooShort
 from layerjump.io import read_json, write_json
 from layerjump.jumps.block_linearity import block_map, block_pair, block_scores
-from layerjump.jumps.collect import Plan, plan
+from layerjump.jumps.collect import RunPlan, plan_run
 from layerjump.jumps.fit import solve_jumps
-from layerjump.lens.evaluate import read_levels
+from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.metrics.linearity import jump_strength
-from layerjump.metrics.token_loss import losses
+from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 
 SIZES = "75/0/25"
@@ -81,10 +81,12 @@ def profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
     adjacent = _plan(model, text, "adjacent", everywhere, seed).run()
     to_last = _plan(model, text, "to-last", _predicting(model), seed)
     collected = to_last.run()
-    found = losses(model, _predicted(model, text, seed))
+    found = token_losses(model, _predicted(model, text, seed))
     jumps = solve_jumps(collected, "affine")
     lenses = {"map": Lens(model, jumps), "identity": Lens(model)}
-    hits = read_levels(model, lenses, _few(model, text, to_last, seed)).hits(1).double().mean(-1)
+    hits = (
+        evaluate_lenses(model, lenses, _few(model, text, to_last, seed)).hits(1).double().mean(-1)
+    )
     blocks = []
     for level in range(model.n_blocks):
         fitted = block_map(adjacent.fit, level)
@@ -110,18 +112,18 @@ def _predicting(model: Model) -> Positions:
     return Positions.parse(MASKED_SHARE if model.masked else "all")
 
 
-def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: int) -> Plan:
+def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: int) -> RunPlan:
     share = positions.amount or 1
-    wanted = int(PER_WIDTH * model.width / share / 0.75)
+    wanted = int(PER_WIDTH * model.d_model / share / 0.75)
 
-    def planned(tokens: int | None) -> Plan:
-        return plan(
+    def planned(tokens: int | None) -> RunPlan:
+        return plan_run(
             model,
             text,
             pairs=pairs,
             positions=positions,
             tokens=tokens,
-            sizes=SIZES,
+            split=SIZES,
             seed=seed,
             select=False,
         )
@@ -134,21 +136,26 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
 
 def _predicted(model: Model, text: Corpus, seed: int) -> Batches:
     try:
-        return batches(
-            text, model.tokens, _predicting(model), seed=seed, tokens_wanted=PREDICTED, budget=4096
+        return make_batches(
+            text,
+            model.tokenization,
+            _predicting(model),
+            seed=seed,
+            tokens_wanted=PREDICTED,
+            budget=4096,
         )
     except TextTooShort:
-        return batches(text, model.tokens, _predicting(model), seed=seed, budget=4096)
+        return make_batches(text, model.tokenization, _predicting(model), seed=seed, budget=4096)
 
 
-def _few(model: Model, text: Corpus, whole: Plan, seed: int) -> Batches:
+def _few(model: Model, text: Corpus, whole: RunPlan, seed: int) -> Batches:
     """About `READ` positions of the test documents; a masked model must see the same masks."""
     found = whole.batches["test"]
     if found.n_picks <= READ or model.masked:
         return found
     share = Positions("share", READ / found.n_picks)
     documents = [*dict.fromkeys(found.sequences.document)]
-    return batches(text, model.tokens, share, documents=documents, seed=seed)
+    return make_batches(text, model.tokenization, share, documents=documents, seed=seed)
 
 
 Tables = dict[str, list[dict[str, Any]]]

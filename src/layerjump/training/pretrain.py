@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump import __version__
-from layerjump.data.corpus import Corpus, split
-from layerjump.data.tokenization import Tokens
+from layerjump.data.corpus import Corpus, split_documents
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText
 from layerjump.io import check_free, replace_folder, write_json, write_text
 from layerjump.models.loading import quiet_transformers
@@ -138,7 +138,7 @@ def pretrain(
     return record
 
 
-def together(texts: Sequence[Corpus]) -> Corpus:
+def join_corpora(texts: Sequence[Corpus]) -> Corpus:
     """Several texts as one."""
     documents = tuple(document for text in texts for document in text.documents)
     return Corpus(" + ".join(text.name for text in texts), documents, "put together")
@@ -153,7 +153,7 @@ def _parted(text: Corpus, held_out: Corpus | None, seed: int) -> tuple[Corpus, C
                 "out"
             )
         return text, held_out
-    parts = split(len(text.documents), HELD_OUT, seed=seed)
+    parts = split_documents(len(text.documents), HELD_OUT, seed=seed)
 
     def part(chosen: tuple[int, ...], note: str) -> Corpus:
         return Corpus(text.name, tuple(text.documents[i] for i in sorted(chosen)), note)
@@ -183,8 +183,8 @@ def _saved(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Tokens:
-    return Tokens.of(
+def _tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Tokenization:
+    return Tokenization.of(
         tokenizer, max_positions=recipe.shape.positions, masked=recipe.architecture.masked
     )
 

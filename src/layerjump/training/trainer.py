@@ -33,10 +33,10 @@ from layerjump.errors import BadTraining, Diverged
 from layerjump.models.families import family_of
 from layerjump.models.hooks import Hooks
 from layerjump.models.loading import quiet_transformers
-from layerjump.models.structure import Anatomy, Site
+from layerjump.models.structure import Site, Structure
 from layerjump.training.data import IGNORED, Rows
 from layerjump.training.hf_trainer import Resumable, quieten
-from layerjump.training.model import ARCHITECTURES, Architecture, Shape
+from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape
 from layerjump.training.regularizers import PENALTIES, Penalty
 
 NONE = "none"
@@ -47,7 +47,7 @@ class Recipe:
     """A run's settings; the same settings and text give the same model."""
 
     arch: str = "llama"
-    shape: Shape = field(default_factory=Shape)
+    shape: ModelShape = field(default_factory=ModelShape)
     vocabulary: int = 2048
     length: int = 128
     """Tokens in a row."""
@@ -106,15 +106,15 @@ class Levels(Hooks):
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
-        anatomy = Anatomy(hf)
+        structure = Structure(hf)
         self._levels: dict[tuple[nn.Module, str], dict[int, int]] = {}
-        for level in range(anatomy.n_blocks + 1):
-            tap = anatomy.tap(Site(level))
+        for level in range(structure.n_blocks + 1):
+            tap = structure.tap(Site(level))
             self._levels.setdefault((tap.module, tap.side), {})[tap.call] = level
-        self._turns = Counter(anatomy.blocks)  # a block that is shared runs several times a pass
+        self._turns = Counter(structure.blocks)  # a block that is shared runs several times a pass
         self._calls: Counter[tuple[nn.Module, str]] = Counter()
         self._states: dict[int, Tensor] = {}
-        self._last = anatomy.n_blocks
+        self._last = structure.n_blocks
         super().__init__(self._levels)
 
     @property

@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
-from layerjump.data.batches import Batch, batches
+from layerjump.data.batches import Batch, make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadExit, TextTooShort
 from layerjump.generation.calibration.cost_model import Costs, measure
 from layerjump.generation.calibration.dataset import (
-    Evidence,
+    CalibrationSet,
+    build_calibration_set,
     candidates,
-    gather,
-    own_text,
+    generate_text,
     shares,
     unseen_documents,
 )
 from layerjump.generation.calibration.search import (
     THRESHOLDS,
-    Contender,
+    RuleCandidate,
     at_one_level,
     cheapest,
     cheapest_drafts,
@@ -42,7 +42,7 @@ from layerjump.generation.calibration.search import (
 )
 from layerjump.generation.probes import calibration_curve
 from layerjump.generation.rules import Never, Rule
-from layerjump.generation.shortlist import Among, shortlist
+from layerjump.generation.shortlist import ShortlistRule, build_shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
@@ -117,27 +117,29 @@ def calibrate(
         most = 1 if name == "thresholds" else SAMPLE
         found: Iterable[Batch]
         if own is not None:
-            found = own_text(model, text, chosen, tokens=own, picks=most, seed=seed)
+            found = generate_text(model, text, chosen, tokens=own, picks=most, seed=seed)
         else:
             positions = Positions("one") if most == 1 else Positions("sample", most)
-            found = batches(text, model.tokens, positions, documents=chosen, seed=seed)
-        read[name] = gather(model, jumps, found, levels, among)
+            found = make_batches(text, model.tokenization, positions, documents=chosen, seed=seed)
+        read[name] = build_calibration_set(model, jumps, found, levels, among)
     made = _choose(model, text, read, costs, target, confidence, kinds, seed)
     return replace(made, about=made.about | {"own": own})
 
 
-def _looked_at(model: Model, text: Corpus, dealt: Mapping[str, Sequence[int]]) -> Among | None:
+def _looked_at(
+    model: Model, text: Corpus, dealt: Mapping[str, Sequence[int]]
+) -> ShortlistRule | None:
     """The shortlist for early looks. Documents that show or guarantee something are not counted."""
     apart = {*dealt["thresholds"], *dealt["test"]}
     others = [document for document in range(len(text.documents)) if document not in apart]
-    tokens = shortlist(model, text, others)
-    return None if tokens is None else Among(Never(), tokens)
+    tokens = build_shortlist(model, text, others)
+    return None if tokens is None else ShortlistRule(Never(), tokens)
 
 
 def _choose(
     model: Model,
     text: Corpus,
-    read: dict[str, Evidence],
+    read: dict[str, CalibrationSet],
     costs: Costs,
     target: float,
     confidence: float,
@@ -179,7 +181,11 @@ def _choose(
 
 
 def loosest(
-    contender: Contender, evidence: Evidence, n_blocks: int, target: float, confidence: float
+    contender: RuleCandidate,
+    evidence: CalibrationSet,
+    n_blocks: int,
+    target: float,
+    confidence: float,
 ) -> float | None:
     """The loosest threshold that passes, before the first that fails; None if not even the strictest does."""
     replay, passed = contender.replay(evidence, n_blocks), None
@@ -203,16 +209,16 @@ def binomial_tail(hits: int, n: int, share: float) -> float:
 
 
 def _shown(
-    contender: Contender,
+    contender: RuleCandidate,
     threshold: float | None,
-    evidence: Evidence,
+    evidence: CalibrationSet,
     costs: Costs,
     n_blocks: int,
     seed: int,
 ) -> dict[str, float]:
     """Numbers of documents that nothing was chosen on."""
     if threshold is None:
-        contender, threshold = Contender(contender.kind, (), contender.probes), 0.5
+        contender, threshold = RuleCandidate(contender.kind, (), contender.probes), 0.5
     made = contender.replay(evidence, n_blocks)(threshold)
     mean, low, high = mean_interval(
         made.right.double().numpy(), evidence.document.numpy(), seed=seed
@@ -228,7 +234,7 @@ def _shown(
     }
 
 
-def _curves(contender: Contender, evidence: Evidence) -> dict[str, Any]:
+def _curves(contender: RuleCandidate, evidence: CalibrationSet) -> dict[str, Any]:
     """How well each gate's probabilities hold on test text."""
     if contender.kind == "gap":
         return {}

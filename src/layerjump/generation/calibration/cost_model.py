@@ -11,10 +11,10 @@ from torch import Tensor
 
 from layerjump.generation.block_runner import Runner
 from layerjump.generation.packed_cpu import blocks_of, with_lean_head
-from layerjump.generation.probes import Gate
+from layerjump.generation.probes import Probe
 from layerjump.generation.result import Counts
-from layerjump.generation.rules import Look
-from layerjump.generation.shortlist import Among
+from layerjump.generation.rules import LevelReading
+from layerjump.generation.shortlist import ShortlistRule
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
@@ -66,7 +66,7 @@ class Costs:
 
 
 @torch.no_grad()
-def measure(model: Model, jumps: Jumps | None, among: Among | None = None) -> Costs:
+def measure(model: Model, jumps: Jumps | None, among: ShortlistRule | None = None) -> Costs:
     """Time the parts of a step, in turns, and take medians."""
     context = max(1, min(CONTEXT, model.max_positions - TOGETHER))
     runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(context)[None], Counts())
@@ -74,18 +74,18 @@ def measure(model: Model, jumps: Jumps | None, among: Among | None = None) -> Co
     _climb(runner, ids[:, :context])
     lens = Lens(with_lean_head(model), jumps)
     level = min(lens.levels, key=lambda each: abs(each - model.n_blocks // 2))
-    state = torch.randn(1, model.width, device=model.device, dtype=model.hf.dtype)
+    state = torch.randn(1, model.d_model, device=model.device, dtype=model.hf.dtype)
     position = torch.tensor([context], device=model.device)
-    gate = Gate(torch.randn(1, model.width + 3), (level,), 0.5)
+    gate = Probe(torch.randn(1, model.d_model + 3), (level,), 0.5)
 
     def blocks(tokens: int) -> Callable[[], object]:
         return lambda: _climb(runner, ids[:, : context + tokens])
 
     def look(lens: Lens) -> Callable[[], object]:
-        return lambda: Look(level, state, position, lens.logits).gap
+        return lambda: LevelReading(level, state, position, lens.logits).gap
 
     def ask() -> object:
-        return gate.stops(Look(level, state, position, lens.logits))
+        return gate.stops(LevelReading(level, state, position, lens.logits))
 
     parts = {"one": blocks(1), "some": blocks(TOGETHER), "head": look(lens), "gate": ask}
     if among is not None:

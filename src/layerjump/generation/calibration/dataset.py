@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from layerjump.data.batches import Batch
-from layerjump.data.corpus import Corpus, split
+from layerjump.data.corpus import Corpus, split_documents
 from layerjump.errors import BadExit, TextTooShort
 from layerjump.generation.generate import generate
-from layerjump.generation.probes import gate_features
-from layerjump.generation.shortlist import Among
+from layerjump.generation.probes import probe_features
+from layerjump.generation.shortlist import ShortlistRule
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens, rows_at_once
-from layerjump.models.activations import states
+from layerjump.lens.lens import Lens, chunk_rows
+from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 
 OPENING = 12
@@ -36,7 +36,7 @@ TOGETHER = 64
 """Texts that are written side by side."""
 
 
-def own_text(
+def generate_text(
     model: Model,
     corpus: Corpus,
     documents: Sequence[int],
@@ -49,7 +49,7 @@ def own_text(
 
     Where to look is drawn first, and no document is gone on with further than that.
     """
-    room = model.tokens.max_length - len(model.tokens.wrap([])) - OPENING
+    room = model.tokenization.max_length - len(model.tokenization.wrap([])) - OPENING
     if not 1 <= tokens <= room:
         raise BadExit(
             f"{tokens} tokens of the model's own were asked for behind each opening; give 1 to {room}, which is what "
@@ -74,18 +74,18 @@ def own_text(
 def _written(
     model: Model, corpus: Corpus, orders: Mapping[int, NDArray[np.int64]], *, most: int, picks: int
 ) -> Batch:
-    texts = model.tokens.encode([corpus.documents[document] for document in orders])
-    openings = [model.tokens.wrap(ids[:OPENING]) for ids in texts]
+    texts = model.tokenization.encode([corpus.documents[document] for document in orders])
+    openings = [model.tokenization.wrap(ids[:OPENING]) for ids in texts]
     said = generate(
         model,
         None,
-        model.tokens.left_padded(openings),
+        model.tokenization.left_padded(openings),
         do_sample=False,
         max_new_tokens=most,
-        pad_token_id=model.tokens.pad,
+        pad_token_id=model.tokenization.pad,
     ).ids
     rows = [opening + new for opening, new in zip(openings, said, strict=True)]
-    ids = _right_padded(rows, model.tokens.pad)
+    ids = _right_padded(rows, model.tokenization.pad)
     attention = _right_padded([[1] * len(row) for row in rows], 0)
     row, position = [], []
     for place, (new, order) in enumerate(zip(said, orders.values(), strict=True)):
@@ -108,7 +108,7 @@ CANDIDATES = 10
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CalibrationSet:
     """Positions of some documents, read at some levels; tensors are (levels, positions) unless said."""
 
     levels: tuple[int, ...]
@@ -142,7 +142,7 @@ def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
     if jumps is None or jumps.provenance.text_sha256 != corpus.sha256:
         return everything
     known = jumps.provenance
-    seen = set(split(len(everything), known.split, seed=known.seed).fit)
+    seen = set(split_documents(len(everything), known.split, seed=known.seed).fit)
     return tuple(document for document in everything if document not in seen)
 
 
@@ -156,7 +156,7 @@ def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
             f"{len(documents)} documents are left that the jumps have not seen, too few to calibrate on; give another "
             f"text"
         )
-    first = split(len(documents), "30/60/10", seed=seed)
+    first = split_documents(len(documents), "30/60/10", seed=seed)
     some = 3 * len(first.fit) // 8
     dealt = {
         "gates": first.fit[some:],
@@ -168,31 +168,31 @@ def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
 
 
 @torch.no_grad()
-def gather(
+def build_calibration_set(
     model: Model,
     jumps: Jumps | None,
     batches: Iterable[Batch],
     levels: Sequence[int],
-    among: Among | None = None,
-) -> Evidence:
+    among: ShortlistRule | None = None,
+) -> CalibrationSet:
     """Read the batches' picks at levels."""
     lens, last = Lens(model if among is None else among.model(model), jumps), model.n_blocks
     tokens = None if among is None else among.tokens
-    rows = rows_at_once(model)
+    rows = chunk_rows(model)
     parts: list[tuple[Tensor, ...]] = []
     for batch in batches:
-        at = next(iter(states(model, [batch], [*levels, last])))
+        at = next(iter(capture_states(model, [batch], [*levels, last])))
         for start in range(0, batch.n_picks, rows):
             part = slice(start, start + rows)
             own = model.logits(at[last][part]).argmax(-1)
             seen = [_look(lens, level, at[level][part], own, tokens) for level in levels]
             place = batch.position[part].to(own.device)
-            features = torch.stack([gate_features(at[level][part], place) for level in levels])
+            features = torch.stack([probe_features(at[level][part], place) for level in levels])
             right, gap = (torch.stack(column) for column in zip(*seen, strict=True))
             parts.append((right.cpu(), gap.cpu(), features.float().cpu(), batch.document[part]))
     columns = [list(column) for column in zip(*parts, strict=True)]
     right, gap, features = (torch.cat(column, 1) for column in columns[:3])
-    return Evidence(tuple(levels), right, gap, features, torch.cat(columns[3]), tokens)
+    return CalibrationSet(tuple(levels), right, gap, features, torch.cat(columns[3]), tokens)
 
 
 def _look(

@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 
 from layerjump.generation.calibration.cost_model import Costs, replay_cost
-from layerjump.generation.calibration.dataset import Evidence
-from layerjump.generation.probes import Gate, TwoStage, log_loss, log_odds, logistic, mixed_features
+from layerjump.generation.calibration.dataset import CalibrationSet
+from layerjump.generation.probes import (
+    Probe,
+    TwoStage,
+    log_loss,
+    log_odds,
+    logistic,
+    mixed_features,
+)
 from layerjump.generation.rules import Drafting, Never, Rule, SoftmaxGap
-from layerjump.generation.shortlist import Among
+from layerjump.generation.shortlist import ShortlistRule
 
 STRENGTHS = (1e-3, 1e-2, 1e-1)
 """Penalties of gates that are tried."""
@@ -60,7 +67,7 @@ class Probes:
     """The shortlist that gaps were taken over, if they were."""
 
 
-def fit_probes(train: Evidence, held: Evidence) -> Probes:
+def fit_probes(train: CalibrationSet, held: CalibrationSet) -> Probes:
     """Gates on one set of documents, their penalty and the second stages on another."""
     gate, mix = {}, {}
     for place, level in enumerate(train.levels):
@@ -75,7 +82,7 @@ def fit_probes(train: Evidence, held: Evidence) -> Probes:
 
 
 @dataclass(frozen=True)
-class Contender:
+class RuleCandidate:
     """A kind of rule with its levels; the threshold is still open."""
 
     kind: str
@@ -89,16 +96,16 @@ class Contender:
         if not self.at:
             return Never()
         plain, tokens = self._rule(threshold), self.probes.tokens
-        return plain if tokens is None else Among(plain, tokens)
+        return plain if tokens is None else ShortlistRule(plain, tokens)
 
     def _rule(self, threshold: float) -> Rule:
         if self.kind == "gap":
             return SoftmaxGap(threshold / 0.9, length=1e-9, strict=False, at=self.at)
         weights = torch.stack([self.probes.gate[level] for level in self.at]).float()
         if self.kind == "gate":
-            return Gate(weights, self.at, threshold)
+            return Probe(weights, self.at, threshold)
         mix = torch.stack([self.probes.mix[level] for level in self.at]).float()
-        return TwoStage(Gate(weights, self.at, self.worth), mix, threshold)
+        return TwoStage(Probe(weights, self.at, self.worth), mix, threshold)
 
     def record(self, threshold: float | None) -> dict[str, Any]:
         """The rule in plain words, without its weights."""
@@ -109,7 +116,7 @@ class Contender:
             "worth": self.worth,
         }
 
-    def replay(self, evidence: Evidence, n_blocks: int) -> Callable[[float], Replayed]:
+    def replay(self, evidence: CalibrationSet, n_blocks: int) -> Callable[[float], Replayed]:
         """threshold → what the rule does at every position. What does not depend on the threshold is made once."""
         places = [evidence.levels.index(level) for level in self.at]
         odds = [
@@ -149,10 +156,10 @@ class Contender:
 
 
 def cheapest(
-    kind: str, probes: Probes, evidence: Evidence, costs: Costs, n_blocks: int, target: float
-) -> tuple[Contender, float]:
+    kind: str, probes: Probes, evidence: CalibrationSet, costs: Costs, n_blocks: int, target: float
+) -> tuple[RuleCandidate, float]:
     """The kind's best levels (added one at a time while that pays) and its cost at the target, on the select split."""
-    best = Contender(kind, (), probes), costs.full(n_blocks)
+    best = RuleCandidate(kind, (), probes), costs.full(n_blocks)
     for worth in WORTH if kind == "two-stage" else (0.0,):
         chosen: tuple[int, ...] = ()
         spent = costs.full(n_blocks)
@@ -161,7 +168,7 @@ def cheapest(
                 (_cost_at(made, evidence, costs, n_blocks, target), made)
                 for level in evidence.levels
                 if level not in chosen
-                for made in [Contender(kind, tuple(sorted((*chosen, level))), probes, worth)]
+                for made in [RuleCandidate(kind, tuple(sorted((*chosen, level))), probes, worth)]
             ]
             found = min(tries, key=lambda pair: pair[0], default=None)
             if found is None or found[0] >= spent:
@@ -174,7 +181,7 @@ def cheapest(
 
 
 def _cost_at(
-    contender: Contender, evidence: Evidence, costs: Costs, n_blocks: int, target: float
+    contender: RuleCandidate, evidence: CalibrationSet, costs: Costs, n_blocks: int, target: float
 ) -> float:
     """The least cost among thresholds that reach the target on this evidence; of the whole model if none does."""
     replay = contender.replay(evidence, n_blocks)
@@ -191,7 +198,7 @@ PLAYED = 2_000
 class Drafts:
     """How to draft."""
 
-    contender: Contender
+    contender: RuleCandidate
     threshold: float | None
     """None: not at all, since it does not pay."""
     unverified: int
@@ -212,12 +219,12 @@ class Drafts:
 
 
 def cheapest_drafts(
-    contenders: Iterable[Contender], evidence: Evidence, costs: Costs, n_blocks: int
+    contenders: Iterable[RuleCandidate], evidence: CalibrationSet, costs: Costs, n_blocks: int
 ) -> Drafts:
     """The contender, threshold and number of waiting tokens that cost least; none, if none pays."""
     contenders = [contender for contender in contenders if contender.at]
     order = torch.randperm(len(evidence), generator=torch.Generator().manual_seed(0))[:PLAYED]
-    nothing = Contender("gap", (), Probes({}, {}))
+    nothing = RuleCandidate("gap", (), Probes({}, {}))
     best = Drafts(nothing, None, 1, costs.full(n_blocks))
     for contender in contenders:
         replay = contender.replay(evidence, n_blocks)
@@ -249,10 +256,12 @@ def looks_of(played: Replayed, n_blocks: int) -> Tensor:
     return played.heads - (played.left == n_blocks).to(played.heads)
 
 
-def at_one_level(kinds: Sequence[str], probes: Probes, levels: Sequence[int]) -> list[Contender]:
+def at_one_level(
+    kinds: Sequence[str], probes: Probes, levels: Sequence[int]
+) -> list[RuleCandidate]:
     """Every kind of rule at every single level."""
     return [
-        Contender(kind, (level,), probes, worth)
+        RuleCandidate(kind, (level,), probes, worth)
         for kind in kinds
         for level in levels
         for worth in (WORTH if kind == "two-stage" else (0.0,))

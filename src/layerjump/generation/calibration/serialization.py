@@ -12,10 +12,10 @@ from torch import Tensor
 from layerjump import io
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
 from layerjump.generation.calibration.calibrate import KINDS, Calibration
-from layerjump.generation.calibration.search import Contender, Probes
-from layerjump.generation.probes import Gate, TwoStage
+from layerjump.generation.calibration.search import Probes, RuleCandidate
+from layerjump.generation.probes import Probe, TwoStage
 from layerjump.generation.rules import Drafting, Never, Rule
-from layerjump.generation.shortlist import Among
+from layerjump.generation.shortlist import ShortlistRule
 from layerjump.jumps.serialization import TENSORS
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model
@@ -61,7 +61,7 @@ def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
             f"the exit rule in {folder} was calibrated with other jumps than those in it now; calibrate again"
         )
     try:
-        _check_tensors(tensors, None if model is None else model.width)
+        _check_tensors(tensors, None if model is None else model.d_model)
         return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise BadArtifact(
@@ -81,9 +81,9 @@ def _tensors(calibration: Calibration) -> dict[str, Tensor]:
     tensors = {}
     for name, rule in (("rule", calibration.rule), ("lossless", calibration.lossless)):
         rule = rule.rule if isinstance(rule, Drafting) else rule
-        if isinstance(rule, Among):
+        if isinstance(rule, ShortlistRule):
             tensors[SHORTLIST], rule = rule.tokens, rule.rule
-        if isinstance(rule, Gate):
+        if isinstance(rule, Probe):
             tensors[f"{name}.gate"] = rule.weights
         if isinstance(rule, TwoStage):
             tensors |= {f"{name}.gate": rule.gate.weights, f"{name}.mix": rule.mix}
@@ -104,7 +104,7 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
             for part in ("gate", "mix")
         }
         probes = Probes(**by_level, tokens=tensors.get(SHORTLIST))
-        made = Contender(said["kind"], levels, probes, said["worth"])
+        made = RuleCandidate(said["kind"], levels, probes, said["worth"])
         plain = made.rule(said["threshold"])
         return Drafting(plain, said["least"]) if "least" in said else plain
 

@@ -15,7 +15,7 @@ from layerjump import __version__
 from layerjump.errors import BadForeignLens, WrongModel
 from layerjump.jumps.jumps import JumpInfo, Jumps, Pair, Provenance
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.models.fingerprint import about_model
+from layerjump.models.fingerprint import describe_model
 from layerjump.models.model import Model
 
 UNKNOWN = "unknown"
@@ -38,7 +38,7 @@ def to_jumps(lens: ForeignLens, model: Model, source: Path) -> Jumps:
     """The lens as jumps of a model; what its files do not say is unknown, and nothing is made up."""
     infos = {pair: JumpInfo(*pair, lens.estimator) for pair in lens.maps}
     known = Provenance(
-        **about_model(model),
+        **describe_model(model),
         text=lens.text,
         text_sha256=UNKNOWN,
         tokens=0,
@@ -59,7 +59,7 @@ def to_jumps(lens: ForeignLens, model: Model, source: Path) -> Jumps:
 
 def most_bytes(model: Model, n_maps: int) -> int:
     """How large a file with so many maps of a model can be: anything larger is not read at all."""
-    return n_maps * (model.width**2 + model.width) * 8 + _MARGIN
+    return n_maps * (model.d_model**2 + model.d_model) * 8 + _MARGIN
 
 
 def check_size(path: Path, most: int) -> None:

@@ -44,7 +44,7 @@ def read(path: Path, model: Model) -> ForeignLens:
     for place in (content, content.get("metadata")):
         said |= notes(place)
     if said.get("d_model") is not None:
-        check_said("d_model", said["d_model"], model.width, path)
+        check_said("d_model", said["d_model"], model.d_model, path)
     if said.get("target_layer") is not None:
         check_said("target_layer", said["target_layer"], model.n_blocks - 1, path)
     scale = n_prompts if "J" not in content else 1
@@ -56,7 +56,7 @@ def read(path: Path, model: Model) -> ForeignLens:
             raise BadForeignLens(
                 f"{path} has two matrices for layer {level - 1}; give a file that has one for each"
             )
-        found = checked(matrix, (model.width, model.width), f"layer {key}", path)
+        found = checked(matrix, (model.d_model, model.d_model), f"layer {key}", path)
         maps[Site(level), last] = Affine.of(found / scale)
     return ForeignLens(maps, _estimator(said), _text(said), _skipped(said), said)
 
@@ -89,7 +89,7 @@ def _content(jumps: Jumps, model: Model, maps: dict[int, Affine]) -> dict[str, A
         "J": {layer: affine.weight.float() for layer, affine in maps.items()},
         "n_prompts": count if type(count) is int else 0,
         "source_layers": sorted(maps),
-        "d_model": model.width,
+        "d_model": model.d_model,
         "metadata": {
             "model_name": model.name,
             "model_revision": model.revision,

@@ -86,7 +86,7 @@ def _map(path: Path, pair: Pair, model: Model) -> Affine:
         raise BadForeignLens(
             f"{path} holds {1 + len(biases)} things, but a matrix and perhaps an intercept were wanted; give another"
         )
-    width = model.width
+    width = model.d_model
     weight = checked(weight, (width, width), "its matrix", path)
     bias = checked(biases[0], (width,), "its intercept", path) if biases else None
     return Affine.of(weight, bias=bias)

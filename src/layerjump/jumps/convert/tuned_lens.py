@@ -55,7 +55,7 @@ def read(folder: Path, model: Model) -> ForeignLens:
     _check_names(state, model.n_blocks, parameter_file)
     last = Site(model.n_blocks)
     maps = {
-        (Site(level), last): _map(state, level, model.width, parameter_file)
+        (Site(level), last): _map(state, level, model.d_model, parameter_file)
         for level in range(model.n_blocks)
     }
     return ForeignLens(maps, "tuned-lens", said=notes(config))
@@ -73,13 +73,13 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     state: dict[str, Tensor] = {}
     for pair in pairs:
         affine, level = plain_map(jumps, pair), pair[0].index
-        state[f"{level}.weight"] = affine.weight - torch.eye(model.width, dtype=torch.float64)
+        state[f"{level}.weight"] = affine.weight - torch.eye(model.d_model, dtype=torch.float64)
         # The package cannot load a lens without biases.
-        none = torch.zeros(model.width, dtype=torch.float64)
+        none = torch.zeros(model.d_model, dtype=torch.float64)
         state[f"{level}.bias"] = none if affine.bias is None else affine.bias
     config = {
         "base_model_name_or_path": model.name,
-        "d_model": model.width,
+        "d_model": model.d_model,
         "num_hidden_layers": model.n_blocks,
         "bias": True,
         "base_model_revision": model.revision,
@@ -95,7 +95,7 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
 
 def unembedding_hash(model: Model) -> str:
     """By what the package tells unembeddings apart: the sha256 of the matrix as numpy prints it, to one decimal."""
-    weight = model.anatomy.head.get_parameter("weight").detach().cpu().float().numpy()
+    weight = model.structure.unembedding.get_parameter("weight").detach().cpu().float().numpy()
     return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
 
 
@@ -105,7 +105,7 @@ def _check_config(config: dict[str, Any], model: Model, path: Path) -> None:
         raise BadForeignLens(
             f"{path}: lens_type is {str(kind)[:50]!r}, but {_KIND} was wanted; give such a lens"
         )
-    check_said("d_model", config.get("d_model"), model.width, path)
+    check_said("d_model", config.get("d_model"), model.d_model, path)
     check_said("num_hidden_layers", config.get("num_hidden_layers"), model.n_blocks, path)
     said = config.get("unembed_hash")
     if said and said != unembedding_hash(model):

@@ -36,16 +36,16 @@ import torch
 from torch import Tensor, nn
 
 from layerjump import __version__
-from layerjump.data.batches import Batch, Batches, batches
-from layerjump.data.corpus import Corpus, read, split
+from layerjump.data.batches import Batch, Batches, make_batches
+from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadEstimator, BadModel, TextTooShort
-from layerjump.jumps.estimators.low_rank import narrow_rank
+from layerjump.jumps.estimators.low_rank import njtc_rank
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
-from layerjump.models.activations import Recorder, states
-from layerjump.models.fingerprint import about_model
+from layerjump.models.activations import Recorder, capture_states
+from layerjump.models.fingerprint import describe_model
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Site
 
@@ -57,7 +57,7 @@ class Reading:
     model: Model
     corpus: Corpus
     where: Positions
-    sizes: str
+    split: str
     seed: int
     batches: Batches
 
@@ -69,23 +69,23 @@ class Reading:
         where: Positions,
         *,
         tokens: int | None,
-        sizes: str,
+        split: str,
         seed: int,
         **cut: Any,
     ) -> Reading:
         """Cut the fit documents of a text into batches; `cut` is handed on to `batches`."""
-        corpus = text if isinstance(text, Corpus) else read(text)
-        documents = split(len(corpus.documents), sizes, seed=seed).fit
-        found = batches(
+        corpus = text if isinstance(text, Corpus) else load_text(text)
+        documents = split_documents(len(corpus.documents), split, seed=seed).fit
+        found = make_batches(
             corpus,
-            model.tokens,
+            model.tokenization,
             where,
             documents=documents,
             seed=seed,
             tokens_wanted=tokens,
             **cut,
         )
-        return cls(model, corpus, where, sizes, seed, found)
+        return cls(model, corpus, where, split, seed, found)
 
     def jumps(
         self,
@@ -98,14 +98,14 @@ class Reading:
     ) -> Jumps:
         """The maps with all that is known of how they were made."""
         known = Provenance(
-            **about_model(self.model),
+            **describe_model(self.model),
             text=self.corpus.name,
             text_sha256=self.corpus.sha256,
             tokens=self.batches.n_tokens,
             positions=str(self.where),
             skip_first=self.where.skip_first,
             special=self.where.special,
-            split=self.sizes,
+            split=self.split,
             n_fit=n_fit,
             n_select=0,
             n_test=0,
@@ -126,7 +126,7 @@ _CELLS = 2048
 Progress = Callable[[int, int], None]
 
 
-def jacobian(
+def fit_jacobian(
     model: Model,
     text: Corpus | str | Path,
     *,
@@ -134,7 +134,7 @@ def jacobian(
     tokens: int = TOKENS,
     skip_first: int = SKIP_FIRST,
     max_length: int = 128,
-    sizes: str = "80/10/10",
+    split: str = "80/10/10",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Jumps:
@@ -150,7 +150,7 @@ def jacobian(
         text,
         Positions("all", skip_first=skip_first),
         tokens=tokens,
-        sizes=sizes,
+        split=split,
         seed=seed,
         max_length=max_length,
         budget=_CELLS,
@@ -186,10 +186,10 @@ def _run(
     model: Model, chosen: Batches, sources: list[Site], progress: Progress | None
 ) -> tuple[dict[Site, Tensor], int, int]:
     """The sum of all sequences' Jacobians, in float64; how many sequences and source positions there were."""
-    d = model.width
+    d = model.d_model
     sums = {site: torch.zeros(d, d, dtype=torch.float64) for site in sources}
     n_sequences = n_sources = done = 0
-    with _frozen(model), _Graph(model.anatomy, [*sources, Site(model.n_blocks)]) as graph:
+    with _frozen(model), _Graph(model.structure, [*sources, Site(model.n_blocks)]) as graph:
         for batch in chosen:
             counted = _counted(batch)
             if bool(counted.any()):
@@ -217,14 +217,14 @@ def _rows(
 ) -> Iterator[tuple[slice, Site, Tensor]]:
     """Rows of J at each level, summed over the batch's sequences, some output coordinates at a time."""
     n, length = counted.shape
-    copies = max(1, min(model.width, _CELLS // counted.numel()))
+    copies = max(1, min(model.d_model, _CELLS // counted.numel()))
     found = graph.run_with_gradients(model, batch, copies)
     target = found[Site(model.n_blocks)]
     targets = counted.to(target.device)
     share = counted / counted.sum(1, keepdim=True).clamp_min(1)
     share = share.to(target.dtype).view(1, n * length)
-    for start in range(0, model.width, copies):
-        rows = slice(start, min(start + copies, model.width))
+    for start in range(0, model.d_model, copies):
+        rows = slice(start, min(start + copies, model.d_model))
         cotangent = torch.zeros_like(target).view(copies, n, length, -1)
         for copy, coordinate in enumerate(range(rows.start, rows.stop)):
             cotangent[copy, :, :, coordinate] = targets
@@ -232,7 +232,7 @@ def _rows(
             target,
             [found[site] for site in sources],
             cotangent.view_as(target),
-            retain_graph=rows.stop < model.width,
+            retain_graph=rows.stop < model.d_model,
         )
         for site, gradient in zip(sources, gradients, strict=True):
             spread = gradient.view(copies, n * length, -1)[: rows.stop - rows.start]
@@ -271,7 +271,7 @@ def _frozen(model: Model) -> Iterator[None]:
 NAME = "n-njtc-trained"
 
 
-class Narrow(nn.Module):
+class NarrowMap(nn.Module):
     """One level's jump while it is trained; the target is kept in units of its own spread."""
 
     def __init__(self, width: int, rank: int, spread: Tensor, draw: torch.Generator) -> None:
@@ -304,18 +304,18 @@ def train_n_njtc(
     rank: int | None = None,
     rate: float = 1e-2,
     tokens: int | None = None,
-    sizes: str = "80/10/10",
+    split: str = "80/10/10",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Jumps:
     """Train one narrow jump a level, all on the same batches; a step is a batch, at all positions but the first."""
     if steps < 1:
         raise BadEstimator(f"steps given is {steps}; give 1 or more")
-    rank = narrow_rank(model.width) if rank is None else rank
-    if not 1 <= rank <= model.width:
-        raise BadEstimator(f"rank given is {rank}; give 1 to the width, {model.width}")
+    rank = njtc_rank(model.d_model) if rank is None else rank
+    if not 1 <= rank <= model.d_model:
+        raise BadEstimator(f"rank given is {rank}; give 1 to the width, {model.d_model}")
     where = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
-    reading = Reading.of(model, text, where, tokens=tokens, sizes=sizes, seed=seed)
+    reading = Reading.of(model, text, where, tokens=tokens, split=split, seed=seed)
     jumps, rows = _trained(model, reading.batches, steps, rank, rate, seed, progress)
     last = Site(model.n_blocks)
     maps = {(site, last): jump.cpu().eval().folded() for site, jump in jumps.items()}
@@ -331,22 +331,23 @@ def _trained(
     rate: float,
     seed: int,
     progress: Progress | None,
-) -> tuple[dict[Site, Narrow], int]:
+) -> tuple[dict[Site, NarrowMap], int]:
     last = Site(model.n_blocks)
     sites = [Site(level) for level in range(model.n_blocks)]
-    jumps: dict[Site, Narrow] = {}
+    jumps: dict[Site, NarrowMap] = {}
     optimiser: Any = None
     rows, size = 0, 1.0
     for step in range(steps):
         turn, place = divmod(step, len(found))
         index = int(np.random.default_rng([seed, turn]).permutation(len(found))[place])
-        at = next(iter(states(model, [found[index]], [*sites, last]))).at
+        at = next(iter(capture_states(model, [found[index]], [*sites, last]))).at
         if len(at[last]) < 2:
             continue  # a batch normalisation wants two rows
         if not jumps:
             draw, spread = torch.Generator().manual_seed(seed), at[last].float().std(0)
             jumps = {
-                site: Narrow(model.width, rank, spread.cpu(), draw).to(spread) for site in sites
+                site: NarrowMap(model.d_model, rank, spread.cpu(), draw).to(spread)
+                for site in sites
             }
             size = float(spread.square().mean().clamp_min(1e-12))
             parameters = [p for jump in jumps.values() for p in jump.parameters()]

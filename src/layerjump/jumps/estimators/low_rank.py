@@ -38,7 +38,7 @@ def low_rank(
     return [_reduced(factor, source, target, rank, roots) for target in targets]
 
 
-def truncated(jump: Affine, rank: int, source: Source, target: Target) -> Affine:
+def truncate_rank(jump: Affine, rank: int, source: Source, target: Target) -> Affine:
     """The fit of a lower rank, out of one of `low_rank` on the same sums: leading directions are nested."""
     up, down = jump.factors
     up, down = up[:, -rank:], down[-rank:]
@@ -52,7 +52,7 @@ def n_njtc(source: Source, targets: Sequence[Target]) -> list[Affine]:
     least-squares fit with an intercept is the same map whether its input is shifted and rescaled
     or not, so here the normalisation has nothing to do.
     """
-    return low_rank(source, targets, rank=narrow_rank(len(source.mean)))
+    return low_rank(source, targets, rank=njtc_rank(len(source.mean)))
 
 
 def _reduced(
@@ -163,12 +163,12 @@ class Parameters(NamedTuple):
         return 1 - self.normalised / self.full
 
 
-def narrow_rank(d: int) -> int:
+def njtc_rank(d: int) -> int:
     """The paper's rank, d / 100 rounded down, and at least 1."""
     return max(1, d // 100)
 
 
 def njtc_parameters(d: int) -> Parameters:
     """Count the parameters of a full, a narrow and a normalised narrow jump of width d."""
-    rank = narrow_rank(d)
+    rank = njtc_rank(d)
     return Parameters(rank, d * d, 2 * d * rank, 2 * d * rank + 2 * d)

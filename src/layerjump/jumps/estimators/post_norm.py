@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from layerjump.jumps.estimators.least_squares import ridge
-from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, features
+from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, compute_features
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import residual
 from layerjump.jumps.statistics import Moments, Source, Target
@@ -47,9 +47,9 @@ class Judge:
     """Judges one map after another, on the same held-out rows of the same model."""
 
     def __init__(self, model: Model, rows: Mapping[Site, Tensor]) -> None:
-        self._anatomy = model.anatomy
-        self._like = model.anatomy.head.get_parameter("weight")
-        most = max(1, min(ROWS, CELLS // model.anatomy.vocabulary))
+        self._spectrum = model.structure
+        self._like = model.structure.unembedding.get_parameter("weight")
+        most = max(1, min(ROWS, CELLS // model.structure.vocab_size))
         self._rows = {site: states[:most] for site, states in rows.items()}
         # What the head adds to nothing: a factor is of the state, not of the head's bias.
         self._bias = self._product(self._like.new_zeros(1, self._like.shape[1]))
@@ -86,11 +86,11 @@ class Judge:
     def loss(self, site: Site, target: Site, made: Affine, kind: FeatureKind) -> float:
         """Mean KL of a map onto level L or `final`, but for what is the same for every map."""
         landed = self._mapped(site, made, kind).to(self._like)
-        final = landed if target == FINAL else self._anatomy.to_final(landed)
+        final = landed if target == FINAL else self._spectrum.to_final(landed)
         return float(self._losses(self._product(final)).mean())
 
     def _mapped(self, site: Site, made: Affine, kind: FeatureKind) -> Tensor:
-        return made(features(self._rows[site], kind).double())
+        return made(compute_features(self._rows[site], kind).double())
 
     def _losses(self, product: Tensor) -> Tensor:
         """KL of every row, but for the model's own entropy."""
@@ -99,10 +99,10 @@ class Judge:
         return (logits.logsumexp(-1) - (self._own * logits).sum(-1)).double()
 
     def _product(self, final: Tensor) -> Tensor:
-        return self._anatomy.head(final.to(self._like)).detach()
+        return self._spectrum.unembedding(final.to(self._like)).detach()
 
     def _logits(self, product: Tensor) -> Tensor:
-        return self._anatomy.from_product(product).float()
+        return self._spectrum.from_product(product).float()
 
 
 def calibrated(fit: Moments, select: Moments, pair: Pair) -> tuple[Affine, FeatureKind]:
@@ -119,13 +119,13 @@ def calibrated(fit: Moments, select: Moments, pair: Pair) -> tuple[Affine, Featu
 
 def kinds_in(sums: Moments) -> tuple[FeatureKind, ...]:
     """The kinds of features that sums hold: those of both hold each alone as well."""
-    return FEATURES if sums.reads == "both" else (sums.reads,)
+    return FEATURES if sums.features == "both" else (sums.features,)
 
 
 def sides(sums: Moments, pair: Pair, kind: FeatureKind) -> tuple[Source, Target]:
     """A pair's sums, of one kind of features."""
     source, target = sums.source(pair[0]), sums.target(*pair)
-    if kind == sums.reads:
+    if kind == sums.features:
         return source, target
     width = len(source.mean) // 2
     part = slice(0, width) if kind == "raw" else slice(width, None)
