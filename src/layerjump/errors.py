@@ -30,6 +30,10 @@
 Every message says what was given, what was wanted and what to do. The command line prints it as one line.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 
 class LayerjumpError(Exception):
     """The root of all errors raised on purpose."""
@@ -141,3 +145,24 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     """What an error says, on one line and not too long; its kind where it says nothing."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def argument(name: str, value: object = None) -> str:
+    """Name a function's argument in an error message: `tokens`, or `tokens=100` with a value to pass.
+
+    The command line installs a renderer that shows the option instead: `--tokens`, or `--tokens 100`.
+    """
+    return _render_argument(name, value)
+
+
+def render_arguments_as(render: Callable[[str, object], str]) -> None:
+    """Choose how `argument` shows names: the command line shows its own options."""
+    global _render_argument
+    _render_argument = render
+
+
+def _as_python(name: str, value: object) -> str:
+    return name if value is None else f"{name}={value!r}"
+
+
+_render_argument: Callable[[str, object], str] = _as_python
