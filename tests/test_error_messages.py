@@ -262,7 +262,7 @@ def test_a_sheet_with_a_cell_without_end(tmp_path):
     )
     whole = human_evaluation.write_sheet(_items("mat", "identity"))
     (tmp_path / human_evaluation.SHEET).write_text(whole + '"' + "x" * 200_000, "utf-8")
-    with refusal("no row of a sheet", "undo the edit"):
+    with refusal("not a row of a sheet", "undo the edit"):
         human_evaluation.read_marks(tmp_path)
 
 

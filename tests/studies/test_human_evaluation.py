@@ -159,10 +159,10 @@ def only(number, **change):
         (only("3", plausible=" "), list, "item 3 is not marked"),
         (only("3", plausible="maybe"), list, "'maybe'"),
         (only("3", item="333"), list, "'333'"),
-        (only("3", item="4"), list, "does not show"),
-        (only("3", context="“other”"), list, "does not show"),
-        (only("3"), lambda rows: [*rows, rows[5]], "again"),
-        (only("3"), lambda rows: rows[:-2], "lacks 2 of its 120 items"),
+        (only("3", item="4"), list, "does not match the key"),
+        (only("3", context="“other”"), list, "does not match the key"),
+        (only("3"), lambda rows: [*rows, rows[5]], "occurs twice"),
+        (only("3"), lambda rows: rows[:-2], "lacks 2 of 120 items"),
     ],
 )
 def test_a_sheet_that_cannot_be_scored_says_why(copy, change, keep, said):
@@ -175,7 +175,7 @@ def test_other_files_are_refused(study, tmp_path):
     with pytest.raises(BadArtifact, match="there is no file"):
         read_marks(tmp_path)
     (tmp_path / KEY).write_text('{"kind": "something else"}')
-    with pytest.raises(BadArtifact, match="no key"):
+    with pytest.raises(BadArtifact, match="not the key"):
         read_marks(tmp_path / SHEET)
     (tmp_path / KEY).write_bytes((study / KEY).read_bytes())
     (tmp_path / SHEET).write_bytes("item;context;caf\xe9".encode("latin-1"))
