@@ -147,7 +147,7 @@ import torch, layerjump as lj
 from pathlib import Path
 from helpers.tiny_models import tiny_model
 from layerjump.lens.lens import Lens
-from layerjump.lens.evaluate import read_levels
+from layerjump.lens.evaluate import evaluate_lenses
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
@@ -158,9 +158,9 @@ ids = torch.randint(3, 30_000, (40, 40), generator=torch.Generator().manual_seed
 row, position = torch.ones_like(ids).nonzero(as_tuple=True)
 batch = lj.Batch(ids, torch.ones_like(ids), row, position, row, ids.reshape(-1))
 lens = {"identity": Lens(model)}
-read_levels(model, lens, [lj.one_batch(range(3, 8))])  # what is loaded on first use
+evaluate_lenses(model, lens, [lj.batch_from_ids(range(3, 8))])  # what is loaded on first use
 before = peak()
-assert read_levels(model, lens, [batch], memory=BUDGET).n_examples == 1600
+assert evaluate_lenses(model, lens, [batch], memory=BUDGET).n_examples == 1600
 print(peak() - before)
 """
 

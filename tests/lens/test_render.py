@@ -75,7 +75,7 @@ def test_the_json_form_holds_what_was_read(found, model):
     assert made["js"] is None
     assert made["top"] == found.top.tolist()
     assert [row[-1] for row in made["cross_entropy"]] == [None] * levels
-    assert made["decided_at"] == found.decided_at.tolist()
+    assert made["decided_at"] == found.settled_level.tolist()
     ids = {str(token) for level in made["top"] for row in level for token in row}
     assert ids | {str(model.tokenization.one(" girl"))} == set(made["words"])
     (followed,) = made["followed"]
@@ -88,7 +88,7 @@ def test_the_json_form_holds_what_was_read(found, model):
 
 
 def test_js_and_masks_in_the_json_form(model, data_folder):
-    assert shape(lj.Lens(model)(STORY, js=True).to_dict()["js"])[0] == 5
+    assert shape(lj.Lens(model)(STORY, jensen_shannon=True).to_dict()["js"])[0] == 5
     masked = lj.Lens(lj.load(data_folder / "tiny-bert"))("A [MASK] dog.").to_dict()
     assert masked["task"] == "masked"
     assert masked["tokens"][masked["positions"][0]]["text"].strip() == "[MASK]"
@@ -108,12 +108,12 @@ def test_the_table_has_a_row_for_every_cell(found):
     assert len(table) == 5 * len(found.positions)
     cell = table[(table.level == "3") & (table.position == 7)].iloc[0]
     assert cell.token == found.tokens[7]
-    assert [cell.top] == found.words([int(found.top[3, 7, 0])])
-    assert cell.best == found.words(found.top[3, 7].tolist())
+    assert [cell.top] == found.decode([int(found.top[3, 7, 0])])
+    assert cell.best == found.decode(found.top[3, 7].tolist())
     assert cell.probability == pytest.approx(float(found.probability[3, 7, 0]))
     assert cell.kl == pytest.approx(float(found.kl[3, 7]))
-    assert cell["rank(' girl')"] == int(found.followed[0].rank[3, 7])
-    assert cell.decided == (int(found.decided_at[7]) <= 3)
+    assert cell["rank(' girl')"] == int(found.tracked[0].rank[3, 7])
+    assert cell.settled == (int(found.settled_level[7]) <= 3)
     assert table[~table.fitted].position.unique().tolist() == [0]
     assert table[table.level == "4"].kl.max() < 1e-5
 
@@ -123,12 +123,12 @@ def test_the_picture_says_the_best_token_and_on_hovering_the_others(found):
     (heat,) = figure.data
     assert torch.tensor(heat.z).shape == (5, len(found.positions))
     torch.testing.assert_close(torch.tensor(heat.z), found.kl)
-    assert heat.text[4][3] == visible(found.words([int(found.best[3])])[0])
-    assert heat.hovertext[2][3].count("<br>") == 1 + found.asked.k
+    assert heat.text[4][3] == visible(found.decode([int(found.model_top[3])])[0])
+    assert heat.hovertext[2][3].count("<br>") == 1 + found.query.k
     assert "not fitted" in figure.layout.title.text
     assert figure.layout.xaxis.ticktext[0] == "Once*"
     assert list(figure.layout.yaxis.ticktext) == ["0", "1", "2", "3", "4"]
-    assert torch.tensor(found.plot("js").data[0].z).max() <= math.log(2)
+    assert torch.tensor(found.plot("jensen_shannon").data[0].z).max() <= math.log(2)
     with pytest.raises(BadText, match="give one of probability"):
         found.plot("colour")
 
@@ -182,7 +182,7 @@ def test_nothing_in_the_terminal_is_obeyed(hostile, terminal):
 def test_the_grid_fits_the_terminal(found, width):
     text = printed(found, width=width)
     assert max(map(len, text.splitlines())) <= width
-    assert "decided at" in text or width < 80
+    assert "settled at" in text or width < 80
     assert "*" in text
     assert "\x1b" not in text
 
@@ -190,15 +190,15 @@ def test_the_grid_fits_the_terminal(found, width):
 def test_the_grid_and_the_best_say_what_was_read(found):
     rows = [list(column.cells) for column in grid(found, 160).columns]
     assert [str(cell) for cell in rows[-2]] == [
-        visible(word) for word in found.words(found.best.tolist())
+        visible(word) for word in found.decode(found.model_top.tolist())
     ]
-    assert rows[-1] == [found.levels[level] for level in found.decided_at.tolist()]
+    assert rows[-1] == [found.levels[level] for level in found.settled_level.tolist()]
     last = printed(best(found), width=200)
     for level in range(5):
         (line,) = [line for line in last.splitlines() if re.match(rf" {level} ", line)]
-        for word in found.words(found.top[level, -1].tolist()):
+        for word in found.decode(found.top[level, -1].tolist()):
             assert visible(word) in line
-        assert f"#{int(found.followed[0].rank[level, -1]) + 1} " in line
+        assert f"#{int(found.tracked[0].rank[level, -1]) + 1} " in line
 
 
 def test_tokens_are_made_visible():

@@ -57,34 +57,34 @@ def test_a_direction_is_the_lens_gradient_but_for_the_norms_length(lens, model):
 
 
 def test_at_the_last_level_the_model_does_what_the_lens_says(lens):
-    found = lens.check_direction(TOKENS, 4, TEXTS)
-    assert found.real.shape == (len(TEXTS), len(TOKENS))
-    assert found.real.abs().max() > 0.1
-    torch.testing.assert_close(found.predicted, found.real, rtol=1e-9, atol=1e-9)
+    found = lens.ablate_direction(TOKENS, 4, TEXTS)
+    assert found.actual.shape == (len(TEXTS), len(TOKENS))
+    assert found.actual.abs().max() > 0.1
+    torch.testing.assert_close(found.predicted, found.actual, rtol=1e-9, atol=1e-9)
 
 
 def test_at_late_levels_the_model_changes_as_the_lens_predicts(lens, model):
     ids = torch.tensor([model.tokenization.encode([TEXTS[0]])[0]])
     before = model.hf(ids).logits
-    late = lens.check_direction(TOKENS, 3, TEXTS)
+    late = lens.ablate_direction(TOKENS, 3, TEXTS)
     assert late.correlation > 0.9
-    assert late.real.abs().max() > 0.5
+    assert late.actual.abs().max() > 0.5
     assert torch.equal(model.hf(ids).logits, before)  # no hook is left
 
 
 def test_on_stories_the_directions_are_causal_too(real_folder, text):
     model = lj.load(real_folder("stories15M"))
-    found = lj.Lens(model).check_direction(TOKENS, 5, TEXTS)
+    found = lj.Lens(model).ablate_direction(TOKENS, 5, TEXTS)
     assert found.correlation > 0.8
-    early = lj.Lens(model).check_direction(TOKENS, 0, TEXTS)
+    early = lj.Lens(model).ablate_direction(TOKENS, 0, TEXTS)
     assert early.correlation < found.correlation
 
 
 def test_one_token_of_one_text_is_enough(lens):
-    one = lens.check_direction(" dog", 3, TEXTS[4])
-    many = lens.check_direction(TOKENS, 3, TEXTS)
+    one = lens.ablate_direction(" dog", 3, TEXTS[4])
+    many = lens.ablate_direction(TOKENS, 3, TEXTS)
     torch.testing.assert_close(one.predicted[0, 0], many.predicted[4, 2])
-    torch.testing.assert_close(one.real[0, 0], many.real[4, 2])
+    torch.testing.assert_close(one.actual[0, 0], many.actual[4, 2])
 
 
 def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
@@ -93,7 +93,7 @@ def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
         lj.Lens(model).direction("dog", 3)
     jumps = lj.fit(model, text, pairs="3:final", positions="15%", split="100/0/0")
     lens, prompt = lj.Lens(model, jumps), "Lily had a [MASK] ball."
-    found = lens.check_direction("dog", 3, prompt)
+    found = lens.ablate_direction("dog", 3, prompt)
     # The head alone is linear, so the prediction is known on paper.
     ids = model.tokenizer(prompt)["input_ids"]
     (at,) = lj.capture_states(model, [lj.batch_from_ids(ids)], [3])
@@ -107,4 +107,4 @@ def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
 
 def test_a_level_that_is_not_there_is_refused(lens):
     with pytest.raises(BadModel, match="give one from 0 to 4"):
-        lens.check_direction(" dog", 5, TEXTS[0])
+        lens.ablate_direction(" dog", 5, TEXTS[0])

@@ -44,7 +44,7 @@ def assert_equals_naive(found, logits):
     logits = logits[:, list(found.positions)]
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
-    top = p.topk(found.asked.k)
+    top = p.topk(found.query.k)
     assert torch.equal(found.top, top.indices)
     wanted = {
         "probability": top.values,
@@ -62,11 +62,11 @@ def assert_equals_naive(found, logits):
             one = found.distribution(site, place)
             torch.testing.assert_close(one, p[level, row], rtol=rtol, atol=atol)
             mine = logits[level, row]
-            for each in found.followed:
+            for each in found.tracked:
                 assert int(each.rank[level, row]) == int((mine > mine[each.id]).sum())
                 share = float(p[level, row, each.id])
                 assert float(each.probability[level, row]) == pytest.approx(share, rel=rtol)
-    assert found.decided_at.tolist() == [
+    assert found.settled_level.tolist() == [
         min(
             start
             for start in range(len(logits))
@@ -77,7 +77,7 @@ def assert_equals_naive(found, logits):
 
 
 def test_the_plain_lens_is_norm_and_head_of_hugging_faces_hidden_states(gpt2):
-    found = lj.Lens(gpt2)(STORY, tokens=[" ball", "."], js=True)
+    found = lj.Lens(gpt2)(STORY, tokens=[" ball", "."], jensen_shannon=True)
     ids = gpt2.tokenizer(STORY)["input_ids"]
     assert list(found.prompt.ids) == ids
     assert "".join(found.tokens) == STORY
@@ -129,11 +129,13 @@ def test_every_family_is_read_as_hugging_face_runs_it(case):
 
 @pytest.mark.parametrize("memory", [1, 100_000])
 def test_neither_memory_nor_long_texts_change_the_numbers(memory, gpt2, jumps):
-    found = lj.Lens(gpt2, jumps)(STORY * 5, js=True)
+    found = lj.Lens(gpt2, jumps)(STORY * 5, jensen_shannon=True)
     assert len(found.positions) > 64
     routes = {"mat": [found.lens.route(site) for site in found.states.sites]}
-    best, again = read_cells(gpt2, routes, found.states, LensQuery(10, js=True), memory=memory)
-    assert torch.equal(best, found.best)
+    best, again = read_cells(
+        gpt2, routes, found.states, LensQuery(10, jensen_shannon=True), memory=memory
+    )
+    assert torch.equal(best, found.model_top)
     assert torch.equal(again["mat"].top, found.top)
     for name in ("kl", "entropy", "cross_entropy", "js"):
         one, other = getattr(again["mat"], name), getattr(found.cells, name)
@@ -178,7 +180,7 @@ PEAK = """
 import torch, layerjump as lj
 from pathlib import Path
 from helpers.tiny_models import tiny_model
-from layerjump.lens.trajectory import Asked, TextStates, read_cells
+from layerjump.lens.trajectory import LensQuery, TextStates, read_cells
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
@@ -191,7 +193,7 @@ routes = {"identity": [lj.Lens(model).route(site) for site in sites]}
 def read(n):
     states = torch.randn(4, n, 32)
     text = TextStates(sites, tuple(states), states[-1], torch.full((n,), -1))
-    return read_cells(model, routes, text, Asked(10, (5, 6), js=True), memory=BUDGET)
+    return read_cells(model, routes, text, LensQuery(10, (5, 6), jensen_shannon=True), memory=BUDGET)
 
 read(3)  # what is loaded on first use
 before = peak()

@@ -11,7 +11,7 @@ from helpers.trajectory_inputs import NUMBERS, STORY, made
 
 import layerjump as lj
 from layerjump.errors import BadJumps, BadModel, BadText
-from layerjump.lens.trajectory import decided_at
+from layerjump.lens.trajectory import settled_level
 
 gpt2, text, jumps = (
     trajectory_inputs.gpt2,
@@ -51,21 +51,21 @@ def test_any_pair_is_read_as_another_level(gpt2, jumps):
         lens.at(2, 3)(STORY)
 
 
-def test_decided_at_is_where_the_answer_stays():
+def test_settled_level_is_where_the_answer_stays():
     top = torch.tensor([[7, 7, 1, 2], [7, 3, 1, 2], [7, 7, 7, 7], [7, 7, 7, 9]])
-    assert decided_at(top, torch.tensor([7, 7, 7, 7])).tolist() == [0, 2, 2, -1]
+    assert settled_level(top, torch.tensor([7, 7, 7, 7])).tolist() == [0, 2, 2, -1]
 
 
 def test_levels_without_the_last_may_never_decide(gpt2):
     found = lj.Lens(gpt2)(STORY, levels=[0])
-    right = found.top[0, :, 0] == found.best
-    assert found.decided_at.tolist() == [0 if fine else -1 for fine in right]
+    right = found.top[0, :, 0] == found.model_top
+    assert found.settled_level.tolist() == [0 if fine else -1 for fine in right]
     assert None in found.to_dict()["decided_at"]
 
 
 def test_any_token_is_followed_afterwards(gpt2):
     found = lj.Lens(gpt2)(STORY)
-    later, asked = found.follow(" ball"), lj.Lens(gpt2)(STORY, tokens=[" ball"]).followed[0]
+    later, asked = found.track(" ball"), lj.Lens(gpt2)(STORY, tokens=[" ball"]).tracked[0]
     assert (later.id, later.text) == (asked.id, " ball")
     assert torch.equal(later.rank, asked.rank)
     assert torch.equal(later.probability, asked.probability)

@@ -60,7 +60,7 @@ def test_rows_of_a_head_that_are_no_tokens(fresh, text, data_folder):
     found = lj.Lens(padded, jumps)("Once upon a time, there was", k=tokens + 37)
     assert found.top.shape[-1] == tokens + 37
     assert torch.isfinite(torch.as_tensor(found.kl)).all()
-    names = found.words(list(range(tokens, tokens + 37)))
+    names = found.decode(list(range(tokens, tokens + 37)))
     assert names == [f"<row {row}>" for row in range(tokens, tokens + 37)]
     best = lj.refine(padded, jumps, text, steps=3)
     assert all(map(np.isfinite, best.provenance.settings["refine"]["kl_after"]))

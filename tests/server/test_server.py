@@ -51,7 +51,7 @@ def test_answers_are_the_librarys(server, model, jumps):
     status, answer = lens(server, lenses=["identity", "own"], k=7, tokens=[5, 9], js=True)
     assert status == 200
     lenses = {"identity": Lens(model), "own": Lens(model, lj.Jumps.from_pretrained(jumps))}
-    wanted = read_trajectory(model, lenses, TEXT, k=7, tokens=[5, 9], js=True)
+    wanted = read_trajectory(model, lenses, TEXT, k=7, tokens=[5, 9], jensen_shannon=True)
     assert list(answer["lenses"]) == ["identity", "own"]
     for name, trajectory in wanted.items():
         ours, theirs = answer["lenses"][name], json.loads(json.dumps(trajectory.to_dict()))

@@ -21,7 +21,7 @@ from layerjump.models.model import Model, require_model
 from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
-    from layerjump.lens.token_direction import Removed
+    from layerjump.lens.token_direction import DirectionAblation
     from layerjump.lens.trajectory import Trajectory
 
 MEMORY = 1 << 30
@@ -83,7 +83,7 @@ class Lens:
         k: int = 10,
         levels: Sequence[SiteName] | None = None,
         tokens: Sequence[str | int] = (),
-        js: bool = False,
+        jensen_shannon: bool = False,
     ) -> Trajectory: ...
 
     @overload
@@ -93,7 +93,7 @@ class Lens:
         k: int = 10,
         levels: Sequence[SiteName] | None = None,
         tokens: Sequence[str | int] = (),
-        js: bool = False,
+        jensen_shannon: bool = False,
     ) -> list[Trajectory]: ...
 
     def __call__(
@@ -102,18 +102,24 @@ class Lens:
         k: int = 10,
         levels: Sequence[SiteName] | None = None,
         tokens: Sequence[str | int] = (),
-        js: bool = False,
+        jensen_shannon: bool = False,
     ) -> Trajectory | list[Trajectory]:
         """Read a text, or each of several: the k best tokens and more at every position and level.
 
         `levels` are levels or other sites (all levels that it reads unless told), `tokens` are followed through them,
-        `js` asks for the Jensen–Shannon divergence too.
+        `jensen_shannon` asks for the Jensen–Shannon divergence too.
         """
         from layerjump.lens.trajectory import read_trajectories
 
         texts = [text] if isinstance(text, str) else text
         found = read_trajectories(
-            self.model, {self.name: self}, texts, k=k, levels=levels, tokens=tokens, js=js
+            self.model,
+            {self.name: self},
+            texts,
+            k=k,
+            levels=levels,
+            tokens=tokens,
+            jensen_shannon=jensen_shannon,
         )
         trajectories = [each[self.name] for each in found]
         return trajectories[0] if isinstance(text, str) else trajectories
@@ -186,9 +192,9 @@ class Lens:
 
         return direction(self, token, site)
 
-    def check_direction(
+    def ablate_direction(
         self, tokens: str | int | Sequence[str | int], level: int, texts: str | Sequence[str]
-    ) -> Removed:
+    ) -> DirectionAblation:
         """Take tokens' directions out of a level and run on: does the model change as the lens says?"""
         from layerjump.lens.token_direction import remove
 
@@ -229,13 +235,19 @@ class CrossLevelLens:
         return (self.source.index,) if self.source.part == "level" else ()
 
     def __call__(
-        self, text: str, k: int = 10, tokens: Sequence[str | int] = (), js: bool = False
+        self, text: str, k: int = 10, tokens: Sequence[str | int] = (), jensen_shannon: bool = False
     ) -> Trajectory:
         """Read a text at the source; the trajectory has this one level."""
         from layerjump.lens.trajectory import read_trajectory
 
         found = read_trajectory(
-            self.model, {self.name: self}, text, k=k, levels=[self.source], tokens=tokens, js=js
+            self.model,
+            {self.name: self},
+            text,
+            k=k,
+            levels=[self.source],
+            tokens=tokens,
+            jensen_shannon=jensen_shannon,
         )
         return found[self.name]
 

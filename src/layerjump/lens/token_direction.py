@@ -27,20 +27,20 @@ from layerjump.models.unembedding import norm_weight
 
 
 @dataclass(frozen=True)
-class Removed:
+class DirectionAblation:
     """How the logit of each token (beside the mean of all) changed when its direction was taken out of a level."""
 
     level: int
     tokens: tuple[int, ...]
     predicted: Tensor
     """(texts, tokens) by the lens, from the changed state alone."""
-    real: Tensor
+    actual: Tensor
     """(texts, tokens) by the model, run on from the changed state."""
 
     @property
     def correlation(self) -> float:
         """Pearson's, over all texts and tokens; NaN where there are too few, or nothing changed."""
-        both = torch.stack([self.predicted.flatten(), self.real.flatten()]).double()
+        both = torch.stack([self.predicted.flatten(), self.actual.flatten()]).double()
         return float(torch.corrcoef(both)[0, 1]) if both.shape[1] > 1 else float("nan")
 
 
@@ -88,7 +88,9 @@ def _before_norm(lens: Lens, found: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def remove(lens: Lens, tokens: Sequence[str | int], level: int, texts: Sequence[str]) -> Removed:
+def remove(
+    lens: Lens, tokens: Sequence[str | int], level: int, texts: Sequence[str]
+) -> DirectionAblation:
     """Take each token's direction out of a level, at the last position read of each text, and run the model on.
 
     The prediction is what the lens reads of the changed state, less what it reads of the state as it was.
@@ -108,7 +110,7 @@ def remove(lens: Lens, tokens: Sequence[str | int], level: int, texts: Sequence[
         ]
         predicted.append(torch.cat([part[0] for part in parts]))
         real.append(torch.cat([part[1] for part in parts]))
-    return Removed(level, tuple(ids), torch.stack(predicted), torch.stack(real))
+    return DirectionAblation(level, tuple(ids), torch.stack(predicted), torch.stack(real))
 
 
 def _changes(

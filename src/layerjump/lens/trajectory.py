@@ -54,7 +54,7 @@ def prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list
     if model.task not in ("causal", "masked"):
         raise BadModel(
             f"{model.name} is an encoder–decoder, and one text does not say what each of the two reads; read its "
-            f"levels with `lens.readings.read_levels` and batches that hold both"
+            f"levels with `lens.evaluate.evaluate_lenses` and batches that hold both"
         )
     tokens = model.tokenization
     rows = [tuple(tokens.wrap(ids)) for ids in tokens.encode(list(texts))]
@@ -136,8 +136,8 @@ class LensQuery:
     """What is wanted of every cell."""
 
     k: int
-    follow: tuple[int, ...] = ()
-    js: bool = False
+    tracked: tuple[int, ...] = ()
+    jensen_shannon: bool = False
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def read_cells(
     model: Model,
     routes: Mapping[str, Sequence[Route]],
     text: TextStates,
-    asked: LensQuery,
+    query: LensQuery,
     *,
     memory: int = MEMORY,
 ) -> tuple[Tensor, dict[str, LogitStats]]:
@@ -159,7 +159,7 @@ def read_cells(
     best: list[Tensor] = []
     parts: dict[str, list[LogitStats]] = {name: [] for name in routes}
     for start in range(0, text.n_positions, at_once):
-        own, found = _read(model, routes, text, asked, slice(start, start + at_once), rows)
+        own, found = _read(model, routes, text, query, slice(start, start + at_once), rows)
         best.append(own.top[:, 0])
         for name, said in found.items():
             parts[name].append(said)
@@ -170,16 +170,16 @@ def _read(
     model: Model,
     routes: Mapping[str, Sequence[Route]],
     text: TextStates,
-    asked: LensQuery,
+    query: LensQuery,
     part: slice,
     rows: int,
 ) -> tuple[LogitStats, dict[str, LogitStats]]:
     """What the model says at some positions, and all lenses at all sites there."""
     true = reference_logits(wide(model.logits(text.last[part])))
     targets = text.targets[part].to(true.logits.device)
-    follow = torch.tensor(asked.follow, dtype=torch.long, device=true.logits.device)
+    follow = torch.tensor(query.tracked, dtype=torch.long, device=true.logits.device)
 
-    sweep = LogitSweep(true, k=asked.k, targets=targets, follow=follow, js=asked.js)
+    sweep = LogitSweep(true, k=query.k, targets=targets, follow=follow, js=query.jensen_shannon)
 
     def said(logits: Tensor) -> LogitStats:
         return LogitStats(*(each.cpu() for each in sweep(logits)))
@@ -226,12 +226,19 @@ def read_trajectory(
     k: int = 10,
     levels: Sequence[SiteName] | None = None,
     tokens: Sequence[str | int] = (),
-    js: bool = False,
+    jensen_shannon: bool = False,
     last: int | None = None,
 ) -> dict[str, Trajectory]:
     """Read one text through several lenses, with one forward pass; `last` positions of it, or all."""
     return read_trajectories(
-        model, lenses, [text], k=k, levels=levels, tokens=tokens, js=js, last=last
+        model,
+        lenses,
+        [text],
+        k=k,
+        levels=levels,
+        tokens=tokens,
+        jensen_shannon=jensen_shannon,
+        last=last,
     )[0]
 
 
@@ -244,7 +251,7 @@ def read_trajectories(
     k: int = 10,
     levels: Sequence[SiteName] | None = None,
     tokens: Sequence[str | int] = (),
-    js: bool = False,
+    jensen_shannon: bool = False,
     last: int | None = None,
 ) -> list[dict[str, Trajectory]]:
     """Read each of several texts through several lenses; texts of like length share a forward pass."""
@@ -257,7 +264,7 @@ def read_trajectories(
     # Before the model runs: what cannot be read is an error at once.
     routes = {name: [lens.route(site) for site in sites] for name, lens in lenses.items()}
     follow = tuple(dict.fromkeys(token_id(model, token) for token in tokens))
-    asked = LensQuery(min(k, model.structure.vocab_size), follow, js)
+    query = LensQuery(min(k, model.structure.vocab_size), follow, jensen_shannon)
     found = prompts(model, texts, last)
     level_l = Site(model.n_blocks)
     made: list[dict[str, Trajectory]] = [{} for _ in texts]
@@ -268,9 +275,9 @@ def read_trajectories(
         for place, index in enumerate(indices):
             mine = tuple(split[site][place] for site in sites)
             text = TextStates(sites, mine, split[level_l][place], found[index].targets)
-            best, cells = read_cells(model, routes, text, asked)
+            best, cells = read_cells(model, routes, text, query)
             made[index] = {
-                name: Trajectory(lens, name, found[index], text, asked, best, cells[name])
+                name: Trajectory(lens, name, found[index], text, query, best, cells[name])
                 for name, lens in lenses.items()
             }
     return made
@@ -315,8 +322,8 @@ class Trajectory:
     """The lens'."""
     prompt: Prompt
     states: TextStates
-    asked: LensQuery
-    best: Tensor
+    query: LensQuery
+    model_top: Tensor
     """(positions,) the model's own answer."""
     cells: LogitStats
 
@@ -332,7 +339,7 @@ class Trajectory:
     @property
     def tokens(self) -> list[str]:
         """The texts of all input tokens, special ones included."""
-        return self.words(self.prompt.ids)
+        return self.decode(self.prompt.ids)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -375,29 +382,31 @@ class Trajectory:
         return self.cells.cross_entropy
 
     @property
-    def decided_at(self) -> Tensor:
+    def settled_level(self) -> Tensor:
         """(positions,) the index of the first level from which on the best token is the model's own, and stays so.
 
         −1 where even the last level read says something else; level L never does.
         """
-        return decided_at(self.top[:, :, 0], self.best)
+        return settled_level(self.top[:, :, 0], self.model_top)
 
     @property
-    def followed(self) -> tuple[TokenTrack, ...]:
+    def tracked(self) -> tuple[TokenTrack, ...]:
         """The tokens that were asked for."""
-        texts = self.words(self.asked.follow)
+        texts = self.decode(self.query.tracked)
         probability, rank = self.cells.followed.unbind(-1), self.cells.rank.unbind(-1)
-        return tuple(map(TokenTrack, self.asked.follow, texts, probability, rank))
+        return tuple(map(TokenTrack, self.query.tracked, texts, probability, rank))
 
-    def follow(self, token: str | int) -> TokenTrack:
+    def track(self, token: str | int) -> TokenTrack:
         """Probability and rank of any token in all cells."""
         wanted = token_id(self.model, token)
-        known = {each.id: each for each in self.followed}
-        return known.get(wanted) or self._again(LensQuery(1, (wanted,))).followed[0]
+        known = {each.id: each for each in self.tracked}
+        return known.get(wanted) or self._again(LensQuery(1, (wanted,))).tracked[0]
 
     def jensen_shannon(self) -> Tensor:
         """The Jensen–Shannon divergence between lens and model: 0 to ln 2."""
-        found = self if self.asked.js else self._again(LensQuery(1, js=True))
+        found = (
+            self if self.query.jensen_shannon else self._again(LensQuery(1, jensen_shannon=True))
+        )
         return found.cells.js
 
     @torch.no_grad()
@@ -415,15 +424,15 @@ class Trajectory:
         logits = self.model.structure.decode(self.lens.route(site)(state[row : row + 1]))
         return wide(logits)[0].softmax(-1).cpu()
 
-    def words(self, ids: Sequence[int]) -> list[str]:
+    def decode(self, ids: Sequence[int]) -> list[str]:
         """The texts of tokens."""
         assert self.model.tokenizer is not None  # or there would be no trajectory of a text
         return token_texts(self.model.tokenizer, ids)
 
-    def _again(self, asked: LensQuery) -> Trajectory:
+    def _again(self, query: LensQuery) -> Trajectory:
         routes = {self.name: [self.lens.route(site) for site in self.states.sites]}
-        best, cells = read_cells(self.model, routes, self.states, asked)
-        return replace(self, asked=asked, best=best, cells=cells[self.name])
+        best, cells = read_cells(self.model, routes, self.states, query)
+        return replace(self, query=query, model_top=best, cells=cells[self.name])
 
     def to_dict(self) -> dict[str, Any]:
         """The trajectory as JSON holds it: numbers with five digits, null where there is none."""
@@ -466,7 +475,7 @@ class Trajectory:
         )
 
 
-def decided_at(top: Tensor, best: Tensor) -> Tensor:
+def settled_level(top: Tensor, best: Tensor) -> Tensor:
     """The first level from which on `top`, (levels, positions), is `best`, (positions,); −1 for none."""
     right = (top == best).flip(0).long()
     staying = right.cumprod(0).sum(0)

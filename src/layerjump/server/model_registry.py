@@ -121,7 +121,7 @@ class ServedModel:
             question.text,
             k=question.k,
             tokens=question.tokens,
-            js=question.js,
+            jensen_shannon=question.js,
             last=MOST_TOKENS,
         )
         content = {

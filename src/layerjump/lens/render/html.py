@@ -16,7 +16,7 @@ from layerjump.lens.trajectory import Trajectory
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-VALUES = ("probability", "confidence", "entropy", "kl", "cross_entropy", "js")
+VALUES = ("probability", "confidence", "entropy", "kl", "cross_entropy", "jensen_shannon")
 """What colour may stand for."""
 POSITIONS = 128
 """Positions that a picture shows: the last ones."""
@@ -104,7 +104,7 @@ def safe(text: str) -> str:
 def _values(found: Trajectory, value: str) -> Tensor:
     if value not in VALUES:
         raise BadText(f"colour was to stand for {value!r}; give one of {', '.join(VALUES)}")
-    if value == "js":
+    if value == "jensen_shannon":
         return found.jensen_shannon()
     tensor: Tensor = getattr(found, value)
     return tensor[:, :, 0] if value == "probability" else tensor
@@ -112,7 +112,7 @@ def _values(found: Trajectory, value: str) -> Tensor:
 
 def _top(found: Trajectory, shown: slice) -> list[list[str]]:
     """The best token of each cell, by level."""
-    return [found.words(level) for level in found.top[:, shown, 0].tolist()]
+    return [found.decode(level) for level in found.top[:, shown, 0].tolist()]
 
 
 def _hovers(found: Trajectory, shown: slice, line: str = "<br>") -> list[list[str]]:
@@ -126,7 +126,7 @@ def _hovers(found: Trajectory, shown: slice, line: str = "<br>") -> list[list[st
 
 def _lines(found: Trajectory, level: int, row: int, token: str) -> list[str]:
     where = f"level {found.levels[level]}, position {found.positions[row]} ({safe(token)})"
-    words = found.words(found.top[level, row].tolist())
+    words = found.decode(found.top[level, row].tolist())
     shares = found.probability[level, row].tolist()
     best = [f"{share:.3f} {safe(word)}" for word, share in zip(words, shares, strict=True)]
     entropy, kl = (float(each[level, row]) for each in (found.entropy, found.kl))

@@ -17,8 +17,10 @@ DIGITS = 5
 
 def to_dict(found: Trajectory) -> dict[str, Any]:
     """The trajectory as JSON holds it: lists by level, then by position, then by place among the best."""
-    top, followed = found.top.tolist(), found.followed
-    ids = sorted({token for level in top for row in level for token in row} | {*found.asked.follow})
+    top, followed = found.top.tolist(), found.tracked
+    ids = sorted(
+        {token for level in top for row in level for token in row} | {*found.query.tracked}
+    )
     return {
         "model": found.model.name,
         "lens": found.name,
@@ -31,16 +33,16 @@ def to_dict(found: Trajectory) -> dict[str, Any]:
         ],
         "positions": list(found.positions),
         "fitted_from": found.fitted_from,
-        "k": found.asked.k,
-        "words": {str(token): text for token, text in zip(ids, found.words(ids), strict=True)},
+        "k": found.query.k,
+        "words": {str(token): text for token, text in zip(ids, found.decode(ids), strict=True)},
         "top": top,
         "probability": _rounded(found.probability),
         "entropy": _rounded(found.entropy),
         "kl": _rounded(found.kl),
         "confidence": _rounded(found.confidence),
         "cross_entropy": _rounded(found.cross_entropy),
-        "js": _rounded(found.cells.js) if found.asked.js else None,
-        "decided_at": [None if level < 0 else level for level in found.decided_at.tolist()],
+        "js": _rounded(found.cells.js) if found.query.jensen_shannon else None,
+        "decided_at": [None if level < 0 else level for level in found.settled_level.tolist()],
         "followed": [
             {
                 "id": each.id,
@@ -69,9 +71,9 @@ def to_pandas(found: Trajectory) -> pandas.DataFrame:
     import pandas
 
     n_levels, n_positions = len(found.levels), len(found.positions)
-    tokens, decided = found.tokens, found.decided_at
-    words = found.words(found.top.flatten().tolist())
-    k = found.asked.k
+    tokens, decided = found.tokens, found.settled_level
+    words = found.decode(found.top.flatten().tolist())
+    k = found.query.k
     cells = n_levels * n_positions
     columns: dict[str, Any] = {
         "level": [level for level in found.levels for _ in found.positions],
@@ -79,7 +81,7 @@ def to_pandas(found: Trajectory) -> pandas.DataFrame:
         "token": [tokens[place] for place in found.positions] * n_levels,
         "fitted": [place >= found.fitted_from for place in found.positions] * n_levels,
         "top": words[::k],
-        "decided": [bool(0 <= at <= level) for level in range(n_levels) for at in decided.tolist()],
+        "settled": [bool(0 <= at <= level) for level in range(n_levels) for at in decided.tolist()],
         "best": [words[k * cell : k * (cell + 1)] for cell in range(cells)],
         "probabilities": found.probability.reshape(cells, k).tolist(),
     }
@@ -90,9 +92,9 @@ def to_pandas(found: Trajectory) -> pandas.DataFrame:
         "kl": found.kl,
         "cross_entropy": found.cross_entropy,
     }
-    if found.asked.js:
-        numbers["js"] = found.cells.js
-    for each in found.followed:
+    if found.query.jensen_shannon:
+        numbers["jensen_shannon"] = found.cells.js
+    for each in found.tracked:
         numbers |= {f"p({each.text!r})": each.probability, f"rank({each.text!r})": each.rank}
     columns |= {name: value.flatten().numpy() for name, value in numbers.items()}
     return pandas.DataFrame(columns)

@@ -51,11 +51,11 @@ def grid(found: Trajectory, width: int) -> Table:
     levels = spread(len(found.levels), max(2, (width - _TOKEN - _EDGE) // (COLUMN + 1)))
     first = max(0, len(found.positions) - POSITIONS)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("", "token", *(found.levels[level] for level in levels), "decided at"):
+    for name in ("", "token", *(found.levels[level] for level in levels), "settled at"):
         table.add_column(name, no_wrap=True)
     if first:
         table.add_row("…", Text(f"{first} before", style="dim"))
-    tokens, decided = found.tokens, found.decided_at.tolist()
+    tokens, decided = found.tokens, found.settled_level.tolist()
     for row in range(first, len(found.positions)):
         place = found.positions[row]
         cells = [_cell(found, level, row) for level in levels]
@@ -71,15 +71,15 @@ def grid(found: Trajectory, width: int) -> Table:
 def best(found: Trajectory, position: int = -1) -> Table:
     """Levels down, the k best tokens across, at one of the positions read (the last unless told)."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("level", "", *(visible(each.text) for each in found.followed)):
+    for name in ("level", "", *(visible(each.text) for each in found.tracked)):
         table.add_column(Text(name), no_wrap=True)
     table.add_column("best tokens and their probabilities")
     for level, name in enumerate(found.levels):
         shares = found.probability[level, position].tolist()
-        words = found.words(found.top[level, position].tolist())
+        words = found.decode(found.top[level, position].tolist())
         followed = [
             f"{share(float(each.probability[level, position]))} #{int(each.rank[level, position]) + 1}"
-            for each in found.followed
+            for each in found.tracked
         ]
         said = Text("  ").join(map(_word, words, shares))
         table.add_row(name, bar(shares[0]), *followed, said)
@@ -107,7 +107,7 @@ def share(part: float) -> str:
 
 def _cell(found: Trajectory, level: int, row: int) -> Text:
     part = float(found.probability[level, row, 0])
-    (word,) = found.words([int(found.top[level, row, 0])])
+    (word,) = found.decode([int(found.top[level, row, 0])])
     return Text(_cut(visible(word), COLUMN), style=_shade(part))
 
 
