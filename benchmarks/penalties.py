@@ -35,7 +35,7 @@ from layerjump.evaluation.lm_eval import evaluate
 from layerjump.metrics.timing import describe_machine
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
-from layerjump.pruning.prune import EVERY
+from layerjump.pruning.prune import ALL_POSITIONS
 from layerjump.training.model import ModelShape
 from layerjump.training.pretrain import join_corpora, pretrain
 from layerjump.training.trainer import Recipe
@@ -51,17 +51,17 @@ ITEMS = 200
 STRENGTHS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
 FULL = Recipe(
     arch="mistral",
-    shape=ModelShape(layers=6, hidden=128, heads=4, positions=128),
-    vocabulary=1024,
+    shape=ModelShape(layers=6, hidden=128, heads=4, max_positions=128),
+    vocab_size=1024,
     length=128,
     steps=600,
-    batch=16,
+    batch_size=16,
     learning_rate=1e-3,
 )
 QUICK = replace(
     FULL,
-    shape=ModelShape(layers=3, hidden=64, heads=4, positions=64),
-    vocabulary=512,
+    shape=ModelShape(layers=3, hidden=64, heads=4, max_positions=64),
+    vocab_size=512,
     length=64,
     steps=200,
     learning_rate=3e-3,
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe = QUICK if options.quick else FULL
     steps = options.steps or recipe.steps
-    recipe = replace(recipe, steps=steps, every=max(1, steps // 10))
+    recipe = replace(recipe, steps=steps, eval_every=max(1, steps // 10))
     seeds = min(2, options.seeds) if options.quick else options.seeds
     print(describe_machine())
     text = join_corpora([lj.load_text(path) for path in TRAIN])
@@ -94,7 +94,7 @@ def main() -> None:
         place = options.keep or Path(temporary)
         for seed in range(seeds):
             for penalty, strength in STRENGTHS.items():
-                one = replace(recipe, penalty=penalty, strength=strength, seed=seed)
+                one = replace(recipe, penalty=penalty, penalty_weight=strength, seed=seed)
                 folder = place / f"{penalty}-{seed}"
                 record = trained(text, held_out, one, folder)
                 measures = measured(record, folder, judge, stories)
@@ -166,7 +166,7 @@ def judged(judge: Model, texts: list[str]) -> Measures:
     corpus = Corpus("samples", tuple(texts), "")
     found = {
         "judge's perplexity": token_losses(
-            judge, make_batches(corpus, judge.tokenization, EVERY)
+            judge, make_batches(corpus, judge.tokenization, ALL_POSITIONS)
         ).perplexity
     }
     for n in (1, 2):

@@ -11,7 +11,7 @@ valid, as a ratio to the whole model's on the same tokens, paired over documents
   distil        `fold` on its own best cut, all weights trained for so many minutes
   speed         tokens a second of the exported checkpoint beside the original, in turn; its logits are compared, too
 Last line: JSON, model → blocks dropped → text → method → perplexity ratio, each method with its own best cut, and with
-"_same_cut" behind its name on the common one. `fold` is our best training-free stand-in (`turn`).
+"_same_cut" behind its name on the common one. `fold` is our best training-free stand-in (`rotation`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.distill import distill
 from layerjump.pruning.prune import (
-    EVERY,
-    CalibrationStates,
+    ALL_POSITIONS,
+    CalibrationData,
     Pruned,
-    collect_calibration,
     drop_and_replace,
-    least_loss,
+    lowest_loss,
+    prepare_calibration,
 )
 from layerjump.pruning.select import (
-    BlockSelection,
+    BlockSelector,
     Span,
     contiguous_spans,
     order_by_loss,
@@ -68,7 +68,7 @@ SOURCES = {"smollm2": "smollm2", "stories15m": str(SHARED / "models/stories15M")
 DROPS = {"smollm2": (3, 6, 8, 10), "stories15m": (1, 2)}
 CALIBRATION, TEST = 20_000, 5_000
 SIZES = "85/10/5"
-SAME_CUT = {"remove": "remove", "replaceme": "replaceme", "turn": "fold", "linear": "linear"}
+SAME_CUT = {"remove": "remove", "replaceme": "replaceme", "rotation": "fold", "linear": "linear"}
 """Method → its name in the figures."""
 OURS = ("linear", "fold")
 
@@ -86,7 +86,7 @@ class Bench:
         self.most, self.minutes = most, minutes
         few = 4 if quick else 1
         mixed = mixture({text: lj.load_text(TRAIN[text]) for text in READS[name]})
-        self.calibration = collect_calibration(
+        self.calibration = prepare_calibration(
             self.model, mixed.corpus, tokens=CALIBRATION // few, split=SIZES, seed=0
         )
         self.tests = {text: self._test(path, TEST // few) for text, path in TESTS.items()}
@@ -95,11 +95,11 @@ class Bench:
         print(f"{self.model}: {self.calibration.about['tokens']:,} tokens; stay {stay}")
         for text, found in self.whole.items():
             print(f"  {text}: perplexity {found.perplexity:.2f} on {len(found.each):,} tokens")
-        fit, select = self.calibration.fit, self.calibration.select
-        self.ours = BlockSelection(self.model, fit, select, stay)
+        fit, select = self.calibration.fit, self.calibration.validation
+        self.ours = BlockSelector(self.model, fit, select, stay)
         ends = (1, self.model.n_blocks)
-        self.published = BlockSelection(self.model, fit, select, ())
-        self.ends_stay = BlockSelection(self.model, fit, select, ends)
+        self.published = BlockSelector(self.model, fit, select, ())
+        self.ends_stay = BlockSelector(self.model, fit, select, ends)
 
     @cached_property
     def by_loss(self) -> list[int]:
@@ -108,7 +108,7 @@ class Bench:
 
     def _test(self, path: Path, tokens: int) -> Batches:
         return make_batches(
-            lj.load_text(path), self.model.tokenization, EVERY, tokens_wanted=tokens
+            lj.load_text(path), self.model.tokenization, ALL_POSITIONS, tokens_wanted=tokens
         )
 
     def ratios(self, model: Model) -> Found:
@@ -152,7 +152,7 @@ def one_drop(bench: Bench, count: int) -> Ratios:
     for name, (cuts, method) in own_cuts(bench, count).items():
         pruned = bench.cut(cuts, method)
         if name in OURS:  # as `lj.prune` chooses
-            pruned = least_loss([pruned, one_cut[name]], bench.calibration)
+            pruned = lowest_loss([pruned, one_cut[name]], bench.calibration)
         found = bench.ratios(pruned.model)
         show(f"{name} {spans_said(pruned.cuts)}", found)
         keep(ratios, name, found)
@@ -166,7 +166,9 @@ def distilled(bench: Bench, pruned: Pruned) -> Found:
     start = time.perf_counter()
     steps = steps_in(bench, pruned, bench.calibration)
     with tempfile.TemporaryDirectory() as folder:
-        trained = distill(pruned, bench.calibration, folder, steps=steps, kl=1.0, whole=True)
+        trained = distill(
+            pruned, bench.calibration, folder, steps=steps, kl_weight=1.0, train_all_weights=True
+        )
     found = bench.ratios(trained.model)
     show(f"distil, {(time.perf_counter() - start) / 60:.1f} minutes", found)
     return found
@@ -180,7 +182,7 @@ def keep(ratios: Ratios, name: str, found: Found) -> None:
 def one_run(bench: Bench, count: int) -> Span:
     """The run whose loss on select documents is least with a full map in place."""
     given = bench.ours if bench.ours.runs(count) else bench.ends_stay
-    one = BlockSelection(given.model, given.fit, given.select, given.stay, one_run=True)
+    one = BlockSelector(given.model, given.fit, given.validation, given.protected, contiguous=True)
     return contiguous_spans(select_blocks("loss", count, one))[0]
 
 
@@ -196,10 +198,10 @@ def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
         for name, (given, how, method) in chosen.items()
     }
     ours = contiguous_spans(bench.by_loss[:count])
-    return found | {"linear": (ours, "linear"), "fold": (ours, "turn")}
+    return found | {"linear": (ours, "linear"), "fold": (ours, "rotation")}
 
 
-def steps_in(bench: Bench, pruned: Pruned, calibration: CalibrationStates) -> int:
+def steps_in(bench: Bench, pruned: Pruned, calibration: CalibrationData) -> int:
     """As many training steps as the minutes allow: a step costs about three passes of the whole model."""
     batch = calibration.fit[0]
     start = time.perf_counter()

@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
-from layerjump.training.data import pack, train_tokenizer
-from layerjump.training.monitor import profile
+from layerjump.training.data import pack_rows, train_tokenizer
+from layerjump.training.monitor import measure_profile
 from layerjump.training.regularizers import cosine
-from layerjump.training.trainer import Levels
+from layerjump.training.trainer import LevelStates
 
 text, steps, length = lj.load_text("pydoc"), 60, 64
 tokenizer = train_tokenizer(text.documents, 512, length, masked=False)
-rows = pack(text.documents, Tokenization.of(tokenizer, max_positions=length), length).long()
+rows = pack_rows(text.documents, Tokenization.of(tokenizer, max_positions=length), length).long()
 shape = {"hidden_size": 64, "intermediate_size": 168, "num_attention_heads": 4}
 config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=3, **shape)
 
@@ -28,12 +28,12 @@ for strength in (0.0, 0.5):
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         batch = rows[torch.randint(len(rows), (16,))]
-        with Levels(model) as levels:  # 1: hold on to what leaves the blocks
+        with LevelStates(model) as levels:  # 1: hold on to what leaves the blocks
             loss = model(input_ids=batch, labels=batch).loss
         penalty = cosine(levels.states)  # 2: with padding, give the attention mask too
         (loss + strength * penalty).backward()  # 3
         optimiser.step()
         optimiser.zero_grad()
-    found = profile(lj.Model.wrap(model, tokenizer), text).row()
+    found = measure_profile(lj.Model.wrap(model, tokenizer), text).row()
     linear = found["without residual held out"]
     print(f"strength {strength}: loss {loss.item():.3f}, linearity without residual {linear:.3f}")

@@ -13,7 +13,7 @@ model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 folder = sys.argv[3] if len(sys.argv) > 3 else "smaller"
 
-pruned = lj.prune(model, text, drop=1, choice="influence", tokens=8_000)
+pruned = lj.prune(model, text, drop=1, criterion="influence", tokens=8_000)
 print(pruned)
 pruned.save(folder)
 

@@ -28,9 +28,9 @@ from layerjump.models.structure import FINAL, Site
 from layerjump.pruning.checkpoint import LINEAR
 from layerjump.studies import human_evaluation
 from layerjump.studies.setup import settings_of
-from layerjump.training.finetune import read_task
-from layerjump.training.monitor import measured_before
-from layerjump.training.trainer import Recipe, arguments
+from layerjump.training.finetune import load_task
+from layerjump.training.monitor import load_measurements
+from layerjump.training.trainer import Recipe, training_arguments
 
 model, text, jumps = fitted_gpt2.model, fitted_gpt2.text, fitted_gpt2.jumps  # fixtures
 
@@ -121,7 +121,7 @@ def test_exit_rules_that_cannot_be():
     [
         ({"seed": -1}, "the seed given is -1"),
         ({"learning_rate": float("nan")}, "the learning rate given is nan"),
-        ({"strength": -0.5}, "the strength given is -0.5"),
+        ({"penalty_weight": -0.5}, "the penalty weight given is -0.5"),
     ],
 )
 def test_recipes(changes, said):
@@ -132,7 +132,7 @@ def test_recipes(changes, said):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_where_there_is_none(tmp_path):
     with refusal("no GPU", "cpu"):
-        arguments(Recipe(), tmp_path, device="cuda")
+        training_arguments(Recipe(), tmp_path, device="cuda")
 
 
 def test_lenses_that_no_other_tool_can_hold(tmp_path):
@@ -217,14 +217,14 @@ def test_items_that_are_none(tmp_path):
     for choices in ('"ab"', '{"a": 1, "b": 2}', "[1, 2]", "[" * 100_000):
         (tmp_path / "task.jsonl").write_text(f'{{"query": "q", "gold": 0, "choices": {choices}}}')
         with refusal("line 1", "is no item", "`choices`"):
-            read_task(tmp_path / "task.jsonl")
+            load_task(tmp_path / "task.jsonl")
 
 
 def test_a_track_that_was_not_measured(tmp_path):
     good = {name: [{"step": 0, "loss": 1.5}, {"step": 9, "loss": None}] for name in _TABLES}
     path = tmp_path / "track.json"
     path.write_text(json.dumps(good))
-    assert measured_before(path, 5)["steps"] == [{"step": 0, "loss": 1.5}]
+    assert load_measurements(path, 5)["steps"] == [{"step": 0, "loss": 1.5}]
     for bad in (
         {},
         {"steps": 3},
@@ -234,7 +234,7 @@ def test_a_track_that_was_not_measured(tmp_path):
     ):
         path.write_text(json.dumps(good | bad if bad else bad))
         with refusal("track.json", "remove"):
-            measured_before(path, 5)
+            load_measurements(path, 5)
 
 
 _TABLES = ("steps", "blocks", "levels")

@@ -14,7 +14,12 @@ from layerjump.cli.main import app
 from layerjump.errors import BadArtifact
 from layerjump.io import only_writer, replace_folder, writing
 from layerjump.jumps.collect import SplitMoments
-from layerjump.training.hf_trainer import RUN, WHOLE, forget, last_checkpoint
+from layerjump.training.hf_trainer import (
+    COMPLETE_MARK,
+    RUN_FILE,
+    find_checkpoint,
+    remove_training_folder,
+)
 
 
 def hold(folder, replaced):
@@ -103,27 +108,27 @@ def test_a_kill_between_two_names_is_put_right(tmp_path, monkeypatch):
 def test_checkpoints_of_an_unknown_training_are_not_gone_on_from(tmp_path):
     place = tmp_path / "checkpoint-3"
     place.mkdir()
-    (place / WHOLE).touch()
-    with pytest.raises(BadArtifact, match=RUN):
-        last_checkpoint(tmp_path, {"seed": 0})
+    (place / COMPLETE_MARK).touch()
+    with pytest.raises(BadArtifact, match=RUN_FILE):
+        find_checkpoint(tmp_path, {"seed": 0})
 
 
 def test_a_training_that_is_half_forgotten_starts_anew(tmp_path, monkeypatch):
     folder = tmp_path / "training"
     for step in (3, 6):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
-        (folder / f"checkpoint-{step}" / WHOLE).touch()
-    assert last_checkpoint(tmp_path / "none", {"seed": 0}) is None
+        (folder / f"checkpoint-{step}" / COMPLETE_MARK).touch()
+    assert find_checkpoint(tmp_path / "none", {"seed": 0}) is None
 
     def killed(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def end():
         monkeypatch.setattr("shutil.rmtree", killed)
-        forget(folder)
+        remove_training_folder(folder)
 
     assert in_child(end) == -signal.SIGKILL
-    assert last_checkpoint(folder, {"seed": 1}) is None
+    assert find_checkpoint(folder, {"seed": 1}) is None
 
 
 def test_what_tokenizers_cannot_write_is_one_line(data_folder, tmp_path):

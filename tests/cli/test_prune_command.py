@@ -9,7 +9,7 @@ from helpers.cli import refused, run
 import layerjump as lj
 from layerjump.cli import main
 
-SMALL = ("--text", "pydoc", "--tokens", "3000", "--choose", "deepest")
+SMALL = ("--text", "pydoc", "--tokens", "3000", "--criterion", "deepest")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys)
         lj.load_text("pydoc"),
         drop=1,
         method="linear",
-        choice="deepest",
+        criterion="deepest",
         tokens=3_000,
     ).save(folder)
     options = ["--max-new-tokens", "8", "--json"]
@@ -67,7 +67,7 @@ def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys)
         (["--drop", "-1"], "less than one"),
         (["--max-loss", "lots"], "1.05x"),
         (["--drop", "1", "--protect", "one"], "give numbers"),
-        (["--drop", "1", "--method", "turn"], "give fold"),
+        (["--drop", "1", "--method", "rotation"], "give fold"),
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path, monkeypatch, capsys, arguments, said):

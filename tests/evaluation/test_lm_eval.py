@@ -12,7 +12,7 @@ from helpers.task_data import LINES, write_questions
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation, LayerjumpError
-from layerjump.evaluation.early_exit import ModelVariant, make_variant, numbers
+from layerjump.evaluation.early_exit import ModelVariant, make_variant, parse_blocks
 from layerjump.evaluation.lm_eval import evaluate, wilson
 from layerjump.evaluation.tasks import TASKS, load_items, select_tasks
 
@@ -157,15 +157,15 @@ def test_generation_stops_early_too(tiny, jumps):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from layerjump.evaluation.lm_eval_model import JumpLM
+    from layerjump.evaluation.lm_eval_model import LayerjumpLM
 
     def written(model):
         asked = ("Once upon a time", {"until": ["\n"], "max_gen_toks": 8, "do_sample": False})
         return model.generate_until([Instance("generate_until", {}, asked, 0)], disable_tqdm=True)
 
     whole = written(HFLM(tiny.hf, tokenizer=tiny.tokenizer))
-    assert written(JumpLM(tiny, jumps=jumps, exit="maxprob:1.1")) == whole
-    early = written(JumpLM(tiny, jumps=jumps, exit="fixed:1"))
+    assert written(LayerjumpLM(tiny, jumps=jumps, exit="maxprob:1.1")) == whole
+    early = written(LayerjumpLM(tiny, jumps=jumps, exit="fixed:1"))
     made = lj.generate(tiny, jumps, "Once upon a time", exit="fixed:1", max_new_tokens=8)
     assert early == [made.text[0].split("\n")[0]]
 
@@ -182,7 +182,9 @@ def test_parts_are_replaced_and_put_back(tiny, data, plain):
 
 
 def test_a_folder_that_prune_wrote_as_base_and_jumps(tiny, data, tmp_path):
-    pruned = lj.prune(tiny, stories(200), drop=1, method="linear", choice="deepest", tokens=6_000)
+    pruned = lj.prune(
+        tiny, stories(200), drop=1, method="linear", criterion="deepest", tokens=6_000
+    )
     pruned.save(tmp_path / "linear")
     found = evaluate(lj.load(tmp_path / "linear"), "copa,lambada", data)
     assert found.items == evaluate(pruned.model, "copa,lambada", data).items
@@ -231,9 +233,9 @@ def test_settings_that_make_no_sense(tiny, settings, said):
 
 
 def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
-    assert numbers("3-5,1") == (3, 4, 5, 1)
+    assert parse_blocks("3-5,1") == (3, 4, 5, 1)
     with pytest.raises(BadEvaluation, match="3-5"):
-        numbers("three")
+        parse_blocks("three")
     with pytest.raises(BadEvaluation, match="neither an exit rule nor parts"):
         make_variant(tiny, jumps=jumps)
     assert make_variant(tiny) == ModelVariant()

@@ -80,17 +80,19 @@ def test_the_context_is_the_window_unless_told(tiny, text):
 
 def test_exit_rules_and_parts_are_heeded(tiny, text):
     plain = perplexity(tiny, text, window=64)
-    never = perplexity(tiny, text, window=64, how=make_variant(tiny, exit="maxprob:1.1"))
+    never = perplexity(tiny, text, window=64, variant=make_variant(tiny, exit="maxprob:1.1"))
     assert never.value == pytest.approx(plain.value, rel=1e-12)
     assert never.mean_level == tiny.n_blocks
-    early = perplexity(tiny, text, window=64, how=make_variant(tiny, exit="fixed:1"))
+    early = perplexity(tiny, text, window=64, variant=make_variant(tiny, exit="fixed:1"))
     assert early.mean_level == 1
     assert early.value > plain.value
     maps = lj.fit(tiny, stories(100), pairs="2.ffn.in:2.ffn.out", tokens=3_000)
     asked = ModelVariant(maps, parts="ffn", blocks=(2,))
     with lj.linearize(tiny, maps, parts="ffn", blocks=[2]):
         expected, _ = naive(tiny, text, 64, 32)
-    assert perplexity(tiny, text, window=64, how=asked).value == pytest.approx(expected, rel=1e-9)
+    assert perplexity(tiny, text, window=64, variant=asked).value == pytest.approx(
+        expected, rel=1e-9
+    )
     assert perplexity(tiny, text, window=64).value == plain.value
 
 

@@ -15,8 +15,8 @@ from layerjump.models.fingerprint import fingerprint
 from layerjump.pruning.checkpoint import BASE, LINEAR
 from layerjump.studies import human_evaluation
 from layerjump.studies.human_evaluation import comparison, shares, shares_by_level
-from layerjump.training.finetune import read_task
-from layerjump.training.monitor import measured_before
+from layerjump.training.finetune import load_task
+from layerjump.training.monitor import load_measurements
 
 GOOD = Path("good")
 ITEMS = {
@@ -77,7 +77,7 @@ def make_items(folder: Path) -> None:
 
 def read_items(path: Path) -> None:
     if path.name.startswith("learn-"):
-        read_task(path)
+        load_task(path)
         return
     for task in select_tasks(list(ITEMS)):
         if Path(task.file).name == path.name:
@@ -96,4 +96,4 @@ def make_track(folder: Path) -> None:
 
 
 def read_track(path: Path) -> None:
-    measured_before(path, 10)
+    load_measurements(path, 10)

@@ -57,8 +57,8 @@ COMMANDS = (
     _of("fit", "fit --pairs all --positions all --save-every 0", "--resume"),
     _of("refine", "fit --estimator affine --save-every 0 --refine kl --steps 75", "--resume"),
     _of("study", "study --tokens 1500 --score 60 --study r2,predictions", "--resume"),
-    _of("prune", "prune --drop 1 --method replaceme --choose deepest"),
-    _of("distil", "prune --drop 1 --method linear --choose deepest --distil 8"),
+    _of("prune", "prune --drop 1 --method replaceme --criterion deepest"),
+    _of("distil", "prune --drop 1 --method linear --criterion deepest --distil 8"),
     _of("pretrain", "pretrain" + _SHAPE),
 )
 

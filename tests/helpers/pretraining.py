@@ -8,11 +8,11 @@ from layerjump.training.trainer import Recipe
 
 TEXT, HELD_OUT = stories(300), stories(60, seed=1, name="others")
 SMALL = Recipe(
-    shape=ModelShape(layers=2, hidden=16, heads=2, positions=16),
-    vocabulary=300,
+    shape=ModelShape(layers=2, hidden=16, heads=2, max_positions=16),
+    vocab_size=300,
     length=16,
     steps=8,
-    batch=8,
-    every=4,
+    batch_size=8,
+    eval_every=4,
     learning_rate=3e-3,
 )

@@ -73,7 +73,7 @@ def removed(model: Model) -> Pruned:
 def pruned(family: str, variant: str) -> Pruned | None:
     model = tiny(family, variant)
     if model.task == "causal":
-        return lj.prune(model, numbers(80), drop=1, choice="deepest", split="70/15/15")
+        return lj.prune(model, numbers(80), drop=1, criterion="deepest", split="70/15/15")
     return None if cannot_drop(model) else removed(model)
 
 
@@ -127,7 +127,7 @@ def test_the_methods_are_those_that_each_family_can_do(exported):
     methods = {name: made.method for name, (made, _) in exported.items()}
     assert {methods[name] for name in ("gpt2", "opt", "bloom", "falcon-rw", "gptj")} == {"fold"}
     assert {methods[name] for name in ("gemma2", "olmo2", "bert", "opt-350m")} == {"remove"}
-    assert methods["mistral"] == "turn"
+    assert methods["mistral"] == "rotation"
 
 
 def test_the_card_and_the_record_say_what_was_done(exported):
@@ -151,7 +151,9 @@ def test_tied_weights_stay_tied_where_nothing_turns(exported):
 
 def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
     model = tiny("llama", "")
-    made = lj.prune(model, numbers(80), drop=1, method="linear", choice="deepest", split="70/15/15")
+    made = lj.prune(
+        model, numbers(80), drop=1, method="linear", criterion="deepest", split="70/15/15"
+    )
     made.save(tmp_path / "linear")
     again = lj.load(tmp_path / "linear", dtype="float64")
     # Jumps are stored in float32.

@@ -7,19 +7,19 @@ import torch
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadPruning
-from layerjump.pruning.distill import Trainee, distill
-from layerjump.pruning.prune import collect_calibration, drop_and_replace
+from layerjump.pruning.distill import DistillationModule, distill
+from layerjump.pruning.prune import drop_and_replace, prepare_calibration
 
 
 @pytest.fixture(scope="module")
 def given(data_folder):
     model = lj.load(data_folder / "tiny-gpt2")
     text = lj.load_text("pydoc", limit=120)
-    return model, collect_calibration(model, text, tokens=4_000, split="80/10/10", seed=0)
+    return model, prepare_calibration(model, text, tokens=4_000, split="80/10/10", seed=0)
 
 
 def loss_of(pruned, calibration, kl=0.0) -> float:
-    trainee = Trainee(pruned, kl=kl, whole=False)
+    trainee = DistillationModule(pruned, kl_weight=kl, train_all_weights=False)
     with torch.no_grad():
         found = [float(trainee(batch=batch)["loss"]) for batch in calibration.fit]
     trainee.finish()
@@ -33,7 +33,7 @@ def test_the_stand_ins_alone_are_trained(given, method, tmp_path):
     before, kept = loss_of(made, calibration), {}
     for name, tensor in made.model.hf.state_dict().items():
         kept[name] = tensor.clone()
-    done = distill(made, calibration, tmp_path, steps=12, learning_rate=3e-4, kl=0.0)
+    done = distill(made, calibration, tmp_path, steps=12, learning_rate=3e-4, kl_weight=0.0)
     assert loss_of(done, calibration) < before
     changed = {n for n, t in done.model.hf.state_dict().items() if not torch.equal(t, kept[n])}
     folded = {"transformer.h.1.mlp.c_proj.weight", "transformer.h.1.mlp.c_proj.bias"}
@@ -54,10 +54,10 @@ def test_the_loss_is_the_states_error_over_their_size(given):
         wanted = made.frames[0].scale * theirs[there]
         error = (ours[here] - wanted).square().sum(-1) / wanted.square().sum(-1)
         errors.append(float(error.mean()))
-    trainee = Trainee(made, kl=0.0, whole=False)
+    trainee = DistillationModule(made, kl_weight=0.0, train_all_weights=False)
     with torch.no_grad():
         assert float(trainee(batch=batch)["loss"]) == pytest.approx(sum(errors) / 3, rel=1e-4)
-        more = Trainee(made, kl=2.0, whole=False)
+        more = DistillationModule(made, kl_weight=2.0, train_all_weights=False)
         assert float(more(batch=batch)["loss"]) > float(trainee(batch=batch)["loss"])
 
 
@@ -86,5 +86,5 @@ def test_nothing_to_train_is_refused(given, tmp_path):
         distill(made, calibration, tmp_path, steps=2)
     with pytest.raises(BadPruning, match="1 or more"):
         distill(made, calibration, tmp_path, steps=0)
-    done = distill(made, calibration, tmp_path, steps=2, whole=True)
+    done = distill(made, calibration, tmp_path, steps=2, train_all_weights=True)
     assert done.distilled["trained"] == "every weight"

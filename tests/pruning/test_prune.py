@@ -20,8 +20,13 @@ from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.pruning import select
 from layerjump.pruning.drop_layers import without_blocks
-from layerjump.pruning.prune import collect_calibration, drop_and_replace
-from layerjump.pruning.select import blocks_in, contiguous_spans, how_many, sink_blocks
+from layerjump.pruning.prune import drop_and_replace, prepare_calibration
+from layerjump.pruning.select import (
+    blocks_in_spans,
+    contiguous_spans,
+    find_sink_blocks,
+    parse_drop_count,
+)
 
 gpt2 = fitted_gpt2.model  # a fixture
 
@@ -37,15 +42,15 @@ def trained(real_folder) -> tuple[Model, Corpus]:
 def test_on_a_trained_model_each_method_beats_the_one_before(trained):
     """On one cut; the order of the papers, and ours behind them."""
     model, text = trained
-    calibration = collect_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
+    calibration = prepare_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
     before = token_losses(model, calibration.test).mean
     found = {
         method: token_losses(
             drop_and_replace(model, [(2, 3)], method, calibration).model, calibration.test
         ).mean
-        for method in ("remove", "replaceme", "fold", "turn", "linear")
+        for method in ("remove", "replaceme", "fold", "rotation", "linear")
     }
-    assert before < found["turn"] < found["fold"] < found["replaceme"] < found["remove"]
+    assert before < found["rotation"] < found["fold"] < found["replaceme"] < found["remove"]
     assert found["linear"] < found["replaceme"]
 
 
@@ -53,27 +58,27 @@ def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
     """Each with its own stand-ins, on select documents; here the two ways choose different blocks."""
     model, text = trained
     given = {"tokens": 4_000, "split": "80/5/15", "seed": 0}
-    calibration = collect_calibration(model, text, **given)
-    ends = select.BlockSelection(model, calibration.fit, calibration.select, (1, 6))
-    one = replace(ends, one_run=True)
+    calibration = prepare_calibration(model, text, **given)
+    ends = select.BlockSelector(model, calibration.fit, calibration.validation, (1, 6))
+    one = replace(ends, contiguous=True)
     both = [tuple(contiguous_spans(select.select_blocks("loss", 2, way))) for way in (ends, one)]
     assert len(set(both)) == 2
     cost = {}
     for cuts in both:
         cost[cuts] = token_losses(
-            drop_and_replace(model, cuts, "fold", calibration).model, calibration.select
+            drop_and_replace(model, cuts, "fold", calibration).model, calibration.validation
         ).mean
     found = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], **given)
     assert found.cuts == min(cost, key=cost.__getitem__)
-    alone = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], one_run=True, **given)
+    alone = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], contiguous=True, **given)
     assert alone.cuts == both[1]
 
 
 def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
     """Two cuts: the second one's source is what the first one leaves."""
     model, text = trained
-    calibration = collect_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
-    made = drop_and_replace(model, [(1, 2), (3, 4)], "turn", calibration)
+    calibration = prepare_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
+    made = drop_and_replace(model, [(1, 2), (3, 4)], "rotation", calibration)
     assert [frame.level for frame in made.frames] == [1, 2]
     (batch,) = [calibration.test[0]]
     (ours,) = capture_states(made.model, [batch], [2])
@@ -84,9 +89,9 @@ def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
     assert float(error.median()) < 0.6
 
 
-@pytest.mark.parametrize("choice", select.CHOICES)
+@pytest.mark.parametrize("choice", select.CRITERIA)
 def test_every_choice_keeps_the_ends(gpt2, study_text, choice):
-    pruned = lj.prune(gpt2, study_text, drop=2, choice=choice, method="remove", tokens=3_000)
+    pruned = lj.prune(gpt2, study_text, drop=2, criterion=choice, method="remove", tokens=3_000)
     assert len(pruned.dropped) == 2
     assert not {1, gpt2.n_blocks} & set(pruned.dropped)
     assert pruned.model.n_blocks == 2
@@ -94,12 +99,16 @@ def test_every_choice_keeps_the_ends(gpt2, study_text, choice):
 
 
 def test_by_loss_the_first_choice_is_the_least_loss(gpt2, study_text):
-    calibration = collect_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
-    given = select.BlockSelection(gpt2, calibration.fit, calibration.select, [1, 4], mapped=False)
+    calibration = prepare_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
+    given = select.BlockSelector(
+        gpt2, calibration.fit, calibration.validation, [1, 4], use_maps=False
+    )
     (best,) = select.select_blocks("loss", 1, given)
-    found = {b: token_losses(without_blocks(gpt2, [b]), calibration.select).mean for b in (2, 3)}
+    found = {
+        b: token_losses(without_blocks(gpt2, [b]), calibration.validation).mean for b in (2, 3)
+    }
     assert best == min(found, key=found.get)
-    trial = select.Trial(given, 1)
+    trial = select.SpanTrials(given, 1)
     for block, loss in found.items():
         assert trial.loss(contiguous_spans([block])) == pytest.approx(loss, abs=1e-4)
 
@@ -117,10 +126,10 @@ def test_losses_are_hugging_faces_own(gpt2, study_text):
 
 
 def test_max_loss_is_kept(gpt2, study_text):
-    pruned = lj.prune(gpt2, study_text, max_loss=1.2, choice="deepest", tokens=4_000)
-    calibration = collect_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
-    limit = 1.2 * token_losses(gpt2, calibration.select).mean
-    assert token_losses(pruned.model, calibration.select).mean <= limit
+    pruned = lj.prune(gpt2, study_text, max_loss=1.2, criterion="deepest", tokens=4_000)
+    calibration = prepare_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
+    limit = 1.2 * token_losses(gpt2, calibration.validation).mean
+    assert token_losses(pruned.model, calibration.validation).mean <= limit
 
 
 def test_a_block_that_forms_a_sink_is_found():
@@ -133,18 +142,18 @@ def test_a_block_that_forms_a_sink_is_found():
         output[:, 0] *= 20
         return output
 
-    assert sink_blocks(model, text) == []
+    assert find_sink_blocks(model, text) == []
     handle = model.structure.blocks[1].register_forward_hook(swell)
     try:
-        assert sink_blocks(model, text) == [2]
+        assert find_sink_blocks(model, text) == [2]
     finally:
         handle.remove()
 
 
 def test_runs_and_blocks():
     assert contiguous_spans([5, 3, 4, 9]) == [(2, 5), (8, 9)]
-    assert blocks_in([(2, 5), (8, 9)]) == (3, 4, 5, 9)
-    assert [how_many(given, 30) for given in (8, "8", "25%", "10%")] == [8, 8, 8, 3]
+    assert blocks_in_spans([(2, 5), (8, 9)]) == (3, 4, 5, 9)
+    assert [parse_drop_count(given, 30) for given in (8, "8", "25%", "10%")] == [8, 8, 8, 3]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +167,16 @@ def test_runs_and_blocks():
         ({"drop": "some"}, "a number of blocks"),
         ({"drop": 3}, "only 2 may go"),
         ({"drop": 1, "method": "magic"}, "give one of"),
-        ({"drop": 1, "choice": "taste"}, "give one of"),
-        ({"drop": 1, "method": "turn"}, "give fold"),
+        ({"drop": 1, "criterion": "taste"}, "give one of"),
+        ({"drop": 1, "method": "rotation"}, "give fold"),
         ({"drop": 1, "protect": [7]}, "blocks 1 to 4"),
         ({"drop": 1, "max_loss": 1.1}, "either"),
         ({}, "either"),
         ({"max_loss": 0.9}, "more than 1"),
-        ({"drop": 1, "choice": "deepest", "protect": [2, 3, 4], "method": "fold"}, "first block"),
+        (
+            {"drop": 1, "criterion": "deepest", "protect": [2, 3, 4], "method": "fold"},
+            "first block",
+        ),
     ],
 )
 def test_senseless_requests_are_refused(gpt2, study_text, settings, message):
@@ -175,14 +187,14 @@ def test_senseless_requests_are_refused(gpt2, study_text, settings, message):
 def test_a_text_too_short_for_the_width_is_refused(gpt2):
     few = Corpus("few", ("one two three",) * 4, "")
     with pytest.raises(TextTooShort, match="positions to fit maps of width"):
-        lj.prune(gpt2, few, drop=1, method="fold", choice="deepest", split="2/1/1")
+        lj.prune(gpt2, few, drop=1, method="fold", criterion="deepest", split="2/1/1")
 
 
 def test_families_that_cannot_fold_say_why(data_folder, study_text):
     bert = lj.load(data_folder / "tiny-bert")
     with pytest.raises(BadPruning, match="give linear or remove"):
         lj.prune(bert, study_text, drop=1, method="fold", tokens=2_000)
-    pruned = lj.prune(bert, study_text, drop=1, choice="influence", tokens=2_000)
+    pruned = lj.prune(bert, study_text, drop=1, criterion="influence", tokens=2_000)
     assert pruned.method == "remove"
     gemma = wrapped(tiny_model("gemma2"), words=True)
     with pytest.raises(LayerjumpError, match="norm stands behind"):

@@ -14,13 +14,13 @@ from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample, self_check
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
-from layerjump.pruning.replace import ADDED, PAIRS, STREAM, TARGET, rows, solve_fold
+from layerjump.pruning.replace import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
 from layerjump.pruning.residual_weights import (
-    can_stretch,
+    can_scale,
     cannot_fold,
     cannot_rotate,
-    last_of,
-    map_output,
+    ffn_output_layer,
+    fold_output_map,
     rotate_stream,
 )
 
@@ -54,7 +54,7 @@ def test_a_shorter_model_passes_the_self_check(model):
 def test_a_stretched_stream_gives_the_same_logits(model):
     """Levels 1 on are twice as long: block 1 writes twice as much on a stream that enters twice as long."""
     prunable(model)
-    if cannot_fold(model) or not can_stretch(model):
+    if cannot_fold(model) or not can_scale(model):
         pytest.skip("nothing to stretch")
     copy = without_blocks(model, [])
     for module in copy.hf.modules():  # what a norm adds to the variance is not stretched
@@ -94,12 +94,12 @@ def test_a_map_merged_into_feed_forward_is_the_map_of_its_output(model):
         pytest.skip(cannot_fold(model))
     copy, batch = without_blocks(model, []), sample(model)
     weight, shift = torch.randn(32, 32, dtype=torch.float64), torch.randn(32, dtype=torch.float64)
-    layer = last_of(copy, 2)
+    layer = ffn_output_layer(copy, 2)
     biased = getattr(layer, "bias", None) is not None
-    map_output(layer, weight, shift if biased else None)
+    fold_output_map(layer, weight, shift if biased else None)
     if not biased:
         with pytest.raises(BadModel, match="no bias"):
-            map_output(layer, torch.eye(32, dtype=torch.float64), shift)
+            fold_output_map(layer, torch.eye(32, dtype=torch.float64), shift)
     (before,) = capture_states(model, [batch], ["2.ffn.out", 2])
     (after,) = capture_states(copy, [batch], ["2.ffn.out", 2])
     expected = before["2.ffn.out"] @ weight.T + (shift if biased else 0)
@@ -113,7 +113,7 @@ def test_an_exactly_affine_block_is_replaced_exactly(block):
     model = wrapped(silent_gpt2(), words=True)
     others = [b for b in (1, 2, 3) if b != block]
     pruned = lj.prune(
-        model, numbers(60), drop=1, method="linear", choice="linearity", protect=others
+        model, numbers(60), drop=1, method="linear", criterion="linearity", protect=others
     )
     assert pruned.dropped == (block,)
     batch = sample(model)
@@ -124,7 +124,7 @@ def test_an_exactly_affine_block_is_replaced_exactly(block):
 @pytest.mark.parametrize("method", ["replaceme", "fold"])
 def test_a_fold_is_exact_where_a_block_adds_a_constant(method):
     model = wrapped(silent_gpt2(), words=True)
-    pruned = lj.prune(model, numbers(60), drop=1, method=method, choice="deepest")
+    pruned = lj.prune(model, numbers(60), drop=1, method=method, criterion="deepest")
     assert pruned.dropped == (2,)
     batch = sample(model)
     assert torch.allclose(logits(pruned.model, batch), logits(model, batch), rtol=0, atol=1e-7)
@@ -134,7 +134,7 @@ def folded(target, added, stream, **settings):
     sums = Moments(PAIRS, reservoir=0)
     for part in range(0, len(target), 50):
         some = (state[part : part + 50] for state in (added, stream, target))
-        sums.add(rows(*some, intercept=settings["intercept"], weighted=True))
+        sums.add(fold_rows(*some, intercept=settings["intercept"], weighted=True))
     return solve_fold(sums, **settings)
 
 
@@ -161,4 +161,4 @@ def test_fold_and_turn_find_what_was_put_in():
 
 def test_the_products_named_are_the_feed_forwards_last():
     sums = [str(site) for pair in PAIRS for site in pair]
-    assert set(sums) == {str(ADDED), str(STREAM), str(TARGET)}
+    assert set(sums) == {str(FFN_OUT), str(RESIDUAL), str(TARGET)}

@@ -16,9 +16,9 @@ def model(data_folder):
 
 def test_runs_that_are_not_there_are_passed_over(model):
     asked = {"max_loss": 50.0, "method": "remove", "tokens": 6_000, "protect": [2]}
-    assert lj.prune(model, TEXT, choice="angle", **asked).dropped == (3, 4)
+    assert lj.prune(model, TEXT, criterion="angle", **asked).dropped == (3, 4)
 
 
 def test_a_way_to_choose_that_there_is_not_is_named(model):
     with pytest.raises(BadPruning, match="chosen by 'luck'"):
-        lj.prune(model, TEXT, max_loss=2.0, choice="luck", tokens=6_000)
+        lj.prune(model, TEXT, max_loss=2.0, criterion="luck", tokens=6_000)

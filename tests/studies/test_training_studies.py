@@ -16,13 +16,13 @@ from layerjump.studies import architecture, finetuning, training_dynamics
 from layerjump.studies.registry import select_studies
 from layerjump.studies.runner import run_studies
 from layerjump.studies.setup import Settings, Setup
-from layerjump.training.finetune import Item
-from layerjump.training.model import VARIED
-from layerjump.training.monitor import profile
+from layerjump.training.finetune import ChoiceItem
+from layerjump.training.model import VARIANTS
+from layerjump.training.monitor import measure_profile
 from layerjump.training.pretrain import pretrain
 
 TEXT = stories(200)
-RECIPE = replace(SMALL, steps=9, every=3, learning_rate=1e-3)
+RECIPE = replace(SMALL, steps=9, eval_every=3, learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_dynamics_follows_a_series_in_order(setup, trained):
     steps = [row["step"] for row in found.tables["steps"]]
     assert steps == [1, 3, 6, 9]  # the model itself has no number: its place in the series
     last, itself = found.tables["steps"][-1], found.tables["steps"][0]
-    for name, value in profile(setup.model, setup.corpus).row().items():
+    for name, value in measure_profile(setup.model, setup.corpus).row().items():
         assert last[name] == pytest.approx(value, rel=1e-6)
         assert itself[name] == last[name]
     assert len(found.tables["blocks"]) == 4 * 2
@@ -77,7 +77,7 @@ def test_dynamics_refuses_what_is_no_checkpoint(setup, tmp_path):
 
 
 def test_every_item_is_held_out_once():
-    items = [Item(str(n), ("a", "b"), 0) for n in range(11)]
+    items = [ChoiceItem(str(n), ("a", "b"), 0) for n in range(11)]
     dealt = finetuning.folds(items, 3, seed=0)
     held = [item for _, part in dealt for item in part]
     assert sorted(item.prompt for item in held) == sorted(item.prompt for item in items)
@@ -94,7 +94,7 @@ def test_finetune_measures_before_and_after(setup, tmp_path):
     task.write_text("\n".join(map(json.dumps, rows)))
     asked = with_settings(setup, task=str(task), steps=3)
     found = finetuning.run(asked)
-    before = profile(setup.model, setup.corpus)
+    before = measure_profile(setup.model, setup.corpus)
     assert [row["items scored"] for row in found.tables["runs"]] == [4, 4]
     for row in found.tables["runs"]:
         name = "without residual"
@@ -114,7 +114,7 @@ def test_finetune_measures_before_and_after(setup, tmp_path):
 def test_architectures_are_trained_and_compared(setup):
     asked = with_settings(setup, steps=2, runs=1)
     found = architecture.run(asked)
-    every = [(what, name) for what, variants in VARIED.items() for name in variants]
+    every = [(what, name) for what, variants in VARIANTS.items() for name in variants]
     rows = found.tables["variants"]
     assert [(row["varies"], row["variant"]) for row in rows] == every
     for row in rows:

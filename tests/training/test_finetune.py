@@ -9,8 +9,15 @@ import torch
 
 import layerjump as lj
 from layerjump.errors import BadText
-from layerjump.training.data import IGNORED
-from layerjump.training.finetune import Item, accuracy, finetune, padded, read_task, sequence
+from layerjump.training.data import IGNORE_INDEX
+from layerjump.training.finetune import (
+    ChoiceItem,
+    accuracy,
+    encode_example,
+    finetune,
+    load_task,
+    pad_examples,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +33,22 @@ def written(path, *rows):
 def test_both_formats_are_read(tmp_path):
     choices = {"query": "Is it? ", "choices": ["no", "yes"], "gold": 1}
     assert (
-        read_task(written(tmp_path / "a", choices, "", choices))
-        == [Item("Is it?", ("no", "yes"), 1)] * 2
+        load_task(written(tmp_path / "a", choices, "", choices))
+        == [ChoiceItem("Is it?", ("no", "yes"), 1)] * 2
     )
     rows = [
         {"premise": "P", "hypothesis": "H", "label": label}
         for label in ("not_entailment", "entailment")
     ]
-    first, second = read_task(written(tmp_path / "b", *rows))
-    assert first == Item("P\nQuestion: H\nAnswer:", ("entailment", "not entailment"), 1)
+    first, second = load_task(written(tmp_path / "b", *rows))
+    assert first == ChoiceItem("P\nQuestion: H\nAnswer:", ("entailment", "not entailment"), 1)
     assert second.gold == 0
 
 
 def test_a_line_ends_where_a_line_ends(tmp_path):
     row = {"query": "one\u2028two", "choices": ["no\x85", "yes"], "gold": 1}
-    (found,) = read_task(written(tmp_path / "a", json.dumps(row, ensure_ascii=False)))
-    assert found == Item("one\u2028two", ("no\x85", "yes"), 1)
+    (found,) = load_task(written(tmp_path / "a", json.dumps(row, ensure_ascii=False)))
+    assert found == ChoiceItem("one\u2028two", ("no\x85", "yes"), 1)
 
 
 @pytest.mark.parametrize(
@@ -57,36 +64,36 @@ def test_a_line_ends_where_a_line_ends(tmp_path):
 def test_a_line_that_is_no_item_is_named(line, tmp_path):
     good = {"query": "a", "choices": ["b"], "gold": 0}
     with pytest.raises(BadText, match="line 2"):
-        read_task(written(tmp_path / "task", good, line))
+        load_task(written(tmp_path / "task", good, line))
     with pytest.raises(BadText, match="no items"):
-        read_task(written(tmp_path / "empty", ""))
+        load_task(written(tmp_path / "empty", ""))
     with pytest.raises(BadText, match="cannot be read"):
-        read_task(tmp_path / "absent")
+        load_task(tmp_path / "absent")
 
 
 def test_long_prompts_lose_their_beginning_and_answers_are_all_that_is_learnt(model):
     tokens = model.tokenization
-    ids, labels = sequence(tokens, "Once upon a time. " * 60 + "The end was", "happy")
+    ids, labels = encode_example(tokens, "Once upon a time. " * 60 + "The end was", "happy")
     answer = tokens.encode([" happy"])[0]
     assert len(ids) == len(labels) == tokens.max_length
     assert ids[-len(answer) :].tolist() == labels[-len(answer) :].tolist() == answer
-    assert set(labels[: -len(answer)].tolist()) == {IGNORED}
+    assert set(labels[: -len(answer)].tolist()) == {IGNORE_INDEX}
     with pytest.raises(BadText, match="shorter answers"):
-        sequence(tokens, "Once", "upon a time " * 80)
+        encode_example(tokens, "Once", "upon a time " * 80)
 
 
 def test_the_likeliest_answer_a_token_wins_padded_or_alone(model):
     items = [
-        Item("Once upon a", ("time there was a little girl", "xqzj"), 0),
-        Item("Lily went to the", ("park", "zzzz qqqq xxxx"), 0),
-        Item("The dog was very", ("qxqx", "happy"), 1),
+        ChoiceItem("Once upon a", ("time there was a little girl", "xqzj"), 0),
+        ChoiceItem("Lily went to the", ("park", "zzzz qqqq xxxx"), 0),
+        ChoiceItem("The dog was very", ("qxqx", "happy"), 1),
     ]
 
     def score(item, choice):
-        ids, labels = sequence(model.tokenization, item.prompt, choice)
+        ids, labels = encode_example(model.tokenization, item.prompt, choice)
         with torch.no_grad():
             shares = model.hf(ids[None]).logits[0].log_softmax(-1)
-        found = [shares[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORED]
+        found = [shares[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORE_INDEX]
         return float(torch.stack(found).mean())
 
     by_hand = [
@@ -94,13 +101,15 @@ def test_the_likeliest_answer_a_token_wins_padded_or_alone(model):
         for item in items
     ]
     assert accuracy(model, items) == sum(by_hand) / 3 == 1
-    turned = [Item(item.prompt, item.choices, 1 - item.gold) for item in items]
+    turned = [ChoiceItem(item.prompt, item.choices, 1 - item.gold) for item in items]
     assert accuracy(model, turned) == 0
 
 
 def test_what_is_learnt_is_known_and_the_model_itself_is_left_alone(model):
     """The wrong answers become the right ones."""
-    items = [Item(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")]
+    items = [
+        ChoiceItem(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")
+    ]
     before = {name: weight.clone() for name, weight in model.hf.state_dict().items()}
     assert accuracy(model, items) == 0
     tuned = finetune(model, items, steps=40, learning_rate=2e-3)
@@ -113,10 +122,10 @@ def test_what_is_learnt_is_known_and_the_model_itself_is_left_alone(model):
 
 def test_padding_is_on_the_right_and_is_not_learnt():
     rows = [
-        (torch.tensor([5, 6, 7]), torch.tensor([IGNORED, 6, 7])),
+        (torch.tensor([5, 6, 7]), torch.tensor([IGNORE_INDEX, 6, 7])),
         (torch.tensor([8]), torch.tensor([8])),
     ]
-    batch = padded(rows, pad=0)
+    batch = pad_examples(rows, pad=0)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7], [8, IGNORE_INDEX, IGNORE_INDEX]]

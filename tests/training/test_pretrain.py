@@ -19,11 +19,11 @@ from helpers.story_text import stories
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact
-from layerjump.training.data import Rows, pack, train_tokenizer
-from layerjump.training.model import ARCHITECTURES, VARIED, ModelShape, new_model
-from layerjump.training.monitor import profile
+from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
+from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model
+from layerjump.training.monitor import measure_profile
 from layerjump.training.pretrain import pretrain
-from layerjump.training.trainer import arguments, train
+from layerjump.training.trainer import train_model, training_arguments
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,12 @@ def tokenizers():
 def trained(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     masked = recipe.architecture.masked
     tokenizer = tokenizers[masked]
-    rows = pack(TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16)
-    hf = new_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
-    settings = arguments(recipe, folder, accumulate=accumulate, device="cpu")
-    log = train(hf, tokenizer, rows, recipe, settings)
+    rows = pack_rows(
+        TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16
+    )
+    hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
+    settings = training_arguments(recipe, folder, accumulate=accumulate, device="cpu")
+    log = train_model(hf, tokenizer, rows, recipe, settings)
     return hf.state_dict(), log
 
 
@@ -49,17 +51,19 @@ def same(ours, theirs):
 
 def test_no_strength_is_plain_training_bit_for_bit(tokenizers, tmp_path):
     """Beside a Trainer of Hugging Face's own, with the model's own loss."""
-    recipe = replace(SMALL, penalty="cosine", strength=0.0)
+    recipe = replace(SMALL, penalty="cosine", penalty_weight=0.0)
     ours, log = trained(recipe, tokenizers, tmp_path / "ours")
-    rows = pack(TEXT.documents, Tokenization.of(tokenizers[False], max_positions=16), 16)
-    plain = new_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
+    rows = pack_rows(TEXT.documents, Tokenization.of(tokenizers[False], max_positions=16), 16)
+    plain = build_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
     transformers.Trainer(
         plain,
-        arguments(recipe, tmp_path / "plain", device="cpu"),
-        train_dataset=Rows(rows, 64, seed=0),
+        training_arguments(recipe, tmp_path / "plain", device="cpu"),
+        train_dataset=PackedRows(rows, 64, seed=0),
     ).train()
     assert same(ours, plain.state_dict())
-    penalised, more = trained(replace(recipe, strength=0.5), tokenizers, tmp_path / "penalised")
+    penalised, more = trained(
+        replace(recipe, penalty_weight=0.5), tokenizers, tmp_path / "penalised"
+    )
     assert not same(penalised, ours)
     assert log[-1]["penalty"] == 0 < more[-1]["penalty"]
 
@@ -67,7 +71,7 @@ def test_no_strength_is_plain_training_bit_for_bit(tokenizers, tmp_path):
 @pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "mse")])
 def test_a_batch_may_be_run_in_parts(arch, penalty, tokenizers, tmp_path):
     """Float64, because Adam makes a whole step of a gradient that is rounding alone."""
-    recipe = replace(SMALL, arch=arch, penalty=penalty, strength=0.5)
+    recipe = replace(SMALL, arch=arch, penalty=penalty, penalty_weight=0.5)
     whole, one = trained(recipe, tokenizers, tmp_path / "whole", dtype=torch.float64)
     parts, four = trained(recipe, tokenizers, tmp_path / "parts", accumulate=4, dtype=torch.float64)
     for name, weight in whole.items():
@@ -81,7 +85,7 @@ def test_a_batch_may_be_run_in_parts(arch, penalty, tokenizers, tmp_path):
 def test_a_strong_penalty_ends_lower_than_a_weak_one(penalty, tokenizers, tmp_path):
     ends = []
     for strength in (1e-3, 3.0):
-        recipe = replace(SMALL, steps=20, every=20, penalty=penalty, strength=strength)
+        recipe = replace(SMALL, steps=20, eval_every=20, penalty=penalty, penalty_weight=strength)
         _, log = trained(recipe, tokenizers, tmp_path / str(strength))
         ends.append(log[-1]["penalty"] / strength)
     assert ends[1] < 0.8 * ends[0]
@@ -90,9 +94,7 @@ def test_a_strong_penalty_ends_lower_than_a_weak_one(penalty, tokenizers, tmp_pa
 def test_two_processes_are_one_and_write_one_model(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXT.documents))
-    options = (
-        "--layers 2 --hidden 16 --heads 2 --vocab 300 --length 16 --steps 8 --batch 8 --every 4"
-    )
+    options = "--layers 2 --hidden 16 --heads 2 --vocab-size 300 --length 16 --steps 8 --batch-size 8 --eval-every 4"
     options += " --learning-rate 3e-3 --penalty jump --device cpu --json"
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -132,14 +134,14 @@ def test_two_processes_are_one_and_write_one_model(tmp_path):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
-    recipe = replace(SMALL, arch=arch, steps=2, every=2)
+    recipe = replace(SMALL, arch=arch, steps=2, eval_every=2)
     record = pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT, device="cpu")
     with pytest.raises(BadArtifact, match="--force"):
         pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT)
     model = lj.load(tmp_path / "made")
     assert model.n_blocks == 2
     assert model.tokenization.tokenizer.model_max_length == 16
-    again = profile(model, HELD_OUT).row()
+    again = measure_profile(model, HELD_OUT).row()
     last = record["tables"]["steps"][-1]
     for name, value in again.items():
         assert value == pytest.approx(last[name], rel=1e-3, abs=1e-3), name
@@ -150,11 +152,11 @@ def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "variant"), [(what, variant) for what in VARIED for variant in VARIED[what]]
+    ("what", "variant"), [(what, variant) for what in VARIANTS for variant in VARIANTS[what]]
 )
 def test_every_architecture_passes_the_self_check(what, variant, tokenizers):
-    kind = VARIED[what][variant]
-    hf = new_model(kind, ModelShape(2, 16, 2, 16), tokenizers[False], seed=0)
+    kind = VARIANTS[what][variant]
+    hf = build_model(kind, ModelShape(2, 16, 2, 16), tokenizers[False], seed=0)
     model = lj.Model.wrap(hf, tokenizers[False])
     assert (model.n_blocks, model.d_model, model.max_positions) == (2, 16, 16)
     hf.train()
@@ -170,7 +172,7 @@ def test_a_profiles_loss_is_the_models_own(data_folder):
         with torch.no_grad():
             logits = model.hf(row).logits[0, 1:-1]  # position 0 is left out
         losses += torch.nn.functional.cross_entropy(logits, row[0, 2:], reduction="none").tolist()
-    found = profile(model, text)
+    found = measure_profile(model, text)
     assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert found.levels[-1] == {

@@ -18,14 +18,14 @@ from helpers.processes import end_of, start
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact, BadText, BadTraining, Diverged, TextTooShort
-from layerjump.training.data import pack
+from layerjump.training.data import pack_rows
 from layerjump.training.model import ModelShape
 from layerjump.training.pretrain import pretrain
 
 
 @pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "none")])
 def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
-    recipe = replace(SMALL, arch=arch, penalty=penalty, steps=24, every=6)
+    recipe = replace(SMALL, arch=arch, penalty=penalty, steps=24, eval_every=6)
     whole = pretrain(TEXT, tmp_path / "whole", recipe, held_out=HELD_OUT, device="cpu")
     killed, work = tmp_path / "killed", tmp_path / "killed-training"
     child = start(lambda: pretrain(TEXT, killed, recipe, held_out=HELD_OUT, device="cpu"))
@@ -49,30 +49,30 @@ def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
 
 
 def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path):
-    recipe = replace(SMALL, steps=400, every=2, learning_rate=20.0)
-    with pytest.raises(Diverged, match="--learning-rate below 20") as stopped:
+    recipe = replace(SMALL, steps=400, eval_every=2, learning_rate=20.0)
+    with pytest.raises(Diverged, match="learning_rate below 20") as stopped:
         pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, device="cpu")
     assert not (tmp_path / "out").exists()
     kept = Path(str(stopped.value).split("checkpoint is ")[1].split(";")[0])
     good = transformers.AutoModelForCausalLM.from_pretrained(kept)
     assert all(bool(weight.isfinite().all()) for weight in good.parameters())
     tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
-    rows = pack(TEXT.documents[:50], Tokenization.of(tokenizer, max_positions=16), 16).long()
+    rows = pack_rows(TEXT.documents[:50], Tokenization.of(tokenizer, max_positions=16), 16).long()
     assert float(good(rows, labels=rows).loss.detach()) < 2 * math.log(300)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"vocabulary": 100_000}, BadTraining, "gives only"),
-        ({"vocabulary": 10}, BadTraining, "at least 257"),
-        ({"length": 32}, BadTraining, "--positions 32"),
-        ({"batch": 9}, BadTraining, "multiple of 2"),
+        ({"vocab_size": 100_000}, BadTraining, "gives only"),
+        ({"vocab_size": 10}, BadTraining, "at least 257"),
+        ({"length": 32}, BadTraining, "max_positions=32"),
+        ({"batch_size": 9}, BadTraining, "multiple of 2"),
         ({"arch": "rnn"}, BadTraining, "llama, mistral"),
         ({"penalty": "l1"}, BadTraining, "none, cosine"),
         ({"levels": (3,)}, BadTraining, "1 to 2"),
         ({"steps": 0}, BadTraining, "1 or more"),
-        ({"strength": float("nan")}, BadTraining, "0 or more"),
+        ({"penalty_weight": float("nan")}, BadTraining, "0 or more"),
         ({"learning_rate": 0.0}, BadTraining, "above 0"),
     ],
 )
@@ -87,7 +87,9 @@ def test_bad_settings_say_what_was_wanted(changes, error, said, tmp_path):
 
 
 def test_a_run_killed_while_it_wrote_its_model_has_nothing_left_to_train(tmp_path):
-    made = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep=True)
+    made = pretrain(
+        TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep_checkpoints=True
+    )
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     again = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", force=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
@@ -96,8 +98,10 @@ def test_a_run_killed_while_it_wrote_its_model_has_nothing_left_to_train(tmp_pat
 
 def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
     with pytest.raises(BadTraining):
-        pretrain(TEXT, tmp_path / "out", replace(SMALL, vocabulary=50_000), held_out=HELD_OUT)
-    made = pretrain(TEXT, tmp_path / "out", replace(SMALL, steps=1, every=1), held_out=HELD_OUT)
+        pretrain(TEXT, tmp_path / "out", replace(SMALL, vocab_size=50_000), held_out=HELD_OUT)
+    made = pretrain(
+        TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), held_out=HELD_OUT
+    )
     assert (
         made["settings"]["vocabulary"]
         == len(lj.load(tmp_path / "out").tokenization.tokenizer)
@@ -124,7 +128,7 @@ def test_bad_shapes_and_texts(tmp_path):
         (["--text", "empty.txt"], "nothing but blanks"),
         (["--text", "some.txt", "--heads", "3"], "does not divide"),
         (["--text", "some.txt", "--levels", "two"], "give numbers"),
-        (["--text", "some.txt", "--vocab", "90000"], "gives only"),
+        (["--text", "some.txt", "--vocab-size", "90000"], "gives only"),
         (["--text", "some.txt", "--device", "tpu"], "cpu or cuda"),
     ],
 )

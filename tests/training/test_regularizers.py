@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import layerjump as lj
 from layerjump.errors import BadTraining
 from layerjump.training.regularizers import PENALTIES, cosine, jump, mse
-from layerjump.training.trainer import Levels
+from layerjump.training.trainer import LevelStates
 
 EACH = pytest.mark.parametrize("name", PENALTIES)
 
@@ -105,7 +105,7 @@ def test_levels_are_those_that_are_captured(family):
     """Twice in a row, as a training loop runs them: the second pass's, and not the first's."""
     hf = tiny_model(family)
     ids = torch.randint(3, 61, (2, 2, 7))
-    with Levels(hf) as levels:
+    with LevelStates(hf) as levels:
         hf(input_ids=ids[0])
         hf(input_ids=ids[1])
         seen = levels.states
@@ -123,7 +123,7 @@ def test_a_models_gradient_is_that_of_loss_and_penalty():
     ids = torch.randint(3, 61, (2, 9))
 
     def loss():
-        with Levels(hf) as levels:
+        with LevelStates(hf) as levels:
             logits = hf(input_ids=ids).logits[:, :-1]  # its own loss is in float32
         return cross_entropy(logits.mT, ids[:, 1:]) + 0.5 * cosine(levels.states)
 
@@ -143,5 +143,8 @@ def test_a_models_gradient_is_that_of_loss_and_penalty():
 
 
 def test_levels_before_a_pass_are_refused():
-    with Levels(tiny_model("gpt2")) as levels, pytest.raises(BadTraining, match="run the model"):
+    with (
+        LevelStates(tiny_model("gpt2")) as levels,
+        pytest.raises(BadTraining, match="run the model"),
+    ):
         levels.states  # noqa: B018

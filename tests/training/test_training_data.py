@@ -8,7 +8,7 @@ from helpers.story_text import stories
 
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadTraining, TextTooShort
-from layerjump.training.data import IGNORED, Rows, pack, train_tokenizer
+from layerjump.training.data import IGNORE_INDEX, PackedRows, pack_rows, train_tokenizer
 
 TEXT = stories(80).documents
 
@@ -31,7 +31,7 @@ def test_a_tokenizer_has_the_size_asked_for_and_loses_no_byte(tokenizers, masked
 def test_rows_hold_the_text_in_order(tokenizers):
     tokenizer = tokenizers[False]
     tokens = Tokenization.of(tokenizer, max_positions=32)
-    rows = pack(TEXT, tokens, 32)
+    rows = pack_rows(TEXT, tokens, 32)
     flat = [
         token
         for document in TEXT
@@ -39,34 +39,36 @@ def test_rows_hold_the_text_in_order(tokenizers):
     ]
     assert rows.flatten().tolist() == flat[: rows.numel()]
     assert len(flat) - rows.numel() < 32
-    masked = pack(TEXT, Tokenization.of(tokenizers[True], max_positions=32), 32)
+    masked = pack_rows(TEXT, Tokenization.of(tokenizers[True], max_positions=32), 32)
     assert set(masked[:, 0].tolist()) == {tokenizers[True].cls_token_id}
     assert set(masked[:, -1].tolist()) == {tokenizers[True].sep_token_id}
 
 
 def test_every_pass_visits_every_row_once_in_another_order():
     rows = torch.arange(20, dtype=torch.int32)[:, None].expand(20, 4)
-    data = Rows(rows, 50, seed=3)
+    data = PackedRows(rows, 50, seed=3)
     seen = [int(data[index]["input_ids"][0]) for index in range(50)]
     assert sorted(seen[:20]) == sorted(seen[20:40]) == list(range(20))
     assert seen[:20] != seen[20:40]
     # Whatever was asked for before: what a resumed run or another process sees.
-    assert [int(Rows(rows, 50, seed=3)[index]["labels"][0]) for index in (41, 7)] == [
+    assert [int(PackedRows(rows, 50, seed=3)[index]["labels"][0]) for index in (41, 7)] == [
         seen[41],
         seen[7],
     ]
-    assert [int(Rows(rows, 50, seed=4)[index]["input_ids"][0]) for index in range(20)] != seen[:20]
+    assert [
+        int(PackedRows(rows, 50, seed=4)[index]["input_ids"][0]) for index in range(20)
+    ] != seen[:20]
 
 
 def test_masks_are_berts(tokenizers):
     tokenizer = tokenizers[True]
-    rows = pack(TEXT, Tokenization.of(tokenizer, max_positions=32), 32)
-    data = Rows(rows, 15 * len(rows), seed=0, tokenizer=tokenizer)
+    rows = pack_rows(TEXT, Tokenization.of(tokenizer, max_positions=32), 32)
+    data = PackedRows(rows, 15 * len(rows), seed=0, tokenizer=tokenizer)
     items = [data[index] for index in range(15 * len(rows))]
     shown, labels = (
         torch.stack([item[name] for item in items]) for name in ("input_ids", "labels")
     )
-    chosen = labels != IGNORED
+    chosen = labels != IGNORE_INDEX
     assert not chosen[:, [0, -1]].any()
     inside = chosen[:, 1:-1].double().mean()
     assert float(inside) == pytest.approx(0.15, abs=0.01)
@@ -85,6 +87,6 @@ def test_what_the_text_does_not_allow_is_refused(tokenizers):
         train_tokenizer(TEXT, 200, 32, masked=False)
     tokens = Tokenization.of(tokenizers[False], max_positions=32)
     with pytest.raises(TextTooShort, match="too few for one row"):
-        pack(["Tom."], tokens, 32)
-    with pytest.raises(BadTraining, match="--positions 64"):
-        pack(TEXT, tokens, 64)
+        pack_rows(["Tom."], tokens, 32)
+    with pytest.raises(BadTraining, match="max_positions=64"):
+        pack_rows(TEXT, tokens, 64)

@@ -109,7 +109,13 @@ def evaluate(
 
         with progress_bar("reading") as update:
             measured = perplexity(
-                loaded, text, window=window, stride=stride, limit=limit, how=asked, progress=update
+                loaded,
+                text,
+                window=window,
+                stride=stride,
+                limit=limit,
+                variant=asked,
+                progress=update,
             )
         record["wikitext"] = asdict(measured)
     record = plain(record)

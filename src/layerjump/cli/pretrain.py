@@ -37,24 +37,24 @@ def pretrain(
     layers: Annotated[int, typer.Option(help="Blocks.")] = 4,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 128,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    vocab: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.")] = 2048,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.")] = 2048,
     length: Annotated[int, typer.Option(help="Tokens in a row.")] = 128,
-    positions: Annotated[
+    max_positions: Annotated[
         int | None, typer.Option(help="Longest sequence the model takes (default: the length).")
     ] = None,
     penalty: Annotated[
         str, typer.Option(help="none, cosine, mse, jump: what is added to the loss.")
     ] = "none",
-    strength: Annotated[float, typer.Option(help="What the penalty is multiplied by.")] = 0.5,
+    penalty_weight: Annotated[float, typer.Option(help="What the penalty is multiplied by.")] = 0.5,
     levels: Annotated[
         str | None, typer.Option(help="Levels to penalise, e.g. 3,4 (default: all).")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000,
-    batch: Annotated[int, typer.Option(help="Rows in a step, over all processes.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Rows in a step, over all processes.")] = 32,
     accumulate: Annotated[int, typer.Option(help="Parts that a step's rows are run in.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Its largest value.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and held-out text.")] = 0,
-    every: Annotated[
+    eval_every: Annotated[
         int | None,
         typer.Option(help="Steps between measurements and checkpoints (default: a tenth)."),
     ] = None,
@@ -71,7 +71,7 @@ def pretrain(
 ) -> None:
     """Train a small model from scratch, with a penalty that changes how linear it becomes.
 
-    [bold]layerjump pretrain --text stories.txt --penalty cosine --strength 0.5 -o model[/]
+    [bold]layerjump pretrain --text stories.txt --penalty cosine --penalty-weight 0.5 -o model[/]
     [bold]layerjump pretrain --text a.txt --text b.txt --held-out c.txt --arch gpt2 --layers 6[/]
     [bold]torchrun --nproc-per-node 2 -m layerjump pretrain --text stories.txt[/]    two processes
 
@@ -86,17 +86,17 @@ def pretrain(
 
     recipe = Recipe(
         arch=arch,
-        shape=ModelShape(layers, hidden, heads, length if positions is None else positions),
-        vocabulary=vocab,
+        shape=ModelShape(layers, hidden, heads, length if max_positions is None else max_positions),
+        vocab_size=vocab_size,
         length=length,
         penalty=penalty,
-        strength=strength,
+        penalty_weight=penalty_weight,
         levels=None if levels is None else _numbers(levels),
         steps=steps,
-        batch=batch,
+        batch_size=batch_size,
         learning_rate=learning_rate,
         seed=seed,
-        every=max(1, steps // 10) if every is None else every,
+        eval_every=max(1, steps // 10) if eval_every is None else eval_every,
         bf16=bf16,
     )
     record = train(
@@ -106,9 +106,9 @@ def pretrain(
         held_out=None if held_out is None else load_text(held_out, column=column),
         accumulate=accumulate,
         device=device,
-        keep=keep_checkpoints,
+        keep_checkpoints=keep_checkpoints,
         force=force,
-        page=_page,
+        render_page=_page,
     )
     if int(os.environ.get("RANK", "0")) == 0:  # the first process speaks for all
         _show(record, output, as_json=as_json)

@@ -54,14 +54,16 @@ def prune(
     method: Annotated[
         str,
         typer.Option(
-            help="What stands in: remove, linear, replaceme, fold, turn (default: the best that stores no more)."
+            help="What stands in: remove, linear, replaceme, fold, rotation (default: the best that stores no more)."
         ),
     ] = "auto",
-    choose: Annotated[
+    criterion: Annotated[
         str,
-        typer.Option(help="loss, linearity, linearity-again, influence, angle, deepest."),
+        typer.Option(help="loss, linearity, linearity-iterative, influence, angle, deepest."),
     ] = "loss",
-    one_run: Annotated[bool, typer.Option("--one-run", help="Drop one run of blocks.")] = False,
+    contiguous: Annotated[
+        bool, typer.Option("--contiguous", help="Drop one run of blocks.")
+    ] = False,
     protect: Annotated[
         str | None,
         typer.Option(
@@ -97,18 +99,18 @@ def prune(
     """Drop the blocks a matrix stands in for best; save an ordinary checkpoint.
 
     [bold]layerjump prune smollm2 --drop 25% --tokens 20000 -o smaller[/]
-    [bold]layerjump prune MODEL --text wiki.txt --max-loss 1.05x --method turn[/]
+    [bold]layerjump prune MODEL --text wiki.txt --max-loss 1.05x --method rotation[/]
     [bold]layerjump prune MODEL --drop 3 --method linear --distil 200[/]    train the maps afterwards
     [bold]layerjump prune MODEL --first 12 -o draft[/]                      a shorter draft model
     """
     from layerjump.data.corpus import load_text
     from layerjump.io import check_free
-    from layerjump.pruning.checkpoint import load, record_of
+    from layerjump.pruning.checkpoint import load, make_record
     from layerjump.pruning.distill import distill as train
     from layerjump.pruning.draft_model import make_draft_model
-    from layerjump.pruning.prune import collect_calibration
+    from layerjump.pruning.prune import prepare_calibration
     from layerjump.pruning.prune import prune as cut
-    from layerjump.training.hf_trainer import forget
+    from layerjump.training.hf_trainer import remove_training_folder
 
     check_free(output, force=force)
     if sum(value is not None for value in (drop, max_loss, first)) != 1:
@@ -126,8 +128,8 @@ def prune(
             drop=drop,
             max_loss=None if max_loss is None else _times(max_loss),
             method=method,
-            choice=choose,
-            one_run=one_run,
+            criterion=criterion,
+            contiguous=contiguous,
             protect=None if protect is None else _numbers(protect),
             **texts,
         )
@@ -135,18 +137,18 @@ def prune(
     if distil is not None:
         made = train(
             made,
-            collect_calibration(loaded, corpus, **texts),
+            prepare_calibration(loaded, corpus, **texts),
             training,
             steps=distil,
             learning_rate=learning_rate,
-            kl=distil_kl,
-            whole=distil_all,
+            kl_weight=distil_kl,
+            train_all_weights=distil_all,
             seed=seed,
         )
     made.save(output, force=force)
     if distil is not None:
-        forget(training)  # what a run that is stopped goes on from
-    _print(made, record_of(made), as_json=as_json)
+        remove_training_folder(training)  # what a run that is stopped goes on from
+    _print(made, make_record(made), as_json=as_json)
     print(f"wrote {output}", file=sys.stderr)
 
 

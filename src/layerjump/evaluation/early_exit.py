@@ -133,7 +133,9 @@ def make_variant(
             raise BadEvaluation(
                 f"{parts} cannot be replaced without maps; give jumps fitted for it"
             )
-        return ModelVariant(jumps, parts=parts, blocks=None if blocks is None else numbers(blocks))
+        return ModelVariant(
+            jumps, parts=parts, blocks=None if blocks is None else parse_blocks(blocks)
+        )
     if exit is None and level is None and jumps is not None:
         exit = _calibrated(folder, model)
     if level is not None:
@@ -151,7 +153,7 @@ def require_causal(model: Model) -> None:
     model.require_predictions()
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def parse_blocks(text: str) -> tuple[int, ...]:
     """Blocks such as 3-5 or 1,4,7-9."""
     found: list[int] = []
     try:

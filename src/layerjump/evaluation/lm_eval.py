@@ -137,12 +137,12 @@ def evaluate(
     from lm_eval.evaluator import evaluate as run
 
     pass
-    from layerjump.evaluation.lm_eval_model import JumpLM
+    from layerjump.evaluation.lm_eval_model import LayerjumpLM
 
     with _quiet_harness(), quiet_transformers():
         made = {task.name: LocalTask(task, items[task.name]) for task in asked}
         given: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
-        with closing(JumpLM(model, **given, batch_size=batch_size)) as lm:
+        with closing(LayerjumpLM(model, **given, batch_size=batch_size)) as lm:
             requests = sum(len(one.get("choices", [0])) for some in items.values() for one in some)
             lm.silent = True
             lm.set_cache_hook(_Counter(progress, requests))

@@ -33,7 +33,7 @@ Request = tuple[Any, list[int], list[int]]
 
 
 @register_model("layerjump")
-class JumpLM(HFLM):
+class LayerjumpLM(HFLM):
     """`pretrained` is anything `lj.load` takes; jumps, exit, level, parts and blocks are those of `how`."""
 
     def __init__(

@@ -49,7 +49,7 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     limit: int | None = None,
-    how: ModelVariant | None = None,
+    variant: ModelVariant | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Run windows (as long as the model's context) over a text (half a window apart); `limit` stops after so many."""
@@ -67,9 +67,9 @@ def perplexity(
     if len(ids) < 2:
         raise BadEvaluation("the text has no two tokens, so none is predicted; give a longer one")
     spans = list(windows(len(ids), window, stride))[:limit]
-    how = how or ModelVariant()
-    reader, found = how.reader(model), []
-    with how.changed(model):
+    variant = variant or ModelVariant()
+    reader, found = variant.reader(model), []
+    with variant.changed(model):
         for begin, end, first in spans:
             found.append(_losses(model, reader, ids[begin:end], first - begin))
             if progress:

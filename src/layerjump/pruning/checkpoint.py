@@ -27,8 +27,8 @@ from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import Pruned
-from layerjump.pruning.replace import METHODS, attach
-from layerjump.pruning.select import blocks_in
+from layerjump.pruning.replace import METHODS, attach_maps
+from layerjump.pruning.select import blocks_in_spans
 
 TRUNCATED = "a jump to the state after the final norm, merged into an untied head"
 
@@ -99,7 +99,7 @@ def save(pruned: Pruned, folder: Path, *, force: bool = False) -> None:
 
 
 def _write(pruned: Pruned, place: Path) -> None:
-    record = record_of(pruned)
+    record = make_record(pruned)
     if pruned.jumps is None:
         save_checkpoint(pruned.model, place)
     else:
@@ -119,7 +119,7 @@ def save_checkpoint(model: Model, folder: Path) -> None:
             model.tokenizer.save_pretrained(folder)
 
 
-def record_of(pruned: Pruned) -> dict[str, Any]:
+def make_record(pruned: Pruned) -> dict[str, Any]:
     """All that is known about a pruning, as JSON knows it."""
     before, after = pruned.parameters
     about = pruned.about
@@ -132,7 +132,7 @@ def record_of(pruned: Pruned) -> dict[str, Any]:
         else pruned.original.name,
         "fingerprint": about["fingerprint"],
         "method": pruned.method,
-        "choice": pruned.choice,
+        "choice": pruned.criterion,
         "blocks": pruned.original.n_blocks,
         "dropped": list(pruned.dropped),
         "parameters": {"before": before, "after": after},
@@ -174,6 +174,6 @@ def load(source: str | Path, **settings: Any) -> Model:
         raise BadArtifact(
             f"{folder / LINEAR} names a map from level {i} to {j}, which {folder} does not hold; prune again"
         )
-    dropped = blocks_in(cuts)
-    attach(model, {i - sum(block <= i for block in dropped): jumps[i, j] for i, j in cuts})
+    dropped = blocks_in_spans(cuts)
+    attach_maps(model, {i - sum(block <= i for block in dropped): jumps[i, j] for i, j in cuts})
     return model

@@ -2,8 +2,8 @@
 
 The loss is the squared error at every level behind a cut beside the whole model's state, over that state's own square,
 mean over positions and levels ("Your Transformer is Secretly Linear" trains its replacements with the layer-wise error
-alone); `kl` adds so many times the KL from the whole model's predictions. What is trained: the stand-ins alone, or
-every weight of the pruned model.
+alone); `kl_weight` adds so many times the KL from the whole model's predictions. What is trained: the stand-ins alone,
+or every weight of the pruned model.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from layerjump.errors import BadPruning
 from layerjump.models.activations import Recorder
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.pruning.prune import CalibrationStates, Pruned, measured
-from layerjump.pruning.replace import Frame
-from layerjump.pruning.residual_weights import last_of
-from layerjump.training.hf_trainer import Resumable, last_checkpoint, quieten
+from layerjump.pruning.prune import CalibrationData, Pruned, with_test_loss
+from layerjump.pruning.replace import StreamTransform
+from layerjump.pruning.residual_weights import ffn_output_layer
+from layerjump.training.hf_trainer import ResumableTrainer, find_checkpoint, silence_trainer
 
 
 def distill(
     pruned: Pruned,
-    calibration: CalibrationStates,
+    calibration: CalibrationData,
     folder: str | Path,
     *,
     steps: int = 200,
     learning_rate: float = 1e-4,
-    kl: float = 0.0,
-    whole: bool = False,
+    kl_weight: float = 0.0,
+    train_all_weights: bool = False,
     seed: int = 0,
 ) -> Pruned:
     """Train for so many batches of the fit documents, and measure again.
@@ -49,10 +49,19 @@ def distill(
     """
     if steps < 1:
         raise BadPruning(f"the steps given are {steps}; give 1 or more")
-    trainee, place = Trainee(pruned, kl=kl, whole=whole), Path(folder)
-    told = {"steps": steps, "learning_rate": learning_rate, "kl": kl, "whole": whole, "seed": seed}
-    before = last_checkpoint(place, _run(pruned, told))
-    trainer = Resumable(
+    trainee, place = (
+        DistillationModule(pruned, kl_weight=kl_weight, train_all_weights=train_all_weights),
+        Path(folder),
+    )
+    told = {
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "kl": kl_weight,
+        "whole": train_all_weights,
+        "seed": seed,
+    }
+    before = find_checkpoint(place, _run(pruned, told))
+    trainer = ResumableTrainer(
         model=trainee,
         args=_arguments(
             place,
@@ -65,16 +74,16 @@ def distill(
         data_collator=lambda found: found[0],
     )
     start = time.perf_counter()
-    quieten(trainer)
+    silence_trainer(trainer)
     trainer.train(resume_from_checkpoint=before)
     trainee.finish()
     done = {
         "steps": steps,
-        "trained": "every weight" if whole else "the stand-ins",
-        "kl weight": kl,
+        "trained": "every weight" if train_all_weights else "the stand-ins",
+        "kl weight": kl_weight,
         "minutes": round((time.perf_counter() - start) / 60, 1),
     }
-    return measured(replace(pruned, distilled=done), calibration)
+    return with_test_loss(replace(pruned, distilled=done), calibration)
 
 
 def _arguments(place: Path, steps: int, **given: Any) -> TrainingArguments:
@@ -93,19 +102,19 @@ def _arguments(place: Path, steps: int, **given: Any) -> TrainingArguments:
     )
 
 
-class Trainee(nn.Module):
+class DistillationModule(nn.Module):
     """What the Trainer sees: the parameters that are trained, and the loss of a batch.
 
     Both models are held in a list, out of the Trainer's sight: it would save, move and train all of them.
     """
 
-    def __init__(self, pruned: Pruned, *, kl: float, whole: bool) -> None:
+    def __init__(self, pruned: Pruned, *, kl_weight: float, train_all_weights: bool) -> None:
         super().__init__()
         self._models = [pruned.model, pruned.original]
-        self._kl = kl
+        self._kl = kl_weight
         self._frames = pruned.frames
         self._levels = _levels(pruned)
-        chosen = list(pruned.model.hf.parameters()) if whole else []
+        chosen = list(pruned.model.hf.parameters()) if train_all_weights else []
         chosen += _stand_ins(pruned)
         if not chosen:
             raise BadPruning(
@@ -143,7 +152,7 @@ class Trainee(nn.Module):
 
     def _framed(self, level: int, states: Tensor) -> Tensor:
         """The whole model's states as the pruned model's stream holds them there."""
-        frame = Frame(0)
+        frame = StreamTransform(0)
         for found in self._frames:
             frame = found if found.level <= level else frame
         turned = states if frame.rotation is None else states @ frame.rotation.mT.to(states)
@@ -194,7 +203,7 @@ def _stand_ins(pruned: Pruned) -> list[nn.Parameter]:
     """The maps beside the model, or the products into which maps were merged."""
     if pruned.jumps is not None:
         return list(pruned.jumps.parameters())
-    if pruned.method not in ("replaceme", "fold", "turn"):
+    if pruned.method not in ("replaceme", "fold", "rotation"):
         return []
     return [parameter for layer in _folded(pruned) for parameter in layer.parameters()]
 
@@ -202,4 +211,4 @@ def _stand_ins(pruned: Pruned) -> list[nn.Parameter]:
 def _folded(pruned: Pruned) -> Iterator[nn.Module]:
     gone = set(pruned.dropped)
     for i, _ in pruned.cuts:
-        yield last_of(pruned.model, i - sum(block <= i for block in gone))
+        yield ffn_output_layer(pruned.model, i - sum(block <= i for block in gone))

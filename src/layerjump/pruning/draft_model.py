@@ -20,8 +20,8 @@ from layerjump.models.activations import capture_states
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import FINAL, Site
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
-from layerjump.pruning.prune import Pruned, collect_calibration, measured
-from layerjump.pruning.residual_weights import map_input, take_weight, untie
+from layerjump.pruning.prune import Pruned, prepare_calibration, with_test_loss
+from layerjump.pruning.residual_weights import absorb_norm_weight, fold_input_map, untie_unembedding
 
 
 def make_draft_model(
@@ -37,11 +37,11 @@ def make_draft_model(
     require_model(model)
     _check(model, level)
     model.require_predictions()
-    calibration = collect_calibration(model, text, tokens=tokens, split=split, seed=seed)
+    calibration = prepare_calibration(model, text, tokens=tokens, split=split, seed=seed)
     student = without_blocks(model, range(level + 1, model.n_blocks + 1))
     norm = student.structure.final_steps[0]
     assert isinstance(norm, nn.Module)
-    take_weight(norm)
+    absorb_norm_weight(norm)
     source, target = Site(level), FINAL
     sums = Moments([(source, target)], reservoir=0)
     for one in capture_states(model, calibration.fit, [source, target]):
@@ -49,11 +49,11 @@ def make_draft_model(
             core = student.structure.to_final(one[source])
         sums.add({source: core, target: one[target]})
     (jump,) = solve("mat", sums.source(source), [sums.target(source, target)])
-    untie(student)
-    map_input(student.structure.unembedding, jump.weight)
+    untie_unembedding(student)
+    fold_input_map(student.structure.unembedding, jump.weight)
     cuts = ((level, model.n_blocks),)
     made = Pruned(student, model, cuts, "truncate", "the last blocks", {}, calibration.about)
-    return measured(made, calibration)
+    return with_test_loss(made, calibration)
 
 
 def _check(model: Model, level: int) -> None:

@@ -24,22 +24,28 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
 from layerjump.pruning.drop_layers import cannot_drop, without_blocks
-from layerjump.pruning.replace import Fitting, Frame, check_cuts, check_method, count_parameters
+from layerjump.pruning.replace import (
+    ReplacementFitter,
+    StreamTransform,
+    check_cuts,
+    check_method,
+    count_parameters,
+)
 from layerjump.pruning.residual_weights import cannot_fold, cannot_rotate
 from layerjump.pruning.select import (
-    BlockSelection,
+    BlockSelector,
     Span,
-    blocks_in,
-    check_choice,
+    blocks_in_spans,
+    check_criterion,
     contiguous_spans,
-    how_many,
+    parse_drop_count,
     required_blocks,
     select_blocks,
 )
 
 log = logging.getLogger("layerjump")
 
-EVERY = Positions("all", skip_first=0, special=True)
+ALL_POSITIONS = Positions("all", skip_first=0, special=True)
 MASKS = Positions.parse(MASKED_SHARE, skip_first=0)
 CHOOSING = 1_500
 """Select tokens on which candidates are tried: each is run many times."""
@@ -47,11 +53,11 @@ CELLS = 1_024
 
 
 @dataclass(frozen=True)
-class CalibrationStates:
+class CalibrationData:
     """The text of a pruning: what maps are fitted on, what is chosen on, and what is shown."""
 
     fit: Batches
-    select: Batches
+    validation: Batches
     test: Batches
     about: dict[str, Any]
 
@@ -64,21 +70,21 @@ class Pruned:
     original: Model
     cuts: tuple[Span, ...]
     method: str
-    choice: str
+    criterion: str
     loss: dict[str, float]
     """On test documents: nats and perplexity `before` and `after`, and the perplexities' `ratio`, `low` to `high`."""
     about: dict[str, Any]
     """Text, tokens, split, seed, as a fit states them."""
     jumps: Jumps | None = None
     """What `linear` keeps beside the model."""
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[StreamTransform, ...] = ()
     """From which of the pruned model's levels on its stream is scaled and turned."""
     distilled: dict[str, Any] = field(default_factory=dict)
     """How it was trained afterwards, if it was."""
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        return blocks_in(self.cuts)
+        return blocks_in_spans(self.cuts)
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -108,8 +114,8 @@ def prune(
     drop: int | str | None = None,
     max_loss: float | None = None,
     method: str = "auto",
-    choice: str = "loss",
-    one_run: bool = False,
+    criterion: str = "loss",
+    contiguous: bool = False,
     protect: Sequence[int] | None = None,
     tokens: int | None = None,
     split: str = "80/10/10",
@@ -128,27 +134,27 @@ def prune(
         raise BadPruning(reason)
     if method != "auto":
         check_method(model, method)
-    check_choice(choice)
+    check_criterion(criterion)
     model.require_predictions()
-    calibration = collect_calibration(model, text, tokens=tokens, split=split, seed=seed)
+    calibration = prepare_calibration(model, text, tokens=tokens, split=split, seed=seed)
     stay = _stay(model, calibration, protect)
     mapped = method != "remove" and not (method == "auto" and model.masked)
-    given = BlockSelection(model, calibration.fit, calibration.select, stay, mapped, one_run)
+    given = BlockSelector(model, calibration.fit, calibration.validation, stay, mapped, contiguous)
     if drop is not None:
-        count = how_many(drop, model.n_blocks)
-        found = _chosen(given, calibration, method, choice, count)
+        count = parse_drop_count(drop, model.n_blocks)
+        found = _chosen(given, calibration, method, criterion, count)
     else:
         assert max_loss is not None
-        found = _within(given, calibration, method, choice, max_loss)
-    return measured(replace(found, choice=choice), calibration)
+        found = _within(given, calibration, method, criterion, max_loss)
+    return with_test_loss(replace(found, criterion=criterion), calibration)
 
 
-def collect_calibration(
+def prepare_calibration(
     model: Model, text: Corpus | str | Path, *, tokens: int | None, split: str, seed: int
-) -> CalibrationStates:
+) -> CalibrationData:
     """Split a text and cut it into batches, as a pruning needs them."""
     corpus = text if isinstance(text, Corpus) else load_text(text)
-    asked = MASKS if model.masked else EVERY
+    asked = MASKS if model.masked else ALL_POSITIONS
     made = plan_run(
         model, corpus, pairs="adjacent", positions=asked, tokens=tokens, split=split, seed=seed
     )
@@ -157,7 +163,7 @@ def collect_calibration(
             raise TextTooShort(
                 f"the split {split} of {corpus.name} leaves no {name} documents; give it some"
             )
-    fit = made.batches["fit"].look_at(EVERY) if model.masked else made.batches["fit"]
+    fit = made.batches["fit"].look_at(ALL_POSITIONS) if model.masked else made.batches["fit"]
     select = make_batches(
         corpus,
         model.tokenization,
@@ -166,7 +172,7 @@ def collect_calibration(
         seed=seed,
         budget=CELLS,
     )
-    return CalibrationStates(fit, select, made.batches["test"], made.about)
+    return CalibrationData(fit, select, made.batches["test"], made.about)
 
 
 def _first(found: Batches) -> list[int]:
@@ -182,10 +188,10 @@ def _first(found: Batches) -> list[int]:
 
 
 def drop_and_replace(
-    model: Model, cuts: Sequence[Span], method: str, calibration: CalibrationStates
+    model: Model, cuts: Sequence[Span], method: str, calibration: CalibrationData
 ) -> Pruned:
     """A copy of the model without the blocks of these runs, stand-ins fitted, nothing measured yet."""
-    dropped = blocks_in(cuts)
+    dropped = blocks_in_spans(cuts)
     student = without_blocks(model, dropped)
     if method == "auto":
         method = _best(model, student, cuts)
@@ -198,13 +204,13 @@ def drop_and_replace(
             f"method remove, which fits nothing"
         )
     log.info("%s: blocks %s out, %s in", model.name, ", ".join(map(str, dropped)), method)
-    fitting = Fitting(model, student, calibration.fit, calibration.about)
+    fitting = ReplacementFitter(model, student, calibration.fit, calibration.about)
     jumps, about = fitting.fit(cuts, method), calibration.about
     frames = tuple(fitting.frames)
     return Pruned(student, model, tuple(cuts), method, "given", {}, about, jumps, frames)
 
 
-def measured(pruned: Pruned, calibration: CalibrationStates) -> Pruned:
+def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
     """The same with its loss on test documents."""
     before = token_losses(pruned.original, calibration.test)
     return replace(
@@ -236,11 +242,11 @@ def _best(model: Model, student: Model, cuts: Sequence[Span]) -> str:
     head = student.structure.unembedding.get_parameter("weight")
     tied = head is student.hf.get_input_embeddings().weight
     untied = count_parameters(student.hf) + (head.numel() if tied else 0)
-    return "turn" if untied <= count_parameters(model.hf) else "fold"
+    return "rotation" if untied <= count_parameters(model.hf) else "fold"
 
 
 def _stay(
-    model: Model, calibration: CalibrationStates, protect: Sequence[int] | None
+    model: Model, calibration: CalibrationData, protect: Sequence[int] | None
 ) -> dict[int, str]:
     if protect is None:
         stay = required_blocks(model, calibration.fit)
@@ -256,40 +262,40 @@ def _stay(
 
 
 def _chosen(
-    given: BlockSelection, calibration: CalibrationStates, method: str, choice: str, count: int
+    given: BlockSelector, calibration: CalibrationData, method: str, criterion: str, count: int
 ) -> Pruned:
     """So many blocks out. By loss, the best single run competes with what was found one block at a time."""
     ways = [given]
-    if choice == "loss" and not given.one_run and given.runs(count):
-        ways.append(replace(given, one_run=True))
-    cuts = {tuple(contiguous_spans(select_blocks(choice, count, way))) for way in ways}
+    if criterion == "loss" and not given.contiguous and given.runs(count):
+        ways.append(replace(given, contiguous=True))
+    cuts = {tuple(contiguous_spans(select_blocks(criterion, count, way))) for way in ways}
     found = [drop_and_replace(given.model, each, method, calibration) for each in sorted(cuts)]
-    return found[0] if len(found) == 1 else least_loss(found, calibration)
+    return found[0] if len(found) == 1 else lowest_loss(found, calibration)
 
 
-def least_loss(found: Sequence[Pruned], calibration: CalibrationStates) -> Pruned:
+def lowest_loss(found: Sequence[Pruned], calibration: CalibrationData) -> Pruned:
     """The one that does best on select documents, stand-ins in place: several cuts cost more than their maps say."""
-    return min(found, key=lambda one: token_losses(one.model, calibration.select).mean)
+    return min(found, key=lambda one: token_losses(one.model, calibration.validation).mean)
 
 
 def _within(
-    given: BlockSelection, calibration: CalibrationStates, method: str, choice: str, max_loss: float
+    given: BlockSelector, calibration: CalibrationData, method: str, criterion: str, max_loss: float
 ) -> Pruned:
     """As many blocks as keep the loss on select documents within the limit, by halving the range."""
     if not max_loss > 1:
         raise BadPruning(
             f"the loss allowed is {max_loss} times the model's own; give more than 1, such as 1.05x"
         )
-    limit = max_loss * token_losses(given.model, calibration.select).mean
-    best, fits, too_many = None, 0, len(given.free) + 1
+    limit = max_loss * token_losses(given.model, calibration.validation).mean
+    best, fits, too_many = None, 0, len(given.candidates) + 1
     while too_many - fits > 1:
         count = (fits + too_many) // 2
         try:
-            found = _chosen(given, calibration, method, choice, count)
+            found = _chosen(given, calibration, method, criterion, count)
         except BadPruning:  # no run is so long, or the longest ones are not long enough
             too_many = count
             continue
-        if token_losses(found.model, calibration.select).mean <= limit:
+        if token_losses(found.model, calibration.validation).mean <= limit:
             best, fits = found, count
         else:
             too_many = count

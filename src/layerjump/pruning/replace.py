@@ -4,8 +4,8 @@ Closed forms for what stands in for a cut: a map of the feed-forward output befo
 
 Level i is y + m: the stream after attention, and what block i's feed-forward adds. Blocks i + 1 to j are cut out.
 ReplaceMe (arXiv 2505.02819) puts y + T m in place of level j, T by least squares. But norms forget scale, and RMSNorms
-rotations: all blocks behind the cut may be turned exactly (see `turn`), so it is enough that y + T m is near c Q h for
-some scale c and rotation Q, h being level j. We minimise Σ ‖a y + A m − Q h‖² / ‖h‖ over a, A and Q (a = 1/c,
+rotations: all blocks behind the cut may be turned exactly (see `rotation`), so it is enough that y + T m is near c Q h
+for some scale c and rotation Q, h being level j. We minimise Σ ‖a y + A m − Q h‖² / ‖h‖ over a, A and Q (a = 1/c,
 A = a T), in turns: a and A by least squares, Q by orthogonal Procrustes. All of it reads off second moments. The
 weight stands between two that are each better somewhere: none, where the sink alone decides the scale, and 1 / ‖h‖²,
 the error as norms see it, where the sink's own state is got wrong.
@@ -39,20 +39,20 @@ from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.residual_weights import (
-    can_stretch,
+    can_scale,
     cannot_fold,
     cannot_rotate,
-    last_of,
-    map_output,
+    ffn_output_layer,
+    fold_output_map,
     rotate_stream,
 )
-from layerjump.pruning.select import Span, blocks_in
+from layerjump.pruning.select import Span, blocks_in_spans
 
 ROUNDS = 20
-ADDED, STREAM, TARGET = Site(1, "ffn.out"), Site(1, "mid"), Site(2)
+FFN_OUT, RESIDUAL, TARGET = Site(1, "ffn.out"), Site(1, "mid"), Site(2)
 """Names for the three states of any cut: m, y and h."""
 Rows = dict[Site, Tensor]
-PAIRS: list[Pair] = [(ADDED, STREAM), (ADDED, TARGET), (STREAM, TARGET)]
+PAIRS: list[Pair] = [(FFN_OUT, RESIDUAL), (FFN_OUT, TARGET), (RESIDUAL, TARGET)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +76,13 @@ class _Products:
     yy: float  # the trace alone
 
 
-def rows(added: Tensor, stream: Tensor, target: Tensor, *, intercept: bool, weighted: bool) -> Rows:
+def fold_rows(
+    added: Tensor, stream: Tensor, target: Tensor, *, intercept: bool, weighted: bool
+) -> Rows:
     """One batch's rows for the sums; an intercept is one more coordinate of m that is always 1."""
     if intercept:
         added = torch.cat([added, torch.ones_like(added[:, :1])], -1)
-    found = {ADDED: added, STREAM: stream, TARGET: target}
+    found = {FFN_OUT: added, RESIDUAL: stream, TARGET: target}
     if not weighted:
         return found
     rms = target.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12).to(target)
@@ -115,10 +117,10 @@ def _map(products: _Products, rotation: Tensor, stretch: bool) -> tuple[float, T
 
 def _products(sums: Moments) -> _Products:
     """Moments are kept about their means; here they are wanted as they are."""
-    n, mean = sums.n, {site: sums.mean(site) for site in (ADDED, STREAM, TARGET)}
+    n, mean = sums.n, {site: sums.mean(site) for site in (FFN_OUT, RESIDUAL, TARGET)}
     my, mh, yh = (sums.target(a, b).cross + n * torch.outer(mean[a], mean[b]) for a, b in PAIRS)
-    spread = sums.source(STREAM).scatter.diagonal().sum() + n * mean[STREAM].square().sum()
-    return _Products(uncentred(sums.source(ADDED)), my, mh, yh, float(spread))
+    spread = sums.source(RESIDUAL).scatter.diagonal().sum() + n * mean[RESIDUAL].square().sum()
+    return _Products(uncentred(sums.source(FFN_OUT)), my, mh, yh, float(spread))
 
 
 METHODS = {
@@ -126,7 +128,7 @@ METHODS = {
     "linear": "an affine map of the stream, kept beside the model",
     "replaceme": "a map of the feed-forward output before the cut, merged into it (least squares, as ReplaceMe)",
     "fold": "the same map, and a scale of the stream behind it, merged into the later blocks",
-    "turn": "map, scale and a rotation of the stream behind it, merged into the later blocks and an untied head",
+    "rotation": "map, scale and a rotation of the stream behind it, merged into the later blocks and an untied head",
 }
 
 
@@ -134,15 +136,15 @@ def check_method(model: Model, method: str) -> None:
     """Refuse what the model's family cannot do, with the reason and what to do instead."""
     if method not in METHODS:
         raise BadPruning(f"the method given is {method!r}; give one of {', '.join(METHODS)}")
-    if method in ("replaceme", "fold", "turn") and (reason := cannot_fold(model)):
+    if method in ("replaceme", "fold", "rotation") and (reason := cannot_fold(model)):
         raise BadPruning(f"{method} is not possible: {reason}; give linear or remove")
-    if method == "turn" and (reason := cannot_rotate(model)):
+    if method == "rotation" and (reason := cannot_rotate(model)):
         raise BadPruning(f"turn is not possible: {reason}; give fold")
 
 
 def check_cuts(cuts: Sequence[Span], method: str) -> None:
     """A fold needs a block before each cut."""
-    if method in ("replaceme", "fold", "turn") and cuts and cuts[0][0] == 0:
+    if method in ("replaceme", "fold", "rotation") and cuts and cuts[0][0] == 0:
         raise BadPruning(
             f"the first block was to be dropped, and {method} merges a map into the block before; give linear or "
             f"remove, or keep the first block"
@@ -150,7 +152,7 @@ def check_cuts(cuts: Sequence[Span], method: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class StreamTransform:
     """From this level of the pruned model on, its stream is scale · rotation @ the whole model's."""
 
     level: int
@@ -158,7 +160,7 @@ class Frame:
     rotation: Tensor | None = None
 
 
-class Fitting:
+class ReplacementFitter:
     """A pruned copy whose cuts get their stand-ins, one after another."""
 
     def __init__(
@@ -168,16 +170,16 @@ class Fitting:
         self.student = student
         self.batches = batches
         self.about = about
-        self.frames: list[Frame] = []
+        self.frames: list[StreamTransform] = []
 
     def fit(self, cuts: Sequence[Span], method: str) -> Jumps | None:
         """Give every cut its stand-in; `linear` returns its maps, which no weight of the model can hold."""
         found: list[Jumps] = []
         for place, cut in enumerate(cuts):
-            level = cut[0] - len([block for block in blocks_in(cuts) if block <= cut[0]])
+            level = cut[0] - len([block for block in blocks_in_spans(cuts) if block <= cut[0]])
             if method == "linear":
                 found.append(self._linear(cut, level, first=place == 0))
-                attach(self.student, {level: found[-1][cut]})
+                attach_maps(self.student, {level: found[-1][cut]})
             elif method != "remove":
                 self._fold(cut, level, method, first=place == 0)
         return together(found) if found else None
@@ -196,24 +198,24 @@ class Fitting:
 
     def _fold(self, cut: Span, level: int, method: str, *, first: bool) -> None:
         added = Site(level, "ffn.out")
-        layer, ours_alone = last_of(self.student, level), method != "replaceme"
+        layer, ours_alone = ffn_output_layer(self.student, level), method != "replaceme"
         intercept = getattr(layer, "bias", None) is not None
         sums = Moments(PAIRS, reservoir=0, products=product_dtype(self.model))
         for ours, theirs in self._paired([Site(level), added], cut, first=first):
             stream = ours[Site(level)] - ours[added]
-            made = rows(ours[added], stream, theirs, intercept=intercept, weighted=ours_alone)
+            made = fold_rows(ours[added], stream, theirs, intercept=intercept, weighted=ours_alone)
             sums.add(made)
-        stretch = ours_alone and can_stretch(self.student)
-        found = solve_fold(sums, intercept=intercept, stretch=stretch, turned=method == "turn")
-        map_output(layer, found.weight, found.bias)
+        stretch = ours_alone and can_scale(self.student)
+        found = solve_fold(sums, intercept=intercept, stretch=stretch, turned=method == "rotation")
+        fold_output_map(layer, found.weight, found.bias)
         # Blocks behind an earlier cut are turned already: only the difference is still to be made.
-        before = self.frames[-1] if self.frames else Frame(0)
+        before = self.frames[-1] if self.frames else StreamTransform(0)
         turned = found.rotation
         if turned is not None and before.rotation is not None:
             turned = turned @ before.rotation.mT
         if method != "replaceme":
             rotate_stream(self.student, level, turned, found.scale / before.scale)
-        self.frames.append(Frame(level, found.scale, found.rotation))
+        self.frames.append(StreamTransform(level, found.scale, found.rotation))
 
     def _paired(
         self, sites: list[Site], cut: Span, *, first: bool
@@ -230,7 +232,7 @@ class Fitting:
             yield here.at, there[target]
 
 
-def attach(model: Model, maps: Mapping[int, nn.Module]) -> None:
+def attach_maps(model: Model, maps: Mapping[int, nn.Module]) -> None:
     """Let the model go on from maps of its levels: they become part of it, and stay.
 
     A hook does it, so that the model's own code, its cache and its generation are as they were.

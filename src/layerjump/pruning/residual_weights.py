@@ -81,7 +81,7 @@ def cannot_rotate(model: Model) -> str | None:
     return None
 
 
-def last_of(model: Model, block: int) -> nn.Module:
+def ffn_output_layer(model: Model, block: int) -> nn.Module:
     """The last product of the feed-forward of a block, counted from 1."""
     row = PROJECTIONS[model.hf.config.model_type]
     return model.structure.blocks[block - 1].get_submodule(row.last)
@@ -90,7 +90,7 @@ def last_of(model: Model, block: int) -> nn.Module:
 def writers(model: Model, block: int) -> list[nn.Module]:
     """What writes to the stream in a block: the last products of attention and feed-forward."""
     attention = model.structure.blocks[block - 1].get_submodule(model.structure.family.heads)
-    return [attention, last_of(model, block)]
+    return [attention, ffn_output_layer(model, block)]
 
 
 def readers(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -104,7 +104,7 @@ def readers(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Modul
 
 
 @torch.no_grad()
-def map_output(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
+def fold_output_map(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
     """Merge a map of the output: W becomes T W, and the layer's own bias b becomes T b + c."""
     own = layer.get_parameter("weight")
     transposed = isinstance(layer, Conv1D)
@@ -120,7 +120,7 @@ def map_output(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 @torch.no_grad()
-def map_input(layer: nn.Module, weight: Tensor) -> None:
+def fold_input_map(layer: nn.Module, weight: Tensor) -> None:
     """Merge a map of the input: W becomes W T."""
     own = layer.get_parameter("weight")
     if isinstance(layer, Conv1D):
@@ -129,7 +129,7 @@ def map_input(layer: nn.Module, weight: Tensor) -> None:
         own.copy_(own.double() @ weight.to(own.device).double())
 
 
-def can_stretch(model: Model) -> bool:
+def can_scale(model: Model) -> bool:
     """Whether a norm stands between the last level and the head, so that scale is forgotten there."""
     steps = model.structure.final_steps
     return bool(steps) and "norm" in type(steps[0]).__name__.lower()
@@ -142,12 +142,12 @@ def rotate_stream(model: Model, level: int, rotation: Tensor | None, scale: floa
     inside = eye if rotation is None else rotation.double().cpu()
     for block in range(level + 1, model.n_blocks + 1):
         for layer in writers(model, block):
-            map_output(layer, scale * inside)
+            fold_output_map(layer, scale * inside)
         if rotation is not None:
             for norm, layers in readers(model, block):
-                diagonal = take_weight(norm)
+                diagonal = absorb_norm_weight(norm)
                 for layer in layers:
-                    map_input(layer, diagonal[:, None] * inside.mT)
+                    fold_input_map(layer, diagonal[:, None] * inside.mT)
     if rotation is not None:
         _turn_head(model, inside)
 
@@ -156,11 +156,11 @@ def _turn_head(model: Model, rotation: Tensor) -> None:
     norm = model.structure.final_steps[0]
     if not isinstance(norm, nn.Module):
         raise BadModel("a stream cannot be turned where no norm stands before the head")
-    untie(model)
-    map_input(model.structure.unembedding, take_weight(norm)[:, None] * rotation.mT)
+    untie_unembedding(model)
+    fold_input_map(model.structure.unembedding, absorb_norm_weight(norm)[:, None] * rotation.mT)
 
 
-def untie(model: Model) -> None:
+def untie_unembedding(model: Model) -> None:
     """Give the head weights of its own, where it shares them with the embedding."""
     head = model.structure.unembedding
     embedding = model.hf.get_input_embeddings()
@@ -170,7 +170,7 @@ def untie(model: Model) -> None:
     model.hf.config.tie_word_embeddings = False
 
 
-def take_weight(norm: nn.Module) -> Tensor:
+def absorb_norm_weight(norm: nn.Module) -> Tensor:
     """What the norm multiplies by, in float64; afterwards it multiplies by one and adds nothing."""
     weight = norm.get_parameter("weight")
     # Gemma keeps the weight less one.

@@ -36,7 +36,7 @@ SINK = 3.0
 """A block makes an attention sink if it lengthens the first position's state so many times, and the others' not."""
 
 
-def how_many(drop: int | str, n_blocks: int) -> int:
+def parse_drop_count(drop: int | str, n_blocks: int) -> int:
     """Read a number of blocks or a share of them, such as 8 or `25%`."""
     text = str(drop).strip()
     try:
@@ -66,7 +66,7 @@ def contiguous_spans(dropped: Collection[int]) -> list[Span]:
     return runs
 
 
-def blocks_in(cuts: Sequence[Span]) -> tuple[int, ...]:
+def blocks_in_spans(cuts: Sequence[Span]) -> tuple[int, ...]:
     """The blocks that runs cut out."""
     return tuple(block for i, j in cuts for block in range(i + 1, j + 1))
 
@@ -74,10 +74,10 @@ def blocks_in(cuts: Sequence[Span]) -> tuple[int, ...]:
 def required_blocks(model: Model, batches: Batches) -> dict[int, str]:
     """The blocks that are never dropped unasked, and why: the first, the last, and those that make a sink."""
     stay = {1: "the first block", model.n_blocks: "the last block"}
-    return stay | dict.fromkeys(sink_blocks(model, batches), "it forms the attention sink")
+    return stay | dict.fromkeys(find_sink_blocks(model, batches), "it forms the attention sink")
 
 
-def sink_blocks(model: Model, batches: Batches) -> list[int]:
+def find_sink_blocks(model: Model, batches: Batches) -> list[int]:
     """The blocks in which the first position's state outgrows all others: later blocks attend to it."""
     levels = range(model.n_blocks + 1)
     first, rest = torch.zeros(len(levels)), torch.zeros(len(levels))
@@ -93,10 +93,10 @@ def sink_blocks(model: Model, batches: Batches) -> list[int]:
     return [level + 1 for level in range(model.n_blocks) if float(growth[level]) > SINK]
 
 
-CHOICES = {
+CRITERIA = {
     "loss": "what costs least on select documents with stand-ins in place: the best run, or blocks found greedily",
     "linearity": "the blocks that a linear map explains best",
-    "linearity-again": "the same, scored anew on what is left after each one",
+    "linearity-iterative": "the same, scored anew on what is left after each one",
     "influence": "the blocks that change the direction of the stream least (ShortGPT's Block Influence)",
     "angle": "the run of blocks whose two ends are nearest in angle",
     "deepest": "the deepest run of blocks but the last",
@@ -108,27 +108,29 @@ TRIED = 6
 
 
 @dataclass(frozen=True)
-class BlockSelection:
+class BlockSelector:
     """What a choice may look at: sums on fit documents, losses on select documents."""
 
     model: Model
     fit: Batches
-    select: Batches
-    stay: Collection[int]
+    validation: Batches
+    protected: Collection[int]
     """Blocks that may not go."""
-    mapped: bool = True
+    use_maps: bool = True
     """Whether a map stands in for what goes, or nothing."""
-    one_run: bool = False
+    contiguous: bool = False
 
     @property
-    def free(self) -> list[int]:
-        return [block for block in range(1, self.model.n_blocks + 1) if block not in self.stay]
+    def candidates(self) -> list[int]:
+        return [block for block in range(1, self.model.n_blocks + 1) if block not in self.protected]
 
     def runs(self, count: int) -> list[Span]:
         """All runs of so many free blocks."""
         starts = range(self.model.n_blocks - count + 1)
         return [
-            (i, i + count) for i in starts if not set(range(i + 1, i + count + 1)) & set(self.stay)
+            (i, i + count)
+            for i in starts
+            if not set(range(i + 1, i + count + 1)) & set(self.protected)
         ]
 
     def sums(self, pairs: Sequence[Pair], model: Model | None = None) -> Moments:
@@ -141,32 +143,32 @@ class BlockSelection:
         return found
 
 
-def check_choice(how: str) -> None:
+def check_criterion(how: str) -> None:
     """Refuse a way to choose that there is not."""
-    if how not in CHOICES:
-        raise BadPruning(f"blocks were to be chosen by {how!r}; give one of {', '.join(CHOICES)}")
+    if how not in CRITERIA:
+        raise BadPruning(f"blocks were to be chosen by {how!r}; give one of {', '.join(CRITERIA)}")
 
 
-def select_blocks(how: str, count: int, given: BlockSelection) -> tuple[int, ...]:
+def select_blocks(how: str, count: int, given: BlockSelector) -> tuple[int, ...]:
     """So many blocks to drop, counted from 1, in order."""
-    check_choice(how)
-    if count > len(given.free):
+    check_criterion(how)
+    if count > len(given.candidates):
         raise BadPruning(
-            f"{count} blocks were to be dropped, but only {len(given.free)} may go; ask for fewer, or say with "
+            f"{count} blocks were to be dropped, but only {len(given.candidates)} may go; ask for fewer, or say with "
             f"`protect` which blocks must stay"
         )
-    makers: dict[str, Callable[[int, BlockSelection], Collection[int]]] = {
+    makers: dict[str, Callable[[int, BlockSelector], Collection[int]]] = {
         "loss": _by_loss,
         "linearity": lambda n, g: _least(n, g, {b: -s for b, s in linearity(g).items()}),
-        "linearity-again": _again,
+        "linearity-iterative": _again,
         "influence": lambda n, g: _least(n, g, influence(g)),
         "angle": _by_angle,
-        "deepest": lambda n, g: blocks_in([_one_of(g, n)[-1]]),
+        "deepest": lambda n, g: blocks_in_spans([_one_of(g, n)[-1]]),
     }
     return tuple(sorted(makers[how](count, given)))
 
 
-def linearity(given: BlockSelection, model: Model | None = None) -> dict[int, float]:
+def linearity(given: BlockSelector, model: Model | None = None) -> dict[int, float]:
     """1 − error / variance of the affine map over each block (in sample, as in arXiv 2405.12250)."""
     blocks = (model or given.model).n_blocks
     sums = given.sums([block_pair(level) for level in range(blocks)], model)
@@ -179,54 +181,58 @@ def linearity(given: BlockSelection, model: Model | None = None) -> dict[int, fl
     return found
 
 
-def influence(given: BlockSelection) -> dict[int, float]:
+def influence(given: BlockSelector) -> dict[int, float]:
     """Block Influence: 1 − the mean cosine between what enters and what leaves each block (arXiv 2403.03853)."""
     pairs = [block_pair(level) for level in range(given.model.n_blocks)]
     sums = given.sums(pairs)
     return {pair[1].index: 1 - sums.mean_cosine(pair) for pair in pairs}
 
 
-def _least(count: int, given: BlockSelection, score: dict[int, float]) -> Collection[int]:
+def _least(count: int, given: BlockSelector, score: dict[int, float]) -> Collection[int]:
     """The free blocks of least score, or the run of least sum."""
-    if given.one_run:
+    if given.contiguous:
         runs = _one_of(given, count)
-        return blocks_in([min(runs, key=lambda run: sum(score[b] for b in blocks_in([run])))])
-    return sorted(given.free, key=lambda block: score[block])[:count]
+        return blocks_in_spans(
+            [min(runs, key=lambda run: sum(score[b] for b in blocks_in_spans([run])))]
+        )
+    return sorted(given.candidates, key=lambda block: score[block])[:count]
 
 
-def _again(count: int, given: BlockSelection) -> Collection[int]:
+def _again(count: int, given: BlockSelector) -> Collection[int]:
     """One at a time, each the most linear of what is left when the earlier ones are gone."""
     gone: list[int] = []
     for _ in range(count):
         kept = [block for block in range(1, given.model.n_blocks + 1) if block not in gone]
         scores = linearity(given, without_blocks(given.model, gone) if gone else given.model)
         named = {kept[new - 1]: score for new, score in scores.items()}
-        gone.append(max((b for b in kept if b in given.free), key=lambda block: named[block]))
+        gone.append(max((b for b in kept if b in given.candidates), key=lambda block: named[block]))
     return gone
 
 
-def _by_angle(count: int, given: BlockSelection) -> Collection[int]:
+def _by_angle(count: int, given: BlockSelector) -> Collection[int]:
     """arccos(cos)/π between the ends of a run, least on average (arXiv 2403.17887)."""
     runs = _one_of(given, count)
     sums = given.sums([(Site(i), Site(j)) for i, j in runs])
-    return blocks_in([min(runs, key=lambda run: sums.mean_angle((Site(run[0]), Site(run[1]))))])
+    return blocks_in_spans(
+        [min(runs, key=lambda run: sums.mean_angle((Site(run[0]), Site(run[1]))))]
+    )
 
 
-def _by_loss(count: int, given: BlockSelection) -> Collection[int]:
-    tried = Trial(given, count)
-    if given.one_run:
-        return blocks_in([min(_one_of(given, count), key=lambda run: tried.loss([run]))])
+def _by_loss(count: int, given: BlockSelector) -> Collection[int]:
+    tried = SpanTrials(given, count)
+    if given.contiguous:
+        return blocks_in_spans([min(_one_of(given, count), key=lambda run: tried.loss([run]))])
     return _greedily(count, given, tried)
 
 
-def order_by_loss(count: int, given: BlockSelection) -> list[int]:
+def order_by_loss(count: int, given: BlockSelector) -> list[int]:
     """So many blocks in the order in which they go, greedily by loss: the first few are the choice of fewer."""
-    return _greedily(count, given, Trial(given, count))
+    return _greedily(count, given, SpanTrials(given, count))
 
 
-def _greedily(count: int, given: BlockSelection, tried: Trial) -> list[int]:
+def _greedily(count: int, given: BlockSelector, tried: SpanTrials) -> list[int]:
     gone: list[int] = []
-    cost = {block: tried.loss(contiguous_spans([block])) for block in given.free}
+    cost = {block: tried.loss(contiguous_spans([block])) for block in given.candidates}
     while len(gone) < count:
         left = sorted((b for b in cost if b not in gone), key=lambda block: cost[block])
         left = [block for block in left if tried.allows(contiguous_spans([*gone, block]))]
@@ -241,28 +247,28 @@ def _greedily(count: int, given: BlockSelection, tried: Trial) -> list[int]:
     return gone
 
 
-def _one_of(given: BlockSelection, count: int) -> list[Span]:
+def _one_of(given: BlockSelector, count: int) -> list[Span]:
     runs = given.runs(count)
     if not runs:
         raise BadPruning(
-            f"there is no run of {count} blocks that may go: blocks {', '.join(map(str, sorted(given.stay)))} must "
-            f"stay; ask for fewer, or choose by loss, linearity or influence, which take blocks from several places"
+            f"there is no run of {count} blocks that may go: blocks {', '.join(map(str, sorted(given.protected)))} "
+            f"must stay; ask for fewer, or choose by loss, linearity or influence, which take blocks from several places"
         )
     return runs
 
 
-class Trial:
+class SpanTrials:
     """Losses on select documents with runs of blocks cut out, a full linear map (or nothing) in their place.
 
     The map is a near guide to what a fold will do, and needs no copy of the model: everything runs from recorded calls.
     """
 
-    def __init__(self, given: BlockSelection, longest: int) -> None:
+    def __init__(self, given: BlockSelector, longest: int) -> None:
         self._given = given
-        self._longest = longest if given.one_run else min(longest, LONGEST)
-        self._reruns = [Rerun(given.model, batch) for batch in given.select]
+        self._longest = longest if given.contiguous else min(longest, LONGEST)
+        self._reruns = [Rerun(given.model, batch) for batch in given.validation]
         self._maps: dict[Span, torch.nn.Module] = {}
-        if given.mapped:
+        if given.use_maps:
             self._fit_maps()
 
     def allows(self, cuts: Sequence[Span]) -> bool:
@@ -288,7 +294,7 @@ class Trial:
         return rerun.from_level(level, hidden)
 
     def _fit_maps(self) -> None:
-        lengths = [self._longest] if self._given.one_run else range(1, self._longest + 1)
+        lengths = [self._longest] if self._given.contiguous else range(1, self._longest + 1)
         runs = [run for length in lengths for run in self._given.runs(length)]
         # Applied everywhere, so fitted everywhere: the first position, too.
         sums = Moments(

@@ -30,10 +30,10 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
-from layerjump.training.data import pack
-from layerjump.training.model import VARIED, Architecture, ModelShape, new_model
-from layerjump.training.monitor import profile
-from layerjump.training.trainer import Recipe, arguments, train
+from layerjump.training.data import pack_rows
+from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
+from layerjump.training.monitor import measure_profile
+from layerjump.training.trainer import Recipe, train_model, training_arguments
 
 LENGTH, BATCH = 128, 16
 LEARNING_RATE = 1e-3
@@ -66,14 +66,14 @@ def run(setup: Setup) -> Result:
     """Train every variant `runs` times, and measure each on the test documents."""
     settings = setup.settings
     result = Result("architecture", {"runs": [], "variants": []})
-    every = [(what, name) for what, variants in VARIED.items() for name in variants]
+    every = [(what, name) for what, variants in VARIANTS.items() for name in variants]
     text, held_out = (_documents(setup, part) for part in ("fit", "test"))
     for what, name in every:
         rows = []
         for turn in range(settings.runs):
             recipe = _recipe(setup, seed=settings.seed + turn)
-            model = _trained(setup.model, VARIED[what][name], text, recipe)
-            found = profile(model, held_out, seed=settings.seed).row()
+            model = _trained(setup.model, VARIANTS[what][name], text, recipe)
+            found = measure_profile(model, held_out, seed=settings.seed).row()
             found["gain"] = found["agreement map"] - found["agreement identity"]
             about: Row = {"varies": what, "variant": name, "run": turn + 1}
             rows.append(about | {"parameters": model.hf.num_parameters()} | found)
@@ -105,21 +105,21 @@ def _recipe(setup: Setup, *, seed: int) -> Recipe:
         shape=ModelShape(model.n_blocks, model.d_model, heads, length),
         length=length,
         steps=steps,
-        batch=BATCH,
+        batch_size=BATCH,
         learning_rate=LEARNING_RATE,
         seed=seed,
-        every=steps,
+        eval_every=steps,
     )
 
 
 def _trained(like: Model, kind: Architecture, text: Corpus, recipe: Recipe) -> Model:
     tokenizer = like.tokenization.tokenizer
-    rows = pack(text.documents, like.tokenization, recipe.length)
-    hf = new_model(kind, recipe.shape, tokenizer, seed=recipe.seed)
+    rows = pack_rows(text.documents, like.tokenization, recipe.length)
+    hf = build_model(kind, recipe.shape, tokenizer, seed=recipe.seed)
     with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(recipe, Path(folder), device=like.device.type)
+        settings = training_arguments(recipe, Path(folder), device=like.device.type)
         settings.save_strategy = "no"
-        train(hf, tokenizer, rows, recipe, settings)
+        train_model(hf, tokenizer, rows, recipe, settings)
     return Model.wrap(hf, tokenizer, name=kind.family)
 
 

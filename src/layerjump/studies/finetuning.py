@@ -32,8 +32,15 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
-from layerjump.training.finetune import BATCH, LEARNING_RATE, Item, accuracy, finetune, read_task
-from layerjump.training.monitor import Profile, profile
+from layerjump.training.finetune import (
+    BATCH,
+    LEARNING_RATE,
+    ChoiceItem,
+    accuracy,
+    finetune,
+    load_task,
+)
+from layerjump.training.monitor import Profile, measure_profile
 
 STEPS = 150
 SCORED = 200
@@ -58,19 +65,19 @@ def unable(setup: Setup) -> str | None:
 def run(setup: Setup) -> Result:
     """Fine-tune once a run; measure before and after."""
     settings, model = setup.settings, setup.model
-    items = read_task(str(settings.task))
+    items = load_task(str(settings.task))
     if len(items) < max(2, settings.runs):
         raise BadStudy(
             f"the task {settings.task} has {len(items)} items, too few for {settings.runs} runs; give more, or "
             "fewer --runs"
         )
     steps = settings.steps or STEPS
-    before = profile(model, setup.corpus, seed=settings.seed)
+    before = measure_profile(model, setup.corpus, seed=settings.seed)
     result = Result("finetune", {"runs": [], "blocks": []})
     after: list[Profile] = []
     for turn, (learnt, held) in enumerate(folds(items, settings.runs, settings.seed)):
         tuned = finetune(model, learnt, steps=steps, seed=settings.seed + turn)
-        after.append(profile(tuned, setup.corpus, seed=settings.seed))
+        after.append(measure_profile(tuned, setup.corpus, seed=settings.seed))
         scored = held[:SCORED]
         row: Row = {"run": turn + 1, "items learnt": len(learnt), "items scored": len(scored)}
         row |= {
@@ -99,7 +106,9 @@ def run(setup: Setup) -> Result:
     return result
 
 
-def folds(items: list[Item], count: int, seed: int) -> list[tuple[list[Item], list[Item]]]:
+def folds(
+    items: list[ChoiceItem], count: int, seed: int
+) -> list[tuple[list[ChoiceItem], list[ChoiceItem]]]:
     """Cross-validation: (items to learn, items held out), as many as runs; a single run holds a fifth out."""
     bits = np.random.PCG64(seed).random_raw(len(items))
     order = np.argsort(bits, kind="stable").tolist()

@@ -23,16 +23,16 @@ from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.drop_layers import cannot_drop
 from layerjump.pruning.prune import (
-    CalibrationStates,
+    CalibrationData,
     Pruned,
-    collect_calibration,
     compare_losses,
     drop_and_replace,
+    prepare_calibration,
 )
 from layerjump.pruning.replace import count_parameters
 from layerjump.pruning.residual_weights import cannot_fold, cannot_rotate
 from layerjump.pruning.select import (
-    BlockSelection,
+    BlockSelector,
     contiguous_spans,
     order_by_loss,
     required_blocks,
@@ -71,7 +71,7 @@ def methods_of(model: Model) -> list[str]:
     found = ["remove", "linear"]
     if not cannot_fold(model):
         found += ["replaceme", "fold"]
-    return found if cannot_rotate(model) else [*found, "turn"]
+    return found if cannot_rotate(model) else [*found, "rotation"]
 
 
 def counts(free: int, blocks: int) -> list[int]:
@@ -84,8 +84,8 @@ def run(setup: Setup) -> Result:
     setup, note = with_select(setup)
     model, calibration = setup.model, _calibration(setup)
     stay = required_blocks(model, calibration.fit)
-    given = BlockSelection(model, calibration.fit, calibration.select, stay)
-    many = counts(len(given.free), model.n_blocks)
+    given = BlockSelector(model, calibration.fit, calibration.validation, stay)
+    many = counts(len(given.candidates), model.n_blocks)
     order = order_by_loss(max(many), given) if many else []
     before = token_losses(model, calibration.test)
     rows, tasks = [_whole(model, before)], _scored(setup, model, "whole model", 0)
@@ -114,15 +114,15 @@ def run(setup: Setup) -> Result:
     return result
 
 
-def _calibration(setup: Setup) -> CalibrationStates:
+def _calibration(setup: Setup) -> CalibrationData:
     """Batches of this run's documents; a text that has fewer tokens than the bound gives all it has."""
     settings = setup.settings
     given: dict[str, Any] = {"split": settings.split, "seed": settings.seed}
     try:
         wanted = min(TOKENS, settings.tokens or TOKENS)
-        return collect_calibration(setup.model, setup.corpus, tokens=wanted, **given)
+        return prepare_calibration(setup.model, setup.corpus, tokens=wanted, **given)
     except TextTooShort:
-        return collect_calibration(setup.model, setup.corpus, tokens=settings.tokens, **given)
+        return prepare_calibration(setup.model, setup.corpus, tokens=settings.tokens, **given)
 
 
 def _whole(model: Model, before: TokenLosses) -> Row:
@@ -140,7 +140,7 @@ def _whole(model: Model, before: TokenLosses) -> Row:
     }
 
 
-def _row(pruned: Pruned, before: TokenLosses, calibration: CalibrationStates) -> Row:
+def _row(pruned: Pruned, before: TokenLosses, calibration: CalibrationData) -> Row:
     found = compare_losses(before, token_losses(pruned.model, calibration.test))
     return {
         "method": pruned.method,
@@ -178,9 +178,9 @@ def _scored(setup: Setup, model: Model, method: str, dropped: int) -> list[Row]:
 
 
 @torch.no_grad()
-def _time(pruned: Pruned, calibration: CalibrationStates) -> float:
+def _time(pruned: Pruned, calibration: CalibrationData) -> float:
     """The pruned model's time over the whole one's, on a batch of select documents."""
-    batch = calibration.select[0]
+    batch = calibration.validation[0]
 
     def runs(model: Model) -> None:
         model.hf(

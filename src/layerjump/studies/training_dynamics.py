@@ -35,7 +35,7 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
-from layerjump.training.monitor import SIZES, Tables, add, profile
+from layerjump.training.monitor import PROFILE_SPLIT, Tables, append_profile, measure_profile
 
 _NAMES = ("with residual", "without residual")
 
@@ -57,12 +57,12 @@ def run(setup: Setup) -> Result:
     """Measure every checkpoint on the same text."""
     tables: Tables = {"steps": [], "blocks": [], "levels": []}
     for place, (name, model) in enumerate(_series(setup), start=1):
-        found = profile(model, setup.corpus, seed=setup.settings.seed)
-        add(tables, found, step=step_of(name, place), checkpoint=name)
+        found = measure_profile(model, setup.corpus, seed=setup.settings.seed)
+        append_profile(tables, found, step=step_of(name, place), checkpoint=name)
     for name in tables:
         tables[name].sort(key=lambda row: int(row["step"]))
     result = Result("dynamics", tables)
-    result.settings = {"checkpoints": len(tables["steps"]), "split": SIZES}
+    result.settings = {"checkpoints": len(tables["steps"]), "split": PROFILE_SPLIT}
     result.headline = _headline(tables["steps"])
     result.notes.append(
         "Positions other than 0; maps are fitted on three quarters of the documents and tested on one. Jump strength "

@@ -18,14 +18,14 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from layerjump.data.tokenization import Tokenization
-from layerjump.errors import BadTraining, TextTooShort
+from layerjump.errors import BadTraining, TextTooShort, argument
 
 MASKED = 0.15
 """Of a masked model's tokens: eight tenths of them become [MASK], one tenth another token, one tenth stay."""
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
-def pack(documents: Sequence[str], tokens: Tokenization, length: int) -> Tensor:
+def pack_rows(documents: Sequence[str], tokens: Tokenization, length: int) -> Tensor:
     """All text in rows of `length` tokens, (rows, length); what does not fill the last row is left out.
 
     A causal model's documents follow each other behind the end-of-text token; a masked model's rows stand between the
@@ -33,8 +33,8 @@ def pack(documents: Sequence[str], tokens: Tokenization, length: int) -> Tensor:
     """
     if length > tokens.max_length:
         raise BadTraining(
-            f"sequences of {length} tokens were asked for, but the model takes {tokens.max_length}; give --length "
-            f"{tokens.max_length} or less, or --positions {length}"
+            f"sequences of {length} tokens were asked for, but the model takes {tokens.max_length}; pass "
+            f"{argument('length', tokens.max_length)} or less, or {argument('max_positions', length)}"
         )
     end = tokens.tokenizer.eos_token_id
     ids: list[int] = []
@@ -45,14 +45,15 @@ def pack(documents: Sequence[str], tokens: Tokenization, length: int) -> Tensor:
     count = len(ids) // room if room > 0 else 0
     if not count:
         raise TextTooShort(
-            f"the text has {len(ids):,} tokens, too few for one row of {length}; give more text, or a smaller --length"
+            f"the text has {len(ids):,} tokens, too few for one row of {length}; give more text, "
+            f"or a smaller {argument('length')}"
         )
     inside = torch.tensor(ids[: count * room], dtype=torch.int32).view(count, room)
     sides = [torch.tensor(side, dtype=torch.int32).expand(count, -1) for side in (before, after)]
     return torch.cat([sides[0], inside, sides[1]], dim=1)
 
 
-class Rows(Dataset[dict[str, Tensor]]):
+class PackedRows(Dataset[dict[str, Tensor]]):
     """What a run trains on: example i is the same however many processes, batches or restarts there are.
 
     The rows are passed through again and again, each time in another order; a masked model's masks differ from pass to
@@ -100,7 +101,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         shown = torch.where(chance[1] >= 0.9, other, shown)
         return item | {
             "input_ids": torch.where(chosen, shown, ids),
-            "labels": torch.where(chosen, ids, IGNORED),
+            "labels": torch.where(chosen, ids, IGNORE_INDEX),
         }
 
 
@@ -140,7 +141,7 @@ def train_tokenizer(
     if (found := tokenizer.get_vocab_size()) < vocabulary:
         raise BadTraining(
             f"the vocabulary given is {vocabulary:,}, but the text gives only {found:,} tokens before every word is "
-            f"one of them; give --vocab {found} or less, or more text"
+            f"one of them; pass {argument('vocab_size', found)} or less, or more text"
         )
     if masked:
         sep, cls = ((name, tokenizer.token_to_id(name) or 0) for name in ("[SEP]", "[CLS]"))

@@ -26,8 +26,8 @@ from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
-from layerjump.training.data import IGNORED
-from layerjump.training.hf_trainer import quieten
+from layerjump.training.data import IGNORE_INDEX
+from layerjump.training.hf_trainer import silence_trainer
 
 ROWS = 16
 """Answers that are scored at once."""
@@ -35,7 +35,7 @@ _FORMATS = "give lines of JSON with `query`, `choices` and `gold`, or with `prem
 
 
 @dataclass(frozen=True)
-class Item:
+class ChoiceItem:
     """A prompt, what may follow it, and which of these is right."""
 
     prompt: str
@@ -43,7 +43,7 @@ class Item:
     gold: int
 
 
-def read_task(path: str | Path) -> list[Item]:
+def load_task(path: str | Path) -> list[ChoiceItem]:
     """Read a task file, one item a line: `query`, `choices`, `gold`, or an entailment set's `premise` … `label`.
 
     An entailment item becomes "premise", "Question: hypothesis", "Answer:", and its choices are the labels of the file:
@@ -81,15 +81,15 @@ def _parsed(line: str, place: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _item(row: dict[str, Any], labels: Sequence[str]) -> Item:
+def _item(row: dict[str, Any], labels: Sequence[str]) -> ChoiceItem:
     if "label" in row:
         prompt = f"{row['premise']}\nQuestion: {row['hypothesis']}\nAnswer:"
         words = tuple(label.replace("_", " ") for label in labels)
-        return Item(prompt, words, labels.index(row["label"]))
-    return Item(row["query"].rstrip(), tuple(row["choices"]), row["gold"])
+        return ChoiceItem(prompt, words, labels.index(row["label"]))
+    return ChoiceItem(row["query"].rstrip(), tuple(row["choices"]), row["gold"])
 
 
-def sequence(tokens: Tokenization, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
+def encode_example(tokens: Tokenization, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
     """Ids of a prompt and an answer, and the labels of the answer alone; a long prompt loses its beginning."""
     before, after = tokens.encode([prompt, f" {answer.strip()}"])
     room = tokens.max_length - len(tokens.prefix) - len(after)
@@ -99,31 +99,33 @@ def sequence(tokens: Tokenization, prompt: str, answer: str) -> tuple[Tensor, Te
             "shorter answers, or a model with more positions"
         )
     ids = [*tokens.prefix, *before[-room:], *after]
-    labels = [IGNORED] * (len(ids) - len(after)) + after
+    labels = [IGNORE_INDEX] * (len(ids) - len(after)) + after
     return torch.tensor(ids), torch.tensor(labels)
 
 
-def padded(rows: Sequence[tuple[Tensor, Tensor]], pad: int) -> dict[str, Tensor]:
+def pad_examples(rows: Sequence[tuple[Tensor, Tensor]], pad: int) -> dict[str, Tensor]:
     """Sequences side by side, padded on the right."""
     ids = pad_sequence([row[0] for row in rows], batch_first=True, padding_value=pad)
-    labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORED)
+    labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
     mask = pad_sequence([torch.ones_like(row[0]) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 @torch.no_grad()
-def accuracy(model: Model, items: Sequence[Item]) -> float:
+def accuracy(model: Model, items: Sequence[ChoiceItem]) -> float:
     """The share of items whose right answer has the highest likelihood, mean over its tokens."""
     tokens = model.tokenization
-    rows = [sequence(tokens, item.prompt, choice) for item in items for choice in item.choices]
+    rows = [
+        encode_example(tokens, item.prompt, choice) for item in items for choice in item.choices
+    ]
     scores: list[float] = []
     for start in range(0, len(rows), ROWS):
-        batch = padded(rows[start : start + ROWS], tokens.pad)
+        batch = pad_examples(rows[start : start + ROWS], tokens.pad)
         ids, mask, labels = (tensor.to(model.device) for tensor in batch.values())
         shares = log_softmax(
             model.hf(input_ids=ids, attention_mask=mask).logits[:, :-1].float(), -1
         )
-        there = labels[:, 1:] != IGNORED
+        there = labels[:, 1:] != IGNORE_INDEX
         each = shares.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * there
         scores += (each.sum(1) / there.sum(1)).tolist()
     right, at = 0, 0
@@ -140,7 +142,7 @@ LEARNING_RATE = 5e-5
 
 def finetune(
     model: Model,
-    items: Sequence[Item],
+    items: Sequence[ChoiceItem],
     *,
     steps: int,
     learning_rate: float = LEARNING_RATE,
@@ -148,7 +150,7 @@ def finetune(
 ) -> Model:
     """A copy of the model, trained for so many batches of eight; the loss is of the answers' tokens alone."""
     tokens = model.tokenization
-    rows = [sequence(tokens, item.prompt, item.choices[item.gold]) for item in items]
+    rows = [encode_example(tokens, item.prompt, item.choices[item.gold]) for item in items]
     hf = copy.deepcopy(model.hf)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         trainer = Trainer(
@@ -167,9 +169,9 @@ def finetune(
                 disable_tqdm=True,  # it would print to standard output
             ),
             train_dataset=_Items(rows),
-            data_collator=lambda chosen: padded(chosen, tokens.pad),
+            data_collator=lambda chosen: pad_examples(chosen, tokens.pad),
         )
-        quieten(trainer)
+        silence_trainer(trainer)
         trainer.train()
     return Model.wrap(hf.eval(), model.tokenizer, name=f"{model.name} (fine-tuned)")
 

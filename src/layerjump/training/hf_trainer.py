@@ -14,12 +14,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from layerjump.errors import BadArtifact
 from layerjump.io import read_json, write_json, writing
 
-RUN = "run.json"
-WHOLE = "whole"
+RUN_FILE = "run.json"
+COMPLETE_MARK = "whole"
 """A file that stands in a checkpoint once all of it is written."""
 
 
-class Resumable(Trainer):
+class ResumableTrainer(Trainer):
     """A Trainer that may be killed at any moment: a checkpoint cut short is told from a whole one."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -27,7 +27,7 @@ class Resumable(Trainer):
         with writing(place):
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                (place / WHOLE).touch()
+                (place / COMPLETE_MARK).touch()
 
 
 class Bar(ProgressCallback):
@@ -37,23 +37,23 @@ class Bar(ProgressCallback):
         """The losses are in the Trainer's own state."""
 
 
-def quieten(trainer: Trainer) -> None:
+def silence_trainer(trainer: Trainer) -> None:
     """Nothing on standard output; a bar on standard error where that is a terminal."""
     trainer.remove_callback(PrinterCallback)
     if sys.stderr.isatty():
         trainer.add_callback(Bar())
 
 
-def last_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
+def find_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
     """The last whole checkpoint of the same training; None where there is none yet.
 
     `run` is all that the training's end depends on. Checkpoints that a kill cut short are removed.
     """
-    path = folder / RUN
+    path = folder / RUN_FILE
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         for place in folder.glob("checkpoint-*"):
-            if not (place / WHOLE).exists():
+            if not (place / COMPLETE_MARK).exists():
                 shutil.rmtree(place)
     found: str | None = get_last_checkpoint(str(folder))
     # A run that came to no checkpoint stands in nobody's way.
@@ -66,8 +66,8 @@ def last_checkpoint(folder: Path, run: dict[str, Any]) -> str | None:
     return found
 
 
-def forget(folder: Path) -> None:
+def remove_training_folder(folder: Path) -> None:
     """Remove a training that came to its end; a kill half way leaves no checkpoint that looks whole."""
-    for mark in folder.glob(f"checkpoint-*/{WHOLE}"):
+    for mark in folder.glob(f"checkpoint-*/{COMPLETE_MARK}"):
         mark.unlink()
     shutil.rmtree(folder)

@@ -22,7 +22,7 @@ class ModelShape:
     layers: int = 4
     hidden: int = 128
     heads: int = 4
-    positions: int = 128
+    max_positions: int = 128
     """The longest sequence it takes."""
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ ARCHITECTURES = {
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
 _OPT = {"activation_function": "gelu", "layerdrop": 0.0}
 _NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-VARIED: dict[str, dict[str, Architecture]] = {
+VARIANTS: dict[str, dict[str, Architecture]] = {
     # Within each, all else is alike: LayerNorm, GELU, biases, norms before the parts.
     "positions": {
         "learned": Architecture("gpt2"),
@@ -96,7 +96,7 @@ _FEED_FORWARD = ("intermediate_size", "ffn_dim")
 _GATED = ("llama", "mistral", "gemma", "gemma2")
 
 
-def new_model(
+def build_model(
     kind: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
     """An untrained model for this tokenizer; the same seed gives the same weights."""
@@ -133,7 +133,7 @@ def _settings(
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
-        "max_position_embeddings": shape.positions,
+        "max_position_embeddings": shape.max_positions,
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -155,7 +155,7 @@ def _settings(
     settings |= {name: 0.0 for name, value in vars(known).items() if _drops(name, value)}
     settings |= kind.settings
     if settings.get("sliding_window") == "an eighth":
-        settings["sliding_window"] = max(1, shape.positions // 8)
+        settings["sliding_window"] = max(1, shape.max_positions // 8)
     return settings
 
 

@@ -35,7 +35,7 @@ from layerjump.metrics.linearity import jump_strength
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 
-SIZES = "75/0/25"
+PROFILE_SPLIT = "75/0/25"
 """Of the held-out documents: maps are fitted on three quarters and tested on one."""
 PER_WIDTH = 60
 """Positions to fit on, at most, for every coordinate: noise would then score a sixtieth."""
@@ -75,7 +75,7 @@ class Profile:
         return found
 
 
-def profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
+def measure_profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
     """Measure a model on a text; the same seed takes the same documents and positions."""
     everywhere = Positions("all", special=True)
     adjacent = _plan(model, text, "adjacent", everywhere, seed).run()
@@ -123,7 +123,7 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
             pairs=pairs,
             positions=positions,
             tokens=tokens,
-            split=SIZES,
+            split=PROFILE_SPLIT,
             seed=seed,
             select=False,
         )
@@ -164,7 +164,7 @@ NAMES = ("steps", "blocks", "levels")
 FILE = "track.json"
 
 
-class Track(TrainerCallback):
+class TrainingMonitor(TrainerCallback):
     """Measures the model before the first step, every so many, and after the last; the first process alone does."""
 
     def __init__(
@@ -173,11 +173,11 @@ class Track(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         text: Corpus,
         *,
-        every: int,
+        eval_every: int,
         folder: Path,
     ) -> None:
         self._model = Model.wrap(hf, tokenizer, name="model")
-        self._text, self._every, self._path = text, every, folder / FILE
+        self._text, self._every, self._path = text, eval_every, folder / FILE
         self.tables: Tables = {name: [] for name in NAMES}
 
     def on_train_begin(
@@ -189,7 +189,7 @@ class Track(TrainerCallback):
         if state.global_step == 0:
             self._measure(0)
         elif self._path.is_file():
-            self.tables |= measured_before(self._path, state.global_step)
+            self.tables |= load_measurements(self._path, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -204,12 +204,12 @@ class Track(TrainerCallback):
         if not all(bool(weight.isfinite().all()) for weight in hf.parameters()):
             return  # the trainer is about to say so
         hf.eval()
-        add(self.tables, profile(self._model, self._text), step=step)
+        append_profile(self.tables, measure_profile(self._model, self._text), step=step)
         hf.train()
         write_json(self._path, dict(self.tables))
 
 
-def measured_before(path: Path, step: int) -> Tables:
+def load_measurements(path: Path, step: int) -> Tables:
     """What an earlier part of a run measured, up to a step."""
     kept = read_json(path)
     tables: dict[str, Any] = {name: kept.get(name) for name in NAMES}
@@ -231,7 +231,7 @@ def _is_table(rows: Any) -> bool:
     return alike and numbers and all(type(row.get("step")) is int for row in rows)
 
 
-def add(tables: Tables, found: Profile, **where: Any) -> None:
+def append_profile(tables: Tables, found: Profile, **where: Any) -> None:
     """Put a profile's rows into the tables, behind what says where they belong."""
     tables["steps"].append(where | _finite(found.row()))
     tables["blocks"] += [where | _finite(row) for row in found.blocks]

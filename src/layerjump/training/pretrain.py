@@ -24,11 +24,11 @@ from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText
 from layerjump.io import check_free, replace_folder, write_json, write_text
 from layerjump.models.loading import quiet_transformers
-from layerjump.training.data import pack, train_tokenizer
-from layerjump.training.hf_trainer import forget, last_checkpoint
-from layerjump.training.model import new_model
-from layerjump.training.monitor import Track
-from layerjump.training.trainer import NONE, Recipe, arguments, train
+from layerjump.training.data import pack_rows, train_tokenizer
+from layerjump.training.hf_trainer import find_checkpoint, remove_training_folder
+from layerjump.training.model import build_model
+from layerjump.training.monitor import TrainingMonitor
+from layerjump.training.trainer import NONE, Recipe, train_model, training_arguments
 
 
 def card(record: dict[str, Any]) -> str:
@@ -98,32 +98,34 @@ def pretrain(
     held_out: Corpus | None = None,
     accumulate: int = 1,
     device: str | None = None,
-    keep: bool = False,
+    keep_checkpoints: bool = False,
     force: bool = False,
-    page: Page | None = None,
+    render_page: Page | None = None,
 ) -> dict[str, Any]:
     """Train a tokenizer and a model, write them as a plain Hugging Face checkpoint, and return the record beside it.
 
     Checkpoints of the run stand in `FOLDER-training`: the same call goes on from the last one after a stop. They are
-    removed at the end unless `keep`. `page` makes a training.html of the record. Under `torchrun` or `accelerate
-    launch` every process calls it, and the first one writes.
+    removed at the end unless `keep_checkpoints`. `render_page` makes a training.html of the record. Under `torchrun`
+    or `accelerate launch` every process calls it, and the first one writes.
     """
     place = Path(folder).expanduser()
     check_free(place, force=force)
     work = place.with_name(f"{place.name}-training")
     text, held_out = _parted(text, held_out, recipe.seed)
-    settings = arguments(recipe, work, accumulate=accumulate, device=device, keep=keep)
+    settings = training_arguments(
+        recipe, work, accumulate=accumulate, device=device, keep_checkpoints=keep_checkpoints
+    )
     start = time.perf_counter()
     with settings.main_process_first(local=False, desc="tokenizer"):
-        before = last_checkpoint(work, _run(text, held_out, recipe))
+        before = find_checkpoint(work, _run(text, held_out, recipe))
         if before is None and settings.process_index == 0:
             _make_tokenizer(work / "tokenizer", text, recipe)
         # Read back, so that every process and every restart has the same.
         tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
-    rows = pack(text.documents, _tokens(tokenizer, recipe), recipe.length)
-    hf = new_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed)
-    track = Track(hf, tokenizer, held_out, every=recipe.every, folder=work)
-    log = train(hf, tokenizer, rows, recipe, settings, track=track, before=before)
+    rows = pack_rows(text.documents, _tokens(tokenizer, recipe), recipe.length)
+    hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed)
+    track = TrainingMonitor(hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=work)
+    log = train_model(hf, tokenizer, rows, recipe, settings, track=track, before=before)
     minutes = (time.perf_counter() - start) / 60
     record = _record(text, held_out, recipe, hf, rows) | {
         "processes": settings.world_size,
@@ -132,9 +134,11 @@ def pretrain(
         "tables": track.tables,
     }
     if settings.process_index == 0:
-        replace_folder(place, lambda new: _write(new, hf, tokenizer, record, page), force=force)
-        if not keep:
-            forget(work)
+        replace_folder(
+            place, lambda new: _write(new, hf, tokenizer, record, render_page), force=force
+        )
+        if not keep_checkpoints:
+            remove_training_folder(work)
     return record
 
 
@@ -161,10 +165,22 @@ def _parted(text: Corpus, held_out: Corpus | None, seed: int) -> tuple[Corpus, C
     return part(parts.fit, "to train on"), part(parts.test, "held out")
 
 
+_DISK_KEYS = {
+    "vocab_size": "vocabulary",
+    "penalty_weight": "strength",
+    "batch_size": "batch",
+    "eval_every": "every",
+}
+
+
 def _run(text: Corpus, held_out: Corpus, recipe: Recipe) -> dict[str, Any]:
     """All that the run's end depends on, as JSON has it."""
     told = asdict(recipe)
-    told |= {f"shape_{name}": value for name, value in told.pop("shape").items()}
+    told |= {
+        f"shape_{name.removeprefix('max_')}": value for name, value in told.pop("shape").items()
+    }
+    for name, key in _DISK_KEYS.items():
+        told[key] = told.pop(name)
     told["levels"] = None if recipe.levels is None else list(recipe.levels)
     return told | {"text": text.sha256, "held_out": held_out.sha256}
 
@@ -172,8 +188,8 @@ def _run(text: Corpus, held_out: Corpus, recipe: Recipe) -> dict[str, Any]:
 def _make_tokenizer(place: Path, text: Corpus, recipe: Recipe) -> None:
     made = train_tokenizer(
         text.documents,
-        recipe.vocabulary,
-        recipe.shape.positions,
+        recipe.vocab_size,
+        recipe.shape.max_positions,
         masked=recipe.architecture.masked,
     )
     replace_folder(place, lambda new: _saved(made, new), force=True)
@@ -185,7 +201,7 @@ def _saved(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Tokenization:
     return Tokenization.of(
-        tokenizer, max_positions=recipe.shape.positions, masked=recipe.architecture.masked
+        tokenizer, max_positions=recipe.shape.max_positions, masked=recipe.architecture.masked
     )
 
 
@@ -203,7 +219,7 @@ def _record(
         "held_out": {"name": held_out.name, "documents": len(held_out.documents)},
         "parameters": hf.num_parameters(),
         "tokens": rows.numel(),
-        "passes": recipe.steps * recipe.batch / len(rows),
+        "passes": recipe.steps * recipe.batch_size / len(rows),
     }
 
 

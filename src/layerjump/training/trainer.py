@@ -29,13 +29,13 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.trainer_utils import get_last_checkpoint
 
-from layerjump.errors import BadTraining, Diverged
+from layerjump.errors import BadTraining, Diverged, argument
 from layerjump.models.families import family_of
 from layerjump.models.hooks import Hooks
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.structure import Site, Structure
-from layerjump.training.data import IGNORED, Rows
-from layerjump.training.hf_trainer import Resumable, quieten
+from layerjump.training.data import IGNORE_INDEX, PackedRows
+from layerjump.training.hf_trainer import ResumableTrainer, silence_trainer
 from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape
 from layerjump.training.regularizers import PENALTIES, Penalty
 
@@ -48,19 +48,19 @@ class Recipe:
 
     arch: str = "llama"
     shape: ModelShape = field(default_factory=ModelShape)
-    vocabulary: int = 2048
+    vocab_size: int = 2048
     length: int = 128
     """Tokens in a row."""
     penalty: str = NONE
-    strength: float = 0.5
+    penalty_weight: float = 0.5
     levels: tuple[int, ...] | None = None
     """The levels that are penalised (None: 1 to L)."""
     steps: int = 1000
-    batch: int = 32
+    batch_size: int = 32
     """Rows in a step, over all processes and parts."""
     learning_rate: float = 1e-3
     seed: int = 0
-    every: int = 100
+    eval_every: int = 100
     """Steps between measurements, and between checkpoints."""
     bf16: bool = False
 
@@ -73,19 +73,20 @@ class Recipe:
             raise BadTraining(
                 f"there is no penalty {self.penalty!r}; give one of {NONE}, {', '.join(PENALTIES)}"
             )
-        for name in ("steps", "batch", "every", "length"):
+        for name in ("steps", "batch_size", "eval_every", "length"):
             if getattr(self, name) < 1:
                 raise BadTraining(f"{name} given is {getattr(self, name)}; give 1 or more")
         if self.seed < 0:
             raise BadTraining(f"the seed given is {self.seed}; give 0 or more")
         if not self.learning_rate > 0 or not math.isfinite(self.learning_rate):
             raise BadTraining(f"the learning rate given is {self.learning_rate}; give one above 0")
-        if not self.strength >= 0 or not math.isfinite(self.strength):
-            raise BadTraining(f"the strength given is {self.strength}; give 0 or more")
-        if self.length > self.shape.positions:
+        if not self.penalty_weight >= 0 or not math.isfinite(self.penalty_weight):
+            raise BadTraining(f"the penalty weight given is {self.penalty_weight}; give 0 or more")
+        if self.length > self.shape.max_positions:
             raise BadTraining(
-                f"sequences of {self.length} tokens were asked for, but the model has {self.shape.positions} "
-                f"positions; give --length {self.shape.positions} or less, or --positions {self.length}"
+                f"sequences of {self.length} tokens were asked for, but the model has {self.shape.max_positions} "
+                f"positions; pass {argument('length', self.shape.max_positions)} or less, or "
+                f"{argument('max_positions', self.length)}"
             )
         outside = [level for level in self.levels or () if not 1 <= level <= self.shape.layers]
         if outside:
@@ -98,7 +99,7 @@ class Recipe:
         return ARCHITECTURES[self.arch]
 
 
-class Levels(Hooks):
+class LevelStates(Hooks):
     """Hooks that hold on to levels 0 to L of the last forward pass, whole and differentiable.
 
     They are a Hugging Face model's own block outputs, so level L is before the final norm; in a wrapped model
@@ -159,7 +160,7 @@ PATIENCE = 10
 """… in so many batches in a row, and the run is given up."""
 
 
-class PenaltyTrainer(Resumable):
+class PenaltyTrainer(ResumableTrainer):
     """Loss + strength × penalty, the same however a batch is cut into parts or dealt out to processes.
 
     Every row must have as many tokens as any other (text is packed), so that the penalty of a batch is the mean of its
@@ -180,7 +181,7 @@ class PenaltyTrainer(Resumable):
         super().__init__(model, args, compute_loss_func=self._loss, **settings)
         self._penalty = penalty if strength else None
         self._strength, self._chosen = strength, levels
-        self._levels = Levels(model) if self._penalty else None
+        self._levels = LevelStates(model) if self._penalty else None
         self._limit = WORSE * math.log(model.config.vocab_size)
         self._bad = 0
         self._last: dict[str, Any] = {}
@@ -220,8 +221,8 @@ class PenaltyTrainer(Resumable):
             f"the last good checkpoint is {Path(last)}" if last else "no checkpoint was saved yet"
         )
         raise Diverged(
-            f"training diverged: {why} at step {self.state.global_step}; {kept}; give a --learning-rate below "
-            f"{self.args.learning_rate:g}, or a smaller --strength, and another folder"
+            f"training diverged: {why} at step {self.state.global_step}; {kept}; pass a "
+            f"{argument('learning_rate')} below {self.args.learning_rate:g}, or a smaller {argument('penalty_weight')}, and another folder"
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -238,7 +239,7 @@ class PenaltyTrainer(Resumable):
         """What was run last, with the weights as they are; a masked model's row may have no mask in it."""
         inputs, hf = dict(self._last), cast(nn.Module, self.model)
         labels = inputs.pop("labels")
-        count = labels.ne(IGNORED).sum().clamp(min=1)
+        count = labels.ne(IGNORE_INDEX).sum().clamp(min=1)
         return float(self._loss(hf(**inputs), labels, num_items_in_batch=count))
 
     def log(self, logs: dict[str, float], *args: Any, **more: Any) -> None:
@@ -261,22 +262,22 @@ def _loss_of(model: PreTrainedModel) -> Loss:
     return loss
 
 
-def arguments(
+def training_arguments(
     recipe: Recipe,
     folder: Path,
     *,
     accumulate: int = 1,
     device: str | None = None,
-    keep: bool = False,
+    keep_checkpoints: bool = False,
 ) -> TrainingArguments:
     """A recipe as the Trainer takes it. Under `torchrun` or `accelerate launch` this joins the other processes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _check(device, recipe.batch, accumulate, processes)
+    _check(device, recipe.batch_size, accumulate, processes)
     cpu = device == "cpu" or not torch.cuda.is_available()
     made = TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch // (accumulate * processes),
+        per_device_train_batch_size=recipe.batch_size // (accumulate * processes),
         gradient_accumulation_steps=accumulate,
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="cosine",
@@ -285,10 +286,10 @@ def arguments(
         adam_beta2=0.95,
         bf16=recipe.bf16,
         train_sampling_strategy="sequential",  # `Rows` has shuffled them
-        save_steps=recipe.every,
-        save_total_limit=None if keep else 2,
+        save_steps=recipe.eval_every,
+        save_total_limit=None if keep_checkpoints else 2,
         # Of equal parts, so that a run that goes on from a checkpoint logs the same means.
-        logging_steps=_part_of(recipe.every),
+        logging_steps=_part_of(recipe.eval_every),
         report_to=[],
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and processes > 1 else None,
@@ -305,7 +306,9 @@ def _check(device: str | None, batch: int, accumulate: int, processes: int) -> N
     if device not in (None, "cpu", "cuda"):
         raise BadTraining(f"the device given is {device!r}; give cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadTraining("there is no GPU here to train on; leave --device out, or give cpu")
+        raise BadTraining(
+            f"there is no GPU here to train on; leave {argument('device')} out, or pass cpu"
+        )
     if accumulate < 1 or batch % (accumulate * processes):
         raise BadTraining(
             f"a batch of {batch} rows cannot be cut into {accumulate} parts for {processes} processes each; "
@@ -313,7 +316,7 @@ def _check(device: str | None, batch: int, accumulate: int, processes: int) -> N
         )
 
 
-def train(
+def train_model(
     hf: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Tensor,
@@ -325,19 +328,19 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train a model in place, going on from a checkpoint if one is given; returns what was logged."""
     masked = tokenizer if family_of(hf.config).task == "masked" else None
-    data = Rows(rows, recipe.steps * recipe.batch, seed=recipe.seed, tokenizer=masked)
+    data = PackedRows(rows, recipe.steps * recipe.batch_size, seed=recipe.seed, tokenizer=masked)
     trainer = PenaltyTrainer(
         hf,
         settings,
         train_dataset=data,
         processing_class=tokenizer,
         penalty=PENALTIES.get(recipe.penalty),
-        strength=recipe.strength,
+        strength=recipe.penalty_weight,
         levels=recipe.levels,
     )
     if track is not None:
         trainer.add_callback(track)
-    quieten(trainer)
+    silence_trainer(trainer)
     with quiet_transformers():
         trainer.train(resume_from_checkpoint=before)
     hf.eval()
