@@ -252,7 +252,7 @@ def _one_of(given: BlockSelector, count: int) -> list[Span]:
     if not runs:
         raise BadPruning(
             f"there is no run of {count} blocks that may go: blocks {', '.join(map(str, sorted(given.protected)))} "
-            f"must stay; ask for fewer, or choose by loss, linearity or influence, which take blocks from several places"
+            f"must stay; ask for fewer, or choose by loss, linearity or influence, which take blocks from anywhere"
         )
     return runs
 

@@ -222,7 +222,8 @@ class PenaltyTrainer(ResumableTrainer):
         )
         raise Diverged(
             f"training diverged: {why} at step {self.state.global_step}; {kept}; pass a "
-            f"{argument('learning_rate')} below {self.args.learning_rate:g}, or a smaller {argument('penalty_weight')}, and another folder"
+            f"{argument('learning_rate')} below {self.args.learning_rate:g}, or a smaller "
+            f"{argument('penalty_weight')}, and another folder"
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
