@@ -19,7 +19,8 @@ import torch
 
 import layerjump as lj
 from layerjump.lens.evaluate import evaluate_lenses
-from layerjump.lens.lens import Lens, chunk_rows
+from layerjump.lens.lens import Lens
+from layerjump.metrics.logits import chunk_rows
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
 TEXTS = Path(__file__).parents[2] / "shared/text"

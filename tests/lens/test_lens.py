@@ -10,7 +10,8 @@ from transformers import BertModel
 import layerjump as lj
 from layerjump.errors import BadJumps, NoPredictions
 from layerjump.lens.evaluate import LensScores, evaluate_lenses
-from layerjump.lens.lens import Lens, chunk_rows
+from layerjump.lens.lens import Lens
+from layerjump.metrics.logits import chunk_rows
 
 
 @pytest.fixture(scope="module")

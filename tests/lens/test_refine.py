@@ -15,8 +15,8 @@ import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.lens import MEMORY
 from layerjump.lens.tuning import NAME, Rows, TunedMap, _Work, tunable
+from layerjump.metrics.logits import LOGITS_MEMORY
 from layerjump.models.structure import FINAL, Site
 
 TEXT = stories(400)
@@ -241,4 +241,4 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's high-water mark")
 def test_peak_memory_is_bounded_for_a_vocabulary_of_262_144():
     """600 rows of logits are 630 MB a buffer, of which a gradient wants several."""
-    assert int(printed_by(PEAK)) < 1.2 * MEMORY
+    assert int(printed_by(PEAK)) < 1.2 * LOGITS_MEMORY

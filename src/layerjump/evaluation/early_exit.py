@@ -25,7 +25,8 @@ from layerjump.generation.rules import Fixed, LevelReading, Never, Rule, levels_
 from layerjump.generation.shortlist import shortlist_of
 from layerjump.interventions.linearize import linearize
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens, chunk_rows
+from layerjump.lens.lens import Lens
+from layerjump.metrics.logits import chunk_rows
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 

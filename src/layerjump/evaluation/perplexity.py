@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from layerjump.errors import BadEvaluation
 from layerjump.evaluation.early_exit import ModelVariant, TeacherForcedExit, require_causal
-from layerjump.lens.lens import wide
 from layerjump.metrics.bootstrap import mean_interval
+from layerjump.metrics.logits import upcast
 from layerjump.models.activations import Recorder
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
@@ -104,7 +104,7 @@ def _losses(model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: 
     found = torch.zeros(len(places), dtype=torch.float64)
     for rows, logits in reader.read(at, places.to(at[sites[-1]].device)):
         aims = tokens[1:][places][rows.cpu()].to(logits.device)
-        each = cross_entropy(wide(logits), aims, reduction="none")
+        each = cross_entropy(upcast(logits), aims, reduction="none")
         found[rows.cpu()] = each.double().cpu()
     return found
 

@@ -24,7 +24,8 @@ from layerjump.generation.result import Counts
 from layerjump.generation.rules import LevelReading, Rule, levels_of
 from layerjump.generation.shortlist import ShortlistRule
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens, apply_map
+from layerjump.jumps.maps import apply_map
+from layerjump.lens.lens import Lens
 from layerjump.models.structure import Site
 
 Processors = Callable[[Tensor, Tensor], Tensor]

@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.jumps.jumps import parse_pair
+from layerjump.jumps.maps import apply_map
 from layerjump.jumps.pairs import Pair
-from layerjump.lens.lens import apply_map
 from layerjump.models.hooks import Hooks
 from layerjump.models.model import Model
 from layerjump.models.structure import Tap

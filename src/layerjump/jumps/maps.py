@@ -158,3 +158,9 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias.float(), requires_grad=False)
     return linear
+
+
+def apply_map(jump: nn.Module, states: Tensor) -> Tensor:
+    """Apply a jump in its own dtype and on its own device; return the result in those of the states."""
+    weight = next(jump.parameters(), None)
+    return jump(states if weight is None else states.to(weight)).to(states)

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch
-from layerjump.lens.lens import MEMORY, Lens, chunk_rows, wide
-from layerjump.metrics.logits import KS, Agreement, ReferenceLogits, agreement, reference_logits
+from layerjump.lens.lens import Lens
+from layerjump.metrics.logits import (
+    KS,
+    LOGITS_MEMORY,
+    Agreement,
+    ReferenceLogits,
+    agreement,
+    chunk_rows,
+    reference_logits,
+    upcast,
+)
 from layerjump.models.activations import States, capture_states
 from layerjump.models.model import Model
 
@@ -58,7 +67,7 @@ def evaluate_lenses(
     lenses: Mapping[str, Lens],
     batches: Iterable[Batch],
     *,
-    memory: int = MEMORY,
+    memory: int = LOGITS_MEMORY,
     progress: Callable[[Batch], None] | None = None,
 ) -> LensScores:
     """Read every level of the batches' picks through every lens, in one forward pass."""
@@ -94,7 +103,7 @@ def _read_all(
 def _read(
     lenses: Mapping[str, Lens], levels: list[Tensor], model: Model, about: Tensor
 ) -> LensScores:
-    true = reference_logits(wide(model.logits(levels[-1])))
+    true = reference_logits(upcast(model.logits(levels[-1])))
     last = agreement(true.logits, true)
     found = [
         [_held(lens, level, state, true) for level, state in enumerate(levels[:-1])] + [last]
@@ -118,7 +127,7 @@ def _read(
 
 
 def _held(lens: Lens, level: int, state: Tensor, true: ReferenceLogits) -> Agreement:
-    return agreement(wide(lens.logits(level, state)), true)
+    return agreement(upcast(lens.logits(level, state)), true)
 
 
 def _joined(parts: list[LensScores]) -> LensScores:

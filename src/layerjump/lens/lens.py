@@ -12,24 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, overload
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerjump.errors import BadJumps, BadModel
 from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.maps import apply_map
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
     from layerjump.lens.token_direction import DirectionAblation
     from layerjump.lens.trajectory import Trajectory
-
-MEMORY = 1 << 30
-"""Bytes that rows of logits may take at once, whatever the vocabulary."""
-_BUFFERS = 5
-"""Rows of vocabulary size that are alive at once: two of the truth, up to three of an approximation (a soft-cap)."""
-_MOST_ROWS = 512  # more make no product faster
-_AT_LEAST = 4  # bytes a number: half-precision logits are widened
 
 SiteName = Site | str | int
 Route = Callable[[Tensor], Tensor]
@@ -277,20 +270,3 @@ class CrossLevelLens:
             return self.lens.route(self.source)
         onward = self.lens.route(self.target)
         return lambda states: onward(self.states(states))
-
-
-def chunk_rows(model: Model, memory: int = MEMORY) -> int:
-    """How many rows of logits fit in the memory given."""
-    size = max(_AT_LEAST, model.hf.dtype.itemsize)
-    return max(1, min(_MOST_ROWS, memory // (_BUFFERS * model.structure.vocab_size * size)))
-
-
-def apply_map(jump: nn.Module, states: Tensor) -> Tensor:
-    """Jumps are float32, and where they were put; the model's states may be half or double precision, and elsewhere."""
-    weight = next(jump.parameters(), None)
-    return jump(states if weight is None else states.to(weight)).to(states)
-
-
-def wide(logits: Tensor) -> Tensor:
-    """Logits in at least single precision."""
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from layerjump.data.batches import Batch
 from layerjump.errors import BadJumps, BadModel
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.lens import Lens, SiteName, wide
+from layerjump.lens.lens import Lens, SiteName
 from layerjump.lens.trajectory import CELLS, Prompt, prompts, token_id
+from layerjump.metrics.logits import upcast
 from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Hooks
 from layerjump.models.structure import FINAL, Site, Tap
@@ -127,8 +128,8 @@ def _changes(
     with _Taken(model.structure.tap(site), position, directions):
         (found,) = capture_states(model, [batch], [site, last])
     return (
-        _change(wide(lens.logits(site, found[site])), ids),
-        _change(wide(model.logits(found[last])), ids),
+        _change(upcast(lens.logits(site, found[site])), ids),
+        _change(upcast(model.logits(found[last])), ids),
     )
 
 

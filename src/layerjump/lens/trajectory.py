@@ -20,8 +20,15 @@ from torch import Tensor
 from layerjump.data.batches import Batch
 from layerjump.data.tokenization import token_texts
 from layerjump.errors import BadModel, BadText
-from layerjump.lens.lens import MEMORY, Reader, Route, SiteName, chunk_rows, wide
-from layerjump.metrics.logits import LogitStats, LogitSweep, reference_logits
+from layerjump.lens.lens import Reader, Route, SiteName
+from layerjump.metrics.logits import (
+    LOGITS_MEMORY,
+    LogitStats,
+    LogitSweep,
+    chunk_rows,
+    reference_logits,
+    upcast,
+)
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
@@ -147,7 +154,7 @@ def read_cells(
     text: TextStates,
     query: LensQuery,
     *,
-    memory: int = MEMORY,
+    memory: int = LOGITS_MEMORY,
 ) -> tuple[Tensor, dict[str, LogitStats]]:
     """The model's own best tokens, and every site of a text read through every lens.
 
@@ -175,7 +182,7 @@ def _read(
     rows: int,
 ) -> tuple[LogitStats, dict[str, LogitStats]]:
     """What the model says at some positions, and all lenses at all sites there."""
-    true = reference_logits(wide(model.logits(text.last[part])))
+    true = reference_logits(upcast(model.logits(text.last[part])))
     targets = text.targets[part].to(true.logits.device)
     follow = torch.tensor(query.tracked, dtype=torch.long, device=true.logits.device)
 
@@ -196,7 +203,7 @@ def _read(
     for group in _groups(jobs, max(1, rows // len(true.logits))):
         # One product of many rows costs far less than many of few.
         final = torch.cat([route(text.states[place][part]) for _, place, route in group])
-        logits = wide(model.structure.decode(final)).split(len(true.logits))
+        logits = upcast(model.structure.decode(final)).split(len(true.logits))
         for (name, place, _), mine in zip(group, logits, strict=True):
             cells[name, place] = said(mine)
     places = range(len(text.sites))
@@ -422,7 +429,7 @@ class Trajectory:
         state = self.states.states[self.states.sites.index(site)]
         row = self.positions.index(place)
         logits = self.model.structure.decode(self.lens.route(site)(state[row : row + 1]))
-        return wide(logits)[0].softmax(-1).cpu()
+        return upcast(logits)[0].softmax(-1).cpu()
 
     def decode(self, ids: Sequence[int]) -> list[str]:
         """The texts of tokens."""

@@ -46,7 +46,7 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.serialization import check_model
-from layerjump.lens.lens import chunk_rows
+from layerjump.metrics.logits import chunk_rows
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site, Structure

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerjump.models.model import Model
+
 HEIGHT = 64
 """Elements of a column: a wide row is looked at as a table with so many rows."""
 _WORTH = 4  # times k columns: below that the plain way is as fast
@@ -207,3 +209,21 @@ def _jensen_shannon(probabilities: Tensor, entropy: Tensor, true: ReferenceLogit
     """The entropy of the two distributions' mean, less the mean of their entropies: 0 to ln 2, symmetric."""
     between = torch.special.entr((probabilities + true.probabilities) / 2).sum(-1)
     return (between - (entropy - true.negative_entropy) / 2).clamp(0, math.log(2))
+
+
+LOGITS_MEMORY = 1 << 30
+"""Bytes that rows of logits may take at once, for any vocabulary size."""
+_BUFFERS = 5  # (rows, vocab_size) tensors alive at once: two of the reference, up to three of an approximation
+_MAX_ROWS = 512  # larger matrix products are no faster
+_MIN_ITEMSIZE = 4  # bytes: half-precision logits are upcast
+
+
+def chunk_rows(model: Model, memory: int = LOGITS_MEMORY) -> int:
+    """How many rows of the model's logits, and of the buffers to compare them, fit in `memory` bytes."""
+    itemsize = max(_MIN_ITEMSIZE, model.hf.dtype.itemsize)
+    return max(1, min(_MAX_ROWS, memory // (_BUFFERS * model.structure.vocab_size * itemsize)))
+
+
+def upcast(logits: Tensor) -> Tensor:
+    """Logits in float32, or in float64 if they are."""
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

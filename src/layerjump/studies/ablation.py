@@ -15,9 +15,15 @@ from torch import Tensor
 from layerjump.data.batches import Batches
 from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun
-from layerjump.lens.lens import chunk_rows, wide
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.metrics.logits import KS, ReferenceLogits, agreement, reference_logits
+from layerjump.metrics.logits import (
+    KS,
+    ReferenceLogits,
+    agreement,
+    chunk_rows,
+    reference_logits,
+    upcast,
+)
 from layerjump.models.model import Model
 from layerjump.studies.results import Row
 from layerjump.studies.setup import Setup
@@ -51,7 +57,7 @@ class Variants:
         starts = range(0, len(exact), self._rows)
         parts = [slice(start, start + self._rows) for start in starts]
         self._truth = [
-            (part, reference_logits(wide(self.model.logits(exact[part])))) for part in parts
+            (part, reference_logits(upcast(self.model.logits(exact[part])))) for part in parts
         ]
         self._documents.append(rerun.batch.document)
 
@@ -63,7 +69,7 @@ class Variants:
     def add_logits(self, name: Hashable, logits: Callable[[slice], Tensor]) -> None:
         """Score whatever gives logits of a slice of the picks."""
         for part, true in self._truth:
-            held = agreement(wide(logits(part)), true)
+            held = agreement(upcast(logits(part)), true)
             for field in ("place", "surprisal", "kl"):
                 self._found[name][field].append(getattr(held, field).cpu())
 

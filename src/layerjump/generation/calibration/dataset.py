@@ -26,7 +26,8 @@ from layerjump.generation.generate import generate
 from layerjump.generation.probes import probe_features
 from layerjump.generation.shortlist import ShortlistRule
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens, chunk_rows
+from layerjump.lens.lens import Lens
+from layerjump.metrics.logits import chunk_rows
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 
