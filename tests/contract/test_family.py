@@ -9,7 +9,8 @@ import torch
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
-from layerjump.models.activations import Recorder, capture_states
+from layerjump.models.activations import capture_states
+from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.self_check import readings, reassembly, sample, self_check
 from layerjump.models.structure import FINAL, Site, Structure
@@ -125,11 +126,11 @@ def test_attention_mixes_tokens_and_feed_forward_does_not(model):
     sites = [Site(1, "attn.in"), Site(1, "attn.out"), Site(1, "ffn.in"), Site(1, "ffn.out")]
     pick = torch.tensor([1])
     found = []
-    with torch.no_grad(), Recorder(model.structure, sites) as recorder:
+    with torch.no_grad(), Capture(model.structure, sites) as capture:
         for ids in (one.input_ids, other_ids):
-            recorder.start(pick)
+            capture.start(pick)
             run_body(model, one, ids)
-            found.append(recorder.take())
+            found.append(capture.take())
     before, after = found
     assert torch.equal(before[sites[0]], after[sites[0]])
     assert not torch.allclose(before[sites[1]], after[sites[1]], atol=1e-6)
@@ -166,13 +167,13 @@ def test_a_later_token_changes_no_earlier_state(model):
     batch = sample(model, rows=1, length=14)
     levels = [Site(level) for level in range(model.n_blocks + 1)]
     found = []
-    with torch.no_grad(), Recorder(model.structure, levels) as recorder:
+    with torch.no_grad(), Capture(model.structure, levels) as capture:
         for token in (5, 50):
             ids = batch.input_ids.clone()
             ids[0, 9:] = token
-            recorder.start(torch.arange(14))
+            capture.start(torch.arange(14))
             run_body(model, batch, ids)
-            found.append(recorder.take())
+            found.append(capture.take())
     for level in levels:
         assert torch.allclose(found[0][level][:9], found[1][level][:9], rtol=0, atol=EXACT)
         assert not torch.allclose(found[0][level][9:], found[1][level][9:], atol=1e-6)
@@ -210,13 +211,13 @@ def test_a_window_shorter_than_the_text_is_honoured(model):
     reach = (window - 1) * model.n_blocks
     batch = sample(model, rows=1, length=14)
     last, found = 13, []
-    with torch.no_grad(), Recorder(model.structure, [Site(model.n_blocks)]) as recorder:
+    with torch.no_grad(), Capture(model.structure, [Site(model.n_blocks)]) as capture:
         for first in (5, 50):
             ids = batch.input_ids.clone()
             ids[0, : last - reach] = first
-            recorder.start(torch.tensor([last, last - 1]))
+            capture.start(torch.tensor([last, last - 1]))
             run_body(model, batch, ids)
-            found.append(recorder.take()[Site(model.n_blocks)])
+            found.append(capture.take()[Site(model.n_blocks)])
     assert torch.allclose(found[0][0], found[1][0], rtol=0, atol=EXACT)
     assert not torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-9)
 

@@ -6,7 +6,8 @@ from helpers.tiny_models import tiny_model
 
 import layerjump as lj
 from layerjump.errors import BadModel, NoPredictions
-from layerjump.models.activations import Recorder, capture_states
+from layerjump.models.activations import capture_states
+from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site
@@ -50,12 +51,14 @@ def test_with_room_states_are_the_same_and_stay_in_one_place(model):
     batches, places = [few, whole, few], set()
     plain = [found.at for found in capture_states(model, batches, [0, 2])]
     for found, expected in zip(
-        capture_states(model, batches, [0, 2], room=len(whole.row)), plain, strict=True
+        capture_states(model, batches, [0, 2], buffer_rows=len(whole.row)), plain, strict=True
     ):
         assert all(torch.equal(found.at[site], expected[site]) for site in expected)
         places.add(tuple(state.data_ptr() for state in found.at.values()))
     assert len(places) == 1
-    (outside,) = capture_states(model, [whole], [2], room=3)  # a batch that is larger than was said
+    (outside,) = capture_states(
+        model, [whole], [2], buffer_rows=3
+    )  # a batch that is larger than was said
     assert torch.equal(outside[2], plain[1][Site(2)])
 
 
@@ -100,8 +103,8 @@ def test_weights_and_outputs_are_untouched(model):
     weights = {name: value.clone() for name, value in model.hf.state_dict().items()}
     with torch.no_grad():
         plain = model.hf(batch.input_ids, attention_mask=batch.attention_mask).logits
-        with Recorder(model.structure, model.structure.sites()[:-1]) as recorder:
-            recorder.start(torch.arange(4))
+        with Capture(model.structure, model.structure.sites()[:-1]) as capture:
+            capture.start(torch.arange(4))
             hooked = model.hf(batch.input_ids, attention_mask=batch.attention_mask).logits
     assert torch.equal(plain, hooked)
     assert all(torch.equal(weights[name], value) for name, value in model.hf.state_dict().items())

@@ -23,7 +23,7 @@ from layerjump.evaluation.early_exit import make_variant
 from layerjump.generation.generate import early_exit
 from layerjump.generation.rules import Rule
 from layerjump.jumps.jumps import Jumps
-from layerjump.models.activations import Recorder
+from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.checkpoint import load
@@ -113,10 +113,10 @@ class LayerjumpLM(HFLM):
             return super()._model_call(inps, attn_mask, labels)
         rows = torch.tensor(self._scored_rows(inps.tolist()), dtype=torch.long)
         sites = [Site(level) for level in self.reader.levels]
-        with Recorder(self._ours.structure, sites) as recorder:
-            recorder.start(rows)
+        with Capture(self._ours.structure, sites) as capture:
+            capture.start(rows)
             logits = super()._model_call(inps, attn_mask, labels)
-            at = recorder.take()
+            at = capture.take()
         rows = rows.to(logits.device)
         row, place = rows // inps.shape[1], rows % inps.shape[1]
         for some, early in self.reader.read(at, place):

@@ -20,7 +20,7 @@ from layerjump.errors import BadEvaluation
 from layerjump.evaluation.early_exit import ModelVariant, TeacherForcedExit, require_causal
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import upcast
-from layerjump.models.activations import Recorder
+from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 
@@ -97,10 +97,10 @@ def _losses(model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: 
     if not len(places):
         return torch.zeros(0, dtype=torch.float64)
     sites = [Site(level) for level in (*reader.levels, model.n_blocks)]
-    with Recorder(model.structure, sites) as recorder:
-        recorder.start(places)
+    with Capture(model.structure, sites) as capture:
+        capture.start(places)
         model.body(tokens[None], torch.ones(1, len(ids), dtype=torch.long))
-        at = recorder.take()
+        at = capture.take()
     found = torch.zeros(len(places), dtype=torch.float64)
     for rows, logits in reader.read(at, places.to(at[sites[-1]].device)):
         aims = tokens[1:][places][rows.cpu()].to(logits.device)

@@ -15,20 +15,17 @@ therefore the full model's own, however tokens leave.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from layerjump.errors import BadModel
 from layerjump.generation.kv_cache import BlockCache, Stored
 from layerjump.generation.result import Counts
+from layerjump.models.hooks import Call, intercept_calls
 from layerjump.models.model import Model
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Blocks(Protocol):
@@ -67,9 +64,7 @@ class HuggingFaceBlocks:
         return self._record(cache.lengths[0])
 
     def run(self, index: int, states: Tensor) -> Tensor:
-        args, kwargs = self._call(index)
-        output = self._blocks[index](states, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        return self._call(index).repeat(self._blocks[index], states)
 
     def store(self, index: int, states: Tensor) -> None:
         self._cache.store_only = True
@@ -93,47 +88,10 @@ class HuggingFaceBlocks:
         given: dict[str, Any] = {"input_ids": self._ids[:, seen:], "attention_mask": self._mask}
         if self._takes_position:
             given["position_ids"] = self._position[:, seen:]
-        with _probed(self._list) as found, suppress(_AllCalled):
+        with intercept_calls(self._list) as calls:
             self._stack(**given, past_key_values=pretended, use_cache=True)
-        entered = found[0][0][0]
-        self._calls[seen] = [_with_cache(call, pretended, self._cache) for call in found]
-        return entered
-
-
-class _AllCalled(Exception):  # noqa: N818  (a signal, not an error)
-    """The last probe was called: what follows the blocks need not run."""
-
-
-class _Probe(nn.Module):
-    """Stands in a block's place and writes down its arguments."""
-
-    def __init__(self, found: list[Call], last: bool) -> None:
-        super().__init__()
-        self._found, self._last = found, last
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
-        states = args[0]
-        # Some families take the block's output as it is, others its first entry: see `return`.
-        self._found.append(
-            ((states[0] if isinstance(states, tuple) else states, *args[1:]), kwargs)
-        )
-        if self._last:
-            raise _AllCalled
-        return (self._found[-1][0][0],)
-
-
-@contextmanager
-def _probed(blocks: nn.Module) -> Iterator[list[Call]]:
-    """The model's block list with probes in it; the blocks are back when the `with` ends."""
-    found: list[Call] = []
-    kept = dict(blocks._modules)
-    last = list(kept)[-1]
-    try:
-        for name in kept:
-            blocks._modules[name] = _Probe(found, name == last)
-        yield found
-    finally:
-        blocks._modules.update(kept)
+        self._calls[seen] = [_with_cache(call, pretended, self._cache) for call in calls]
+        return calls[0].states
 
 
 def _pretend(config: Any, seen: int) -> DynamicCache:
@@ -150,11 +108,11 @@ def _pretend(config: Any, seen: int) -> DynamicCache:
 
 
 def _with_cache(call: Call, pretended: DynamicCache, cache: BlockCache) -> Call:
-    """The call without the states, and with our cache in place of the pretended one."""
-    args, kwargs = call
-    return (
-        tuple(cache if given is pretended else given for given in args[1:]),
-        {name: cache if given is pretended else given for name, given in kwargs.items()},
+    """The call with our cache in place of the pretended one."""
+    return Call(
+        call.states,
+        tuple(cache if given is pretended else given for given in call.args),
+        {name: cache if given is pretended else given for name, given in call.kwargs.items()},
     )
 
 

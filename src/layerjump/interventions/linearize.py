@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from layerjump.errors import BadModel
-from layerjump.interventions.patching import Map, apply, first_of, patch, replace_by_map
+from layerjump.interventions.patching import Map, apply, patch, replace_by_map
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import Pair
+from layerjump.models.hooks import hidden_output, watch_outputs
 from layerjump.models.model import Model, require_model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site
@@ -140,17 +141,13 @@ def _shapes(model: Model) -> list[int | None]:
     """How each block returns its states: None for the bare tensor, else how many things come behind it."""
     found: list[int | None] = []
 
-    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        assert first_of(output).dim() == 3
+    def see(output: Any) -> None:
+        assert hidden_output(output).dim() == 3
         found.append(len(output) - 1 if isinstance(output, tuple) else None)
 
-    handles = [block.register_forward_hook(look) for block in model.structure.blocks]
-    try:
-        batch = sample(model, rows=1, length=2)
+    batch = sample(model, rows=1, length=2)
+    with watch_outputs(model.structure.blocks, see):
         model.body(batch.input_ids, batch.attention_mask)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

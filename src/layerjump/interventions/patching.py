@@ -17,23 +17,22 @@ A part that is replaced is still computed and its result thrown away: this is fo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.jumps.jumps import parse_pair
 from layerjump.jumps.maps import apply_map
 from layerjump.jumps.pairs import Pair
-from layerjump.models.hooks import Hooks
+from layerjump.models.hooks import Capture, Hooks, record_calls
 from layerjump.models.model import Model
-from layerjump.models.structure import Tap
+from layerjump.models.structure import Site, Tap
 
 Map = Callable[[Tensor], Tensor]
 """States at a source → states at a target; a jump, for example."""
@@ -93,15 +92,9 @@ def patch(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
     Pairs are given as to `Jumps`: sites, their names or levels' numbers. A level as a target works too, and stands
     for a jump over the blocks in between.
     """
-    with _Operation(_cuts(model, changes)) as operation:
-        # OPT's whole model runs its decoder past the module that our own passes enter by.
-        doors = {model.hf, model.stack}
-        handles = [door.register_forward_pre_hook(lambda *_: operation.start()) for door in doors]
-        try:
-            yield model
-        finally:
-            for handle in handles:
-                handle.remove()
+    # Two entries: OPT's whole model runs its decoder past the module that our own passes enter by.
+    with _Operation(_cuts(model, changes), entries=(model.hf, model.stack)):
+        yield model
 
 
 class Rerun:
@@ -114,9 +107,15 @@ class Rerun:
     def __init__(self, model: Model, batch: Batch) -> None:
         self.model = model
         self.batch = batch
-        self.levels: list[Tensor] = []
+        blocks, last = model.structure.blocks, Site(model.n_blocks)
+        with (
+            torch.no_grad(),
+            record_calls(blocks) as self._calls,
+            Capture(model.structure, [last]) as capture,
+        ):
+            model.body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+        self.levels = [call.states for call in self._calls] + [capture.take()[last]]
         """(rows, positions, d) at levels 0 to L."""
-        self._calls = record_calls(model, batch, self.levels)
 
     @torch.no_grad()
     def from_level(
@@ -146,46 +145,16 @@ class Rerun:
 
     def _run(self, block: int, hidden: Tensor, changes: Changes | None) -> Tensor:
         module = self.model.structure.blocks[block - 1]
-        args, kwargs = self._calls[block - 1]
+        call = self._calls[block - 1]
         if not changes:
-            return first_of(module(hidden, *args, **kwargs))
+            return call.repeat(module, hidden)
         # One block runs, so each of its modules is called for the first time, even where blocks share them.
         cuts = [
             replace(cut, source=replace(cut.source, call=0), target=replace(cut.target, call=0))
             for cut in _cuts(self.model, changes)
         ]
         with _Operation(cuts):
-            return first_of(module(hidden, *args, **kwargs))
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a block was given beside the states: masks, rotary embeddings, biases."""
-
-
-@torch.no_grad()
-def record_calls(model: Model, batch: Batch, levels: list[Tensor]) -> list[Call]:
-    """Run a batch in the ordinary way; the calls of its blocks are returned, its levels are put in the list."""
-    calls: list[Call] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        levels.append(args[0])
-        calls.append((args[1:], kwargs))
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if len(calls) == model.n_blocks:
-            levels.append(first_of(output))
-
-    handles: list[RemovableHandle] = []
-    try:
-        for module in set(model.structure.blocks):
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
-        sources = batch.source_ids, batch.source_mask
-        model.body(batch.input_ids, batch.attention_mask, *sources)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
+            return call.repeat(module, hidden)
 
 
 @dataclass(frozen=True)
@@ -200,38 +169,20 @@ class _Cut:
 class _Operation(Hooks):
     """Hooks that carry out cuts while the model runs; they are gone when the `with` ends."""
 
-    def __init__(self, cuts: Sequence[_Cut]) -> None:
+    def __init__(self, cuts: Sequence[_Cut], *, entries: Iterable[nn.Module] = ()) -> None:
         self._by_target: dict[Tap, list[_Cut]] = defaultdict(list)
         for cut in cuts:
             self._by_target[cut.target].append(cut)
         self._sources = {cut.source for cut in cuts}
-        taps = [*self._sources, *self._by_target]
-        super().__init__(dict.fromkeys((tap.module, tap.side) for tap in taps))
-        self.start()
+        self._seen: dict[Tap, Tensor] = {}
+        super().__init__([*self._sources, *self._by_target], entries=entries)
 
     def start(self) -> None:
-        """A forward pass begins: no module has been called yet."""
-        self._calls: dict[tuple[nn.Module, str], int] = defaultdict(int)
-        self._seen: dict[Tap, Tensor] = {}
+        super().start()
+        self._seen.clear()
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = self._visit(module, "in", args[0] if args else kwargs["hidden_states"])
-        if changed is None:
-            return None
-        if args:
-            return (changed, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": changed}
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        changed = self._visit(module, "out", first_of(output))
-        if changed is None:
-            return None
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    def _visit(self, module: nn.Module, side: Any, states: Tensor) -> Tensor | None:
-        """Replace, then remember for others: what is read downstream is what was put there. None: unchanged."""
-        tap = Tap(module, side, self._calls[module, side])
-        self._calls[module, side] += 1
+    def visit(self, tap: Tap, states: Tensor) -> Tensor | None:
+        """Replace, then remember for others: what is read downstream is what was put there."""
         cuts = self._by_target.get(tap, [])
         for cut in cuts:
             states = self._changed(cut, states)
@@ -266,8 +217,3 @@ def _block_of(pair: Pair) -> int:
             f"the change {source} → {target} is not inside one block; give the states at a level instead"
         )
     return target.index
-
-
-def first_of(output: Any) -> Tensor:
-    """The states that a module gives, whatever else comes with them."""
-    return output[0] if isinstance(output, tuple) else output

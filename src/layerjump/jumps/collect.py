@@ -579,7 +579,7 @@ class _Pass:
         with (
             deferred_interrupt() as interrupt,
             closing(
-                capture_states(self.plan.model, rest, moments.sites, room=mine.most_picks)
+                capture_states(self.plan.model, rest, moments.sites, buffer_rows=mine.most_picks)
             ) as stream,
         ):
             found = next(stream, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from layerjump.lens.lens import Lens, SiteName
 from layerjump.lens.trajectory import CELLS, Prompt, prompts, token_id
 from layerjump.metrics.logits import upcast
 from layerjump.models.activations import capture_states
-from layerjump.models.hooks import Hooks
-from layerjump.models.structure import FINAL, Site, Tap
+from layerjump.models.hooks import Patch
+from layerjump.models.structure import FINAL, Site
 from layerjump.models.unembedding import norm_weight
 
 
@@ -125,7 +125,8 @@ def _changes(
     where = torch.full_like(rows, position)
     batch = Batch(inputs, torch.ones_like(inputs), rows, where, rows, inputs[rows, where])
     # Entered first, so that what is recorded is the state after the change.
-    with _Taken(model.structure.tap(site), position, directions):
+    change = partial(_without, position=position, directions=directions)
+    with Patch({model.structure.tap(site): change}):
         (found,) = capture_states(model, [batch], [site, last])
     return (
         _change(upcast(lens.logits(site, found[site])), ids),
@@ -141,37 +142,11 @@ def _change(logits: Tensor, ids: Sequence[int]) -> Tensor:
     return after - centred[0, picked]
 
 
-class _Taken(Hooks):
-    """Takes direction i out of row i + 1 of a batch, at one position of one site."""
-
-    def __init__(self, tap: Tap, position: int, directions: Tensor) -> None:
-        super().__init__([(tap.module, tap.side)])
-        self._call, self._position, self._directions = tap.call, position, directions
-        self._calls = 0
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_turn():
-            return None
-        if args:
-            return (self._changed(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._changed(kwargs["hidden_states"])}
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._is_turn():
-            return None
-        if isinstance(output, tuple):
-            return (self._changed(output[0]), *output[1:])
-        return self._changed(output)
-
-    def _is_turn(self) -> bool:
-        """Blocks that share weights are called more than once."""
-        self._calls += 1
-        return self._calls - 1 == self._call
-
-    def _changed(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.clone()
-        state = hidden[1:, self._position].double()
-        along = self._directions.to(state)
-        share = (state * along).sum(-1, keepdim=True)
-        hidden[1:, self._position] = (state - share * along).to(hidden.dtype)
-        return hidden
+def _without(hidden: Tensor, position: int, directions: Tensor) -> Tensor:
+    """Hidden states with direction i projected out of row i + 1, at one position."""
+    hidden = hidden.clone()
+    state = hidden[1:, position].double()
+    along = directions.to(state)
+    share = (state * along).sum(-1, keepdim=True)
+    hidden[1:, position] = (state - share * along).to(hidden.dtype)
+    return hidden

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
-from layerjump.models.activations import Recorder
+from layerjump.models.hooks import Capture
 from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ def _states_checks(model: Model) -> list[Check]:
     batch, structure = sample(model), model.structure
     sites = [site for site in structure.sites() if site != FINAL]
     flat = batch.row * batch.input_ids.shape[1] + batch.position
-    with Recorder(structure, sites) as recorder:
-        recorder.start(flat)
+    with Capture(structure, sites) as capture:
+        capture.start(flat)
         hidden, logits = _hugging_face(model, batch)
-        found = recorder.take()
+        found = capture.take()
     row, position = batch.row, batch.position
     levels = [
         (found[Site(index)], hidden[index][row, position]) for index in range(structure.n_blocks)
@@ -220,11 +220,11 @@ def _causality(model: Model) -> Check:
     source_mask = None if batch.source_ids is None else torch.ones_like(batch.source_ids)
     earlier = torch.arange(changed.shape[1] - 1)
     runs = []
-    with Recorder(model.structure, sites) as recorder:
+    with Capture(model.structure, sites) as capture:
         for ids in (batch.input_ids, changed):
-            recorder.start(earlier)
+            capture.start(earlier)
             model.body(ids, mask, batch.source_ids, source_mask)
-            runs.append(recorder.take())
+            runs.append(capture.take())
     return _compare("causality", fact, [(runs[0][site], runs[1][site]) for site in sites])
 
 

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 from layerjump.data.batches import Batch, Batches
 from layerjump.errors import BadPruning
-from layerjump.models.activations import Recorder
+from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import CalibrationData, Pruned, with_test_loss
@@ -184,10 +184,10 @@ class _Batches(Dataset[dict[str, Batch]]):
 
 
 def _states(model: Model, batch: Batch, levels: list[int]) -> dict[Site, Tensor]:
-    with Recorder(model.structure, [Site(level) for level in levels]) as recorder:
-        recorder.start(batch.row * batch.input_ids.shape[1] + batch.position)
+    with Capture(model.structure, [Site(level) for level in levels]) as capture:
+        capture.start(batch.row * batch.input_ids.shape[1] + batch.position)
         model.body(batch.input_ids, batch.attention_mask)
-        return recorder.take()
+        return capture.take()
 
 
 def _levels(pruned: Pruned) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning
-from layerjump.interventions.patching import apply, first_of
+from layerjump.interventions.patching import apply
 from layerjump.jumps.collect import SplitMoments, product_dtype
 from layerjump.jumps.estimators.least_squares import Factor, uncentred
 from layerjump.jumps.estimators.registry import solve
@@ -36,6 +37,7 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments
 from layerjump.models.activations import capture_states
+from layerjump.models.hooks import attach_change
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.residual_weights import (
@@ -238,27 +240,7 @@ def attach_maps(model: Model, maps: Mapping[int, nn.Module]) -> None:
     A hook does it, so that the model's own code, its cache and its generation are as they were.
     """
     for level, jump in maps.items():
-        if level == 0:
-            model.structure.blocks[0].register_forward_pre_hook(_Before(jump), with_kwargs=True)
-        else:
-            model.structure.blocks[level - 1].register_forward_hook(_After(jump))
-
-
-class _Before:
-    def __init__(self, jump: nn.Module) -> None:
-        self.jump = jump
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (apply(self.jump, args[0]), *args[1:]), kwargs
-
-
-class _After:
-    def __init__(self, jump: nn.Module) -> None:
-        self.jump = jump
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        made = apply(self.jump, first_of(output))
-        return (made, *output[1:]) if isinstance(output, tuple) else made
+        attach_change(model.structure.tap(Site(level)), partial(apply, jump))
 
 
 def _sharpen(jump: nn.Module, sums: Moments, pair: Pair) -> None:

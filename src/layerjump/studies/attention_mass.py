@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerjump.data.batches import Batch, Batches
-from layerjump.models.activations import Recorder
+from layerjump.models.hooks import Capture, watch_outputs
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
 from layerjump.models.self_check import TOLERANCE
@@ -52,7 +52,7 @@ def _pass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """Level L of the picks and, block by block, where their attention goes; no weights: a shorter list."""
     found: list[Tensor] = []
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def see(output: Any) -> None:
         # Last, for T5 gives its position bias before them.
         weights = output[-1] if isinstance(output, tuple) and len(output) > 1 else None
         if isinstance(weights, Tensor) and weights.dim() == 4:
@@ -60,14 +60,9 @@ def _pass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
 
     last = Site(model.n_blocks)
     taps = [model.structure.tap(Site(block, "attn.in")) for block in range(1, model.n_blocks + 1)]
-    handles = [module.register_forward_hook(after) for module in {tap.module for tap in taps}]
-    try:
-        with Recorder(model.structure, [last]) as recorder:
-            states = recorder.run(model, batch)[last]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return states, found
+    attention = {tap.module for tap in taps}
+    with watch_outputs(attention, see), Capture(model.structure, [last]) as capture:
+        return capture.run(model, batch)[last], found
 
 
 def _mass(weights: Tensor, batch: Batch) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from layerjump.errors import BadTraining, Diverged, argument
 from layerjump.models.families import family_of
-from layerjump.models.hooks import Hooks
+from layerjump.models.hooks import Capture
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.structure import Site, Structure
 from layerjump.training.data import IGNORE_INDEX, PackedRows
@@ -99,8 +98,8 @@ class Recipe:
         return ARCHITECTURES[self.arch]
 
 
-class LevelStates(Hooks):
-    """Hooks that hold on to levels 0 to L of the last forward pass, whole and differentiable.
+class LevelStates(Capture):
+    """Hooks that hold levels 0 to L of the last forward pass, whole and differentiable.
 
     They are a Hugging Face model's own block outputs, so level L is before the final norm; in a wrapped model
     (`DistributedDataParallel`) give the model inside.
@@ -108,49 +107,22 @@ class LevelStates(Hooks):
 
     def __init__(self, hf: PreTrainedModel) -> None:
         structure = Structure(hf)
-        self._levels: dict[tuple[nn.Module, str], dict[int, int]] = {}
-        for level in range(structure.n_blocks + 1):
-            tap = structure.tap(Site(level))
-            self._levels.setdefault((tap.module, tap.side), {})[tap.call] = level
-        self._turns = Counter(structure.blocks)  # a block that is shared runs several times a pass
-        self._calls: Counter[tuple[nn.Module, str]] = Counter()
-        self._states: dict[int, Tensor] = {}
-        self._last = structure.n_blocks
-        super().__init__(self._levels)
+        sites = [Site(level) for level in range(structure.n_blocks + 1)]
+        super().__init__(structure, sites, entries=(hf, hf.base_model))
 
     @property
     def states(self) -> list[Tensor]:
         """Levels 0 to L of the last forward pass, each (batch, positions, d)."""
-        if len(self._states) <= self._last:
+        if len(self._states) < len(self.sites):
             raise BadTraining(
-                f"levels were asked for, but {len(self._states)} of {self._last + 1} have been seen; run the model "
-                "within `with Levels(model)`, and without gradient checkpointing"
+                f"levels were asked for, but {len(self._states)} of {len(self.sites)} have been seen; run the model "
+                "within `with LevelStates(model)`, and without gradient checkpointing"
             )
-        return [self._states[level] for level in range(self._last + 1)]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        # The states stay to be asked for, the places in the pass do not: it may have been cut short.
-        self._calls.clear()
+        return [self._states[site] for site in self.sites]
 
     def clear(self) -> None:
         """Let go of the states, and of the graph behind them."""
         self._states.clear()
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._keep(module, "in", args[0] if args else kwargs["hidden_states"])
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._keep(module, "out", output[0] if isinstance(output, tuple) else output)
-
-    def _keep(self, module: nn.Module, side: str, states: Tensor) -> None:
-        call = self._calls[module, side] % self._turns[module]
-        self._calls[module, side] += 1
-        level = self._levels[module, side].get(call)
-        if level == 0:
-            self._states.clear()  # a new pass begins
-        if level is not None:
-            self._states[level] = states
 
 
 Loss = Callable[..., Tensor]

@@ -44,8 +44,9 @@ from layerjump.jumps.estimators.low_rank import njtc_rank
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
-from layerjump.models.activations import Recorder, capture_states
+from layerjump.models.activations import capture_states
 from layerjump.models.fingerprint import describe_model
+from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Site
 
@@ -240,17 +241,17 @@ def _rows(
             yield rows, site, part.squeeze(1).double().cpu()
 
 
-class _Graph(Recorder):
+class _Graph(Capture):
     """Keeps whole states, as they are handed on, so that gradients come back to them."""
 
     @torch.enable_grad()
     def run_with_gradients(self, model: Model, batch: Batch, copies: int) -> dict[Site, Tensor]:
         """States (copies · rows, longest, d) at the sites, all copies of the batch alike."""
-        self.start(batch.row)
+        self.start()
         model.body(batch.input_ids.repeat(copies, 1), batch.attention_mask.repeat(copies, 1))
         return self.take()
 
-    def _kept(self, site: Site, states: Tensor) -> Tensor:
+    def _select(self, site: Site, states: Tensor) -> Tensor:
         # With all weights frozen nothing wants a gradient before the first level asked for does.
         return states if states.requires_grad else states.requires_grad_()
 
