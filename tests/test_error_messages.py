@@ -92,7 +92,7 @@ def test_estimators_without_what_they_need(model, text, sums, jumps):
 def test_files_of_ours_that_hold_something_else(tmp_path, sums):
     path = tmp_path / "moments.safetensors"
     sums.save(path, progress={"fit": 3})
-    with refusal("unfinished", "--resume"):
+    with refusal("unfinished", "resume=True"):
         SplitMoments.load(path)
     tensors, metadata = io.read_tensors(path)
     head = json.loads(metadata["head"])
@@ -100,7 +100,7 @@ def test_files_of_ours_that_hold_something_else(tmp_path, sums):
     with refusal("format 99", "upgrade"):
         SplitMoments.load(path)
     io.write_tensors(path, tensors, metadata | {"kind": "jumps"})
-    with refusal("no file of moments", "--save-moments"):
+    with refusal("no file of moments", "save_moments=True"):
         SplitMoments.load(path)
     path.rename(tmp_path / serialization.NAME)
     with refusal("holds no exit rule"):
@@ -140,7 +140,7 @@ def test_lenses_that_no_other_tool_can_hold(tmp_path):
     pair, known = (Site(1), FINAL), foreign_lenses.drawn(tiny, [(0, 3)]).provenance
     weight = torch.eye(foreign_lenses.D)
     to_final = Jumps.of({pair: Affine.of(weight)}, {pair: JumpInfo(*pair, "mat")}, known)
-    with refusal("no jump between levels", "--pairs all"):
+    with refusal("no jump between levels", "pairs='all'"):
         lj.export_lens(to_final, tiny, tmp_path / "a", format="mat")
     with refusal("no jump from a level above 0 to the last", "to-last"):
         lj.export_lens(

@@ -32,7 +32,8 @@ Every message says what was given, what was wanted and what to do. The command l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class LayerjumpError(Exception):
@@ -138,7 +139,12 @@ class TooLarge(LayerjumpError):
 
 
 class RunStopped(LayerjumpError):
-    """Somebody stopped the run, or one of its processes died; the message says how to go on."""
+    """The user stopped the run, or one of its processes died."""
+
+    def __init__(self, message: str, *, resumable: bool = False) -> None:
+        """`resumable`: progress is saved, and the message says how to resume."""
+        super().__init__(message)
+        self.resumable = resumable
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
@@ -155,10 +161,15 @@ def argument(name: str, value: object = None) -> str:
     return _render_argument(name, value)
 
 
-def render_arguments_as(render: Callable[[str, object], str]) -> None:
-    """Choose how `argument` shows names: the command line shows its own options."""
+@contextmanager
+def render_arguments_as(render: Callable[[str, object], str]) -> Iterator[None]:
+    """Choose how `argument` shows names inside the context: the command line shows its own options."""
     global _render_argument
-    _render_argument = render
+    previous, _render_argument = _render_argument, render
+    try:
+        yield
+    finally:
+        _render_argument = previous
 
 
 def _as_python(name: str, value: object) -> str:

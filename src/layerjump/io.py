@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerjump.errors import BadArtifact, LayerjumpError, one_line
+from layerjump.errors import BadArtifact, LayerjumpError, argument, one_line
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space or choose another folder",
@@ -305,7 +305,7 @@ def check_free(folder: Path, *, force: bool) -> None:
     folder = folder.expanduser()
     if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadArtifact(
-            f"{folder} exists and would be overwritten; give another folder, or --force"
+            f"{folder} exists and would be overwritten; give another folder, or {argument('force', True)}"
         )
 
 

@@ -66,7 +66,7 @@ def test_a_command_is_refused_while_another_writes(command, replaced, data_folde
     folder = tmp_path / "out"
     words = command.format(model=data_folder / "tiny-gpt2", folder=folder).split()
     child = hold(folder, replaced)
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(app, ["--debug", *words])
     os.kill(child, signal.SIGKILL)
     end_of(child)
     assert isinstance(done.exception, BadArtifact)
@@ -173,7 +173,7 @@ def test_what_is_there_is_not_lost_unasked(command, left, said, data_folder, tmp
     folder.mkdir()
     (folder / left).write_text("precious")
     words = command.format(model=data_folder / "tiny-gpt2").split()
-    done = CliRunner().invoke(app, [*words, "-o", str(folder)])
+    done = CliRunner().invoke(app, ["--debug", *words, "-o", str(folder)])
     assert isinstance(done.exception, BadArtifact)
     assert said in str(done.exception)
     assert "--force" in str(done.exception)
@@ -201,7 +201,7 @@ def test_what_is_advised_works(data_folder, tmp_path):
     collected = SplitMoments.load(tmp_path / "sums" / "moments.safetensors")
     jumps.unlink()
     collected.save(tmp_path / "out" / "unfinished-0-of-1.safetensors", progress={"fit": 1})
-    other = CliRunner().invoke(app, [*words, "--seed", "3", "--resume"])
+    other = CliRunner().invoke(app, ["--debug", *words, "--seed", "3", "--resume"])
     assert "give the same, or --force in place of --resume" in str(other.exception)
     anew = CliRunner().invoke(app, [*words, "--seed", "3", "--force"])
     assert anew.exit_code == 0

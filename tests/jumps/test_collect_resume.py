@@ -86,7 +86,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert error.strip().splitlines()[-1].endswith("run the same command with --resume to go on")
+    assert error.strip().splitlines()[-1].endswith("run the same command with --resume to continue")
     assert not (folder / "jumps.safetensors").exists()
     done = subprocess.run(
         [*command, str(folder), "--resume"], capture_output=True, text=True, check=True

@@ -214,7 +214,7 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
 def test_jumps_that_read_no_level_say_so(data_folder):
     model = lj.load(data_folder / "tiny-gpt2")
     jumps = lj.fit(model, "pydoc", tokens=1000, pairs="0:2", split="100/0/0")
-    with pytest.raises(BadJumps, match="no level can be read; fit with --pairs to-last"):
+    with pytest.raises(BadJumps, match="no level can be read; fit with pairs='to-last'"):
         lj.Lens(model, jumps)(TEXT)
 
 
@@ -271,6 +271,6 @@ def test_the_jacobian_lens_is_fitted_by_command(data_folder, tmp_path):
     model = lj.load(data_folder / "tiny-gpt2")
     wanted = lj.fit_jacobian(model, "pydoc", tokens=100, seed=2)
     assert same_maps(lj.Jumps.from_pretrained(tmp_path, model=model), wanted)
-    refused = run.invoke(app, [*command, "-o", str(tmp_path / "other"), "--rank", "3"])
+    refused = run.invoke(app, ["--debug", *command, "-o", str(tmp_path / "other"), "--rank", "3"])
     assert isinstance(refused.exception, BadEstimator)
     assert "--rank was given" in str(refused.exception)

@@ -135,7 +135,7 @@ def test_other_weights(model, fitted):
         fingerprint(hf)[:8],
     ):
         assert word in message
-    assert "--allow-other-weights" in message
+    assert "allow_other_weights=True" in message
     allowed = serialization.load(fitted, model=tuned, allow_other_weights=True)
     assert allowed.used_on == "tuned"
     assert "used on tuned (other weights)" in repr(allowed)

@@ -32,7 +32,7 @@ def test_sites_inside_blocks_are_read(gpt2, jumps):
     mapped = lj.Lens(gpt2, jumps)(STORY, levels=["2.mid"])
     through = gpt2.logits(jumps["2.mid", 4](at["2.mid"].float()).double())
     assert torch.equal(mapped.top[0, :, 0], through.argmax(-1))
-    with pytest.raises(BadJumps, match=r"fit with --pairs 3\.mid:4"):
+    with pytest.raises(BadJumps, match=r"fit with pairs='3\.mid:4'"):
         lj.Lens(gpt2, jumps)(STORY, levels=["3.mid"])
 
 
@@ -47,7 +47,7 @@ def test_any_pair_is_read_as_another_level(gpt2, jumps):
     assert torch.equal(between.states(at[1]), jumps[1, 3](at[1].float()).double())
     assert torch.equal(lens.at(2, 4)(STORY).top, lens(STORY, levels=[2]).top)
     assert torch.equal(lj.Lens(gpt2).at(1, 3)(STORY).top, lj.Lens(gpt2)(STORY, levels=[1]).top)
-    with pytest.raises(BadJumps, match="fit with --pairs 2:3,3:4"):
+    with pytest.raises(BadJumps, match="fit with pairs='2:3,3:4'"):
         lens.at(2, 3)(STORY)
 
 

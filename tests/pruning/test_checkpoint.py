@@ -211,7 +211,7 @@ def test_a_folder_is_not_overwritten_unasked(exported, tmp_path):
     made, _ = exported["gpt2"]
     (tmp_path / "there").mkdir()
     (tmp_path / "there/mine.txt").write_text("keep")
-    with pytest.raises(BadArtifact, match="--force"):
+    with pytest.raises(BadArtifact, match="force=True"):
         made.save(tmp_path / "there")
     assert (tmp_path / "there/mine.txt").read_text() == "keep"
     made.save(tmp_path / "there", force=True)

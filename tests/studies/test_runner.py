@@ -76,7 +76,7 @@ def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
     _, folder = whole
     other = study_setup.without_kept(settings=settings_of("ours", tokens=6_000, score=121))
     with pytest.raises(
-        BadArtifact, match="another settings than this run's; give --force in place of"
+        BadArtifact, match="another settings than this run's; give force=True in place of"
     ):
         run_studies(other, select_studies("r2"), folder, resume=True)
     other = study_setup.without_kept(corpus=lj.load_text("pydoc", limit=150))

@@ -45,9 +45,9 @@ def with_settings(setup, **changes):
 def test_without_what_they_need_they_are_skipped(setup, tmp_path):
     results = run_studies(setup, select_studies("dynamics,finetune,architecture"), tmp_path)
     said = {name: study["skipped"] for name, study in results["studies"].items()}
-    assert "--checkpoint" in said["dynamics"]
-    assert "--task" in said["finetune"]
-    assert "--steps" in said["architecture"]
+    assert "give checkpoints" in said["dynamics"]
+    assert "give task" in said["finetune"]
+    assert "give steps" in said["architecture"]
 
 
 def test_dynamics_follows_a_series_in_order(setup, trained):

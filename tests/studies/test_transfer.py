@@ -73,4 +73,4 @@ def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
 def test_with_one_text_it_is_skipped(setup, tmp_path):
     alone = setup.without_kept(others=())
     results = run_studies(alone, select_studies("transfer"), tmp_path)
-    assert "--text twice" in results["studies"]["transfer"]["skipped"]
+    assert "text twice" in results["studies"]["transfer"]["skipped"]

@@ -136,7 +136,7 @@ def test_two_processes_are_one_and_write_one_model(tmp_path):
 def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
     recipe = replace(SMALL, arch=arch, steps=2, eval_every=2)
     record = pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT, device="cpu")
-    with pytest.raises(BadArtifact, match="--force"):
+    with pytest.raises(BadArtifact, match="force=True"):
         pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT)
     model = lj.load(tmp_path / "made")
     assert model.n_blocks == 2

@@ -44,7 +44,7 @@ def writes_folder(
                     _require_free(given[option], holds, given)
                     _deaf_once_stopped(command, given)
             except (KeyboardInterrupt, RunStopped) as stop:
-                if "run the same command" in str(stop):
+                if isinstance(stop, RunStopped) and stop.resumable:
                     raise
                 raise RunStopped(f"{str(stop) or 'stopped'}; {go_on(given)}") from None
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from layerjump import __version__
 from layerjump.cli.evaluate import evaluate
@@ -22,10 +24,42 @@ from layerjump.cli.pretrain import pretrain
 from layerjump.cli.prune import prune
 from layerjump.cli.serve import serve
 from layerjump.cli.study import report, study
-from layerjump.errors import LayerjumpError, RunStopped
+from layerjump.errors import LayerjumpError, RunStopped, render_arguments_as
+
+OPTION_NAMES = {
+    "pretrain": {"vocabulary": "--vocab", "strength": "--penalty-weight"},
+    "study": {
+        "checkpoints": "--checkpoint",
+        "runs": "--finetune-runs",
+        "steps": "--train-steps",
+        "task": "--finetune-task",
+    },
+}
+"""Library arguments whose option has another name, by command."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; their errors become one line and an exit code, or a traceback with `--debug`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LayerjumpError as error:
+            if ctx.params["debug"]:
+                raise
+            if isinstance(error, RunStopped):
+                # The process is ending: another Ctrl-C has nothing to stop.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(130 if isinstance(error, RunStopped) else 1) from None
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
     name="layerjump",
+    cls=_Commands,
     help="Linear shortcuts in transformers: fit them, read hidden layers with them, exit early, prune.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,12 +77,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Options that stand before the command."""
+    options = OPTION_NAMES.get(context.invoked_subcommand or "", {})
+    context.with_resource(render_arguments_as(lambda name, value: _as_option(options, name, value)))
 
 
 for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, pretrain):
@@ -61,21 +98,14 @@ app.command()(families)
 app.add_typer(plausibility, name="plausibility")
 
 
+def _as_option(options: Mapping[str, str], name: str, value: object) -> str:
+    """A library argument as the option that sets it: `save_moments=True` is `--save-moments`."""
+    option = options.get(name, f"--{name.replace('_', '-')}")
+    return option if value is None or value is True else f"{option} {value}"
+
+
 def main() -> None:
     """Run the command line: one-line errors and exit code 1, tracebacks only with `--debug`."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
     logging.getLogger("layerjump").setLevel(logging.INFO)
-    try:
-        app()
-    except LayerjumpError as error:
-        if "--debug" in sys.argv:
-            raise
-        if isinstance(error, RunStopped):
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # it is ending: more Ctrl-C have nothing to stop
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(130 if isinstance(error, RunStopped) else 1) from None
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    app()

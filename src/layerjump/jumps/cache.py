@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from layerjump.data.corpus import load_text
 from layerjump.data.positions import MASKED_SHARE
-from layerjump.errors import BadArtifact, BadEstimator
+from layerjump.errors import BadArtifact, BadEstimator, argument
 from layerjump.io import writing
 from layerjump.jumps import serialization
 from layerjump.jumps.collect import plan_run
@@ -92,8 +92,8 @@ def _check(estimator: str) -> None:
     selects(estimator)  # an error if there is none of this name
     if estimator == "low-rank":
         raise BadEstimator(
-            "low-rank wants a rank, so none is kept; fit it with `layerjump fit --estimator low-rank --rank …`, and "
-            "give the folder"
+            f"low-rank needs a rank, so no default jumps exist; fit them with {argument('estimator', 'low-rank')} and "
+            f"{argument('rank')}, and give their folder"
         )
 
 

@@ -39,6 +39,7 @@ from layerjump.errors import (
     NewerFormat,
     RunStopped,
     WrongModel,
+    argument,
     one_line,
 )
 from layerjump.io import parse_json, read_tensors, write_tensors, writing
@@ -107,7 +108,9 @@ def _together(action: Any) -> None:
         action()
     except RuntimeError as error:
         raise RunStopped(
-            "another process of this run has died; run the same command with --resume to go on from the saved sums"
+            f"another process of this run has died; run the same command with {argument('resume', True)} to continue "
+            f"from the saved sums",
+            resumable=True,
         ) from error
 
 
@@ -166,7 +169,7 @@ class SplitMoments:
         collected, progress = cls.load_unfinished(path)
         if progress is not None:
             raise BadArtifact(
-                f"{path} holds the sums of an unfinished run; finish it with --resume"
+                f"{path} holds the sums of an unfinished run; finish it with {argument('resume', True)}"
             )
         return collected
 
@@ -176,7 +179,7 @@ class SplitMoments:
         tensors, metadata = read_tensors(path)
         if metadata.get("kind") != KIND:
             raise BadArtifact(
-                f"{path} is no file of moments; `layerjump fit --save-moments` writes them"
+                f"{path} is no file of moments; fit with {argument('save_moments', True)} to write one"
             )
         try:
             head = parse_json(metadata["head"], path)
@@ -349,8 +352,8 @@ class Checkpoint:
         if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):
             what = ", ".join(f"{key} {theirs.get(key)} → {mine[key]}" for key in changed) or "pairs"
             raise BadArtifact(
-                f"the unfinished run in {self.folder} had other settings ({what}); give the same, or --force "
-                f"in place of --resume to start anew"
+                f"the unfinished run in {self.folder} had other settings ({what}); give the same, or "
+                f"{argument('force', True)} in place of {argument('resume', True)} to start again"
             )
         return saved, progress or steps
 
@@ -620,5 +623,6 @@ class _Pass:
         self.checkpoint.save(self.done, self.steps)
         return RunStopped(
             f"stopped after {tokens:,} of {self.plan.about['tokens']:,} tokens; the sums are saved: run the same "
-            f"command with --resume to go on"
+            f"command with {argument('resume', True)} to continue",
+            resumable=True,
         )

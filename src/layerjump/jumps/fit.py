@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerjump import __version__
 from layerjump.data.corpus import Corpus
-from layerjump.errors import BadEstimator, BadMoments
+from layerjump.errors import BadEstimator, BadMoments, argument
 from layerjump.jumps.collect import ABOUT, SplitMoments, plan_run
 from layerjump.jumps.estimators.low_rank import njtc_rank, ojfa
 from layerjump.jumps.estimators.post_norm import Judge, calibrated, sides
@@ -210,11 +210,14 @@ def check_pairs(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
     lacking = {source for source, _ in pairs} - {source for source, end in pairs if end == FINAL}
     if estimator == TO_PREDICTIONS and (lacking or targets - {FINAL, last}):
         raise BadEstimator(
-            f"calibrated maps land after the final norm, but other pairs were given; give --pairs {PREDICTIONS} or "
-            f"to-final, or an estimator such as affine, whose maps may land anywhere"
+            f"calibrated maps land after the final norm, but other pairs were given; give "
+            f"{argument('pairs', PREDICTIONS)} or to-final, or an estimator such as affine, whose maps may land "
+            f"anywhere"
         )
     if estimator == "ojfa" and len(targets) > 1:
-        raise BadEstimator("ojfa is one jump from every level to one target; give --pairs to-last")
+        raise BadEstimator(
+            f"ojfa is one jump from every level to one target; give {argument('pairs', 'to-last')}"
+        )
 
 
 def _one_for_all(collected: SplitMoments, rank: int | None, how: str) -> Affine:

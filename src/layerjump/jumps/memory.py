@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 from layerjump.data.batches import Batches
-from layerjump.errors import TooLarge
+from layerjump.errors import TooLarge, argument
 from layerjump.jumps.statistics import Moments
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site
@@ -43,7 +43,8 @@ class CostEstimate:
         if self.bytes > free:
             raise TooLarge(
                 f"this run needs {_size(self.bytes)} ({_size(self.sums_bytes)} of it for sums), but only "
-                f"{_size(free)} are free; ask for fewer pairs (--pairs to-last or a list) or fewer positions a batch"
+                f"{_size(free)} are free; ask for fewer pairs ({argument('pairs', 'to-last')} or a list) or "
+                f"fewer positions a batch"
             )
 
 

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from layerjump import io
-from layerjump.errors import BadArtifact, BadJumps, LayerjumpError, NewerFormat, WrongModel
+from layerjump.errors import (
+    BadArtifact,
+    BadJumps,
+    LayerjumpError,
+    NewerFormat,
+    WrongModel,
+    argument,
+)
 from layerjump.io import dump_json, parse_json
 from layerjump.jumps.jumps import JumpInfo, Jumps, Lands, Pair, Provenance
 from layerjump.jumps.maps import Affine, to_affine
@@ -372,6 +379,6 @@ def check_model(jumps: Jumps, model: Model, allow_other_weights: bool) -> None:
         raise WrongModel(
             f"these jumps were fitted on {known.model} (weights {known.fingerprint[:8]}), but the model given "
             f"is {model.name} (weights {found[:8]}); load the model they were fitted on, fit them again, or "
-            f"allow it with --allow-other-weights (allow_other_weights=True)"
+            f"allow it with {argument('allow_other_weights', True)}"
         )
     jumps.used_on = model.name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, overload
 
 from torch import Tensor
 
-from layerjump.errors import BadJumps, BadModel
+from layerjump.errors import BadJumps, BadModel, argument
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.models.model import Model, require_model
@@ -138,7 +138,7 @@ class Lens:
         if not found:
             raise BadJumps(
                 f"{jumps} has no jump from a level to the last one or to `final`, so no level can be read; fit with "
-                f"--pairs to-last"
+                f"{argument('pairs', 'to-last')}"
             )
         return (*found, last)
 
@@ -169,7 +169,7 @@ class Lens:
             where, pairs = f"level {site}", "to-last"
         raise BadJumps(
             f"{self.jumps} has no jump from {where} to the last level or to `final`, so nothing can be read there; "
-            f"fit with --pairs {pairs}"
+            f"fit with {argument('pairs', pairs)}"
         )
 
     def at(self, source: SiteName, target: SiteName) -> CrossLevelLens:
@@ -254,7 +254,7 @@ class CrossLevelLens:
             pairs = [(self.source, self.target), (self.target, last)]
             fit = ",".join(f"{a}:{b}" for a, b in pairs if a != b)
             raise BadJumps(
-                f"{jumps} has no jump {self.source} → {self.target}; fit with --pairs {fit}"
+                f"{jumps} has no jump {self.source} → {self.target}; fit with {argument('pairs', fit)}"
             )
         return apply_map(jumps[self.source, self.target], states)
 

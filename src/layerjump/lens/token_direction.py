@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerjump.data.batches import Batch
-from layerjump.errors import BadJumps, BadModel
+from layerjump.errors import BadJumps, BadModel, argument
 from layerjump.jumps.maps import to_affine
 from layerjump.lens.lens import Lens, SiteName
 from layerjump.lens.trajectory import CELLS, Prompt, prompts, token_id
@@ -80,7 +80,7 @@ def _before_norm(lens: Lens, found: Tensor) -> Tensor:
     if weight is None:
         raise BadModel(
             f"{lens.model.name} has more than one norm between level L and the vocabulary product, so no one direction "
-            f"there is a token; fit jumps to `final` (--pairs 3:final) and give those"
+            f"there is a token; fit jumps to `final` ({argument('pairs', '3:final')}) and give those"
         )
     found = weight * found
     # A layer norm takes the mean off, so what is common to all coordinates is not read.

@@ -39,7 +39,7 @@ from torch.nn.utils import parametrize
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import MASKED_SHARE, Positions
-from layerjump.errors import BadArtifact, BadEstimator, BadJumps, one_line
+from layerjump.errors import BadArtifact, BadEstimator, BadJumps, argument, one_line
 from layerjump.io import replace_file, writing
 from layerjump.jumps.fit import TO_TUNE
 from layerjump.jumps.jumps import Jumps
@@ -445,8 +445,8 @@ def check_tunable(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
     """Refuse what cannot be tuned; before a pass over the text, where one is still to be made."""
     if not any(target in (FINAL, Site(n_blocks)) for _, target in pairs):
         raise BadJumps(
-            "no jump leads to the last level or to `final`, so there is no prediction to tune; fit with --pairs "
-            "to-last or to-final"
+            f"no jump leads to the last level or to `final`, so there is no prediction to tune; fit with "
+            f"{argument('pairs', 'to-last')} or {argument('pairs', 'to-final')}"
         )
     if estimator == "ojfa":
         raise BadEstimator(

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, one_line
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
 from layerjump.models import bundled_model
 from layerjump.models.families import family_of
 from layerjump.models.model import Model
@@ -221,8 +221,9 @@ def _place(name: str, where: dict[str, Any]) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(
-                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id (what `prune "
-                f"--method linear` wrote is a model and maps: `generate`, `eval` and `prune` take it)"
+                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id (what "
+                f"`prune` with {argument('method', 'linear')} wrote is a model and maps: `generate`, `eval` and "
+                f"`prune` take it)"
             )
         return str(path)
     if name in bundled_model.NAMES:

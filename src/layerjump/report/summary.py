@@ -146,7 +146,7 @@ def summary(results: Results) -> str:
     lines = [f"# {_flat(short_name(results))}", "", f"{_flat(about_model(results))}.", ""]
     lines += [f"- **{item.asks}: {item.answer}** {item.rest}" for item in findings(results)]
     if "submodules" not in results["studies"]:
-        lines.append("- Most linear sub-module: not measured; add `--study submodules`.")
+        lines.append("- Most linear sub-module: not measured; run the study `submodules`.")
     lines += [f"- {name}: skipped, {_flat(reason)}" for name, reason in skipped(results).items()]
     if "exits" in results["studies"] and not results["studies"]["exits"]["skipped"]:
         lines += ["", saved_sentence(results["studies"]["exits"])]

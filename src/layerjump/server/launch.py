@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from layerjump.errors import CannotServe
+from layerjump.errors import CannotServe, argument
 from layerjump.server.app import make_app
 from layerjump.server.model_registry import ModelRegistry
 from layerjump.server.security import RequestTimeoutProtocol
@@ -72,8 +72,8 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise CannotServe(
-            f"port {port} of {HOST} cannot be used ({error.strerror}); stop what runs there, or give another with "
-            f"--port (0 takes any free one)"
+            f"port {port} of {HOST} cannot be used ({error.strerror}); stop what runs there, or give another "
+            f"{argument('port')} (0 takes any free one)"
         ) from error
     return listener
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from layerjump.errors import BadText, CannotServe, LayerjumpError, one_line
+from layerjump.errors import BadText, CannotServe, LayerjumpError, argument, one_line
 from layerjump.generation.calibration.serialization import NAME as EXIT_RULE
 from layerjump.jumps.cache import cache_folder, cached_jumps, has_cached_jumps
 from layerjump.jumps.jumps import Jumps
@@ -250,7 +250,7 @@ def jump_sets(given: Sequence[str]) -> dict[str, Jumps]:
         name, equals, folder = option.partition("=")
         if not equals or not folder or not _NAME.fullmatch(name):
             raise CannotServe(
-                f"--jumps {option!r} was given; write NAME=FOLDER, the name of letters, digits and . _ + -"
+                f"expected {argument('jumps')} as NAME=FOLDER, the name of letters, digits and . _ + -, got {option!r}"
             )
         if name in found or name in ("identity", *FITTED):
             raise CannotServe(f"two lenses would be called {name!r}; give the jumps another name")

@@ -17,6 +17,7 @@ from statistics import mean, stdev
 import plotly.graph_objects as go
 
 from layerjump.data.corpus import Corpus
+from layerjump.errors import argument
 from layerjump.models.model import Model
 from layerjump.studies.charts import (
     BLUE,
@@ -58,7 +59,7 @@ def unable(setup: Setup) -> str | None:
     return (
         None
         if setup.settings.steps
-        else "it trains models as large as this one; say how long with --steps, and give a small one"
+        else f"it trains models as large as this one; give {argument('steps')}, and a small model"
     )
 
 

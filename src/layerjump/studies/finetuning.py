@@ -16,7 +16,7 @@ from statistics import mean, stdev
 import numpy as np
 import plotly.graph_objects as go
 
-from layerjump.errors import BadStudy
+from layerjump.errors import BadStudy, argument
 from layerjump.studies.charts import (
     BLUE,
     GREY,
@@ -59,7 +59,7 @@ def unable(setup: Setup) -> str | None:
         return "it writes answers behind prompts, and this model is not causal"
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    return None if setup.settings.task else "it needs a task to learn; give --task FILE"
+    return None if setup.settings.task else f"it needs a task to learn; give {argument('task')}"
 
 
 def run(setup: Setup) -> Result:
@@ -69,7 +69,7 @@ def run(setup: Setup) -> Result:
     if len(items) < max(2, settings.runs):
         raise BadStudy(
             f"the task {settings.task} has {len(items)} items, too few for {settings.runs} runs; give more, or "
-            "fewer --runs"
+            f"fewer {argument('runs')}"
         )
     steps = settings.steps or STEPS
     before = measure_profile(model, setup.corpus, seed=settings.seed)

@@ -73,8 +73,7 @@ def run(setup: Setup) -> Result:
     alternation = setup.made("alternation result")
     if alternation is None or alternation.skipped:
         result.notes.append(
-            "Alternation schedules and pruned blocks are listed here when `alternation` runs in the same command: "
-            "--study alternation,size."
+            "Alternation schedules and pruned blocks are listed here when `alternation` runs in the same run."
         )
     else:
         result.tables["schedules"] = _schedules(setup, alternation.tables["schedules"])

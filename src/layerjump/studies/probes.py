@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from layerjump.data.positions import MASKED_SHARE, Positions
+from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
 from layerjump.generation.calibration.search import THRESHOLDS, Probes, RuleCandidate, fit_probes
 from layerjump.studies.early_exit import saved_row
@@ -27,7 +28,7 @@ def unable(setup: Setup) -> str | None:
     if setup.model.no_predictions:
         return setup.model.no_predictions
     if len(setup.parts(setup.corpus).select) < 2:
-        return "gates are fitted on the select split, and this run has none (give --split 80/10/10)"
+        return f"probes are fitted on the validation split, and this run has none; give {argument('split', '80/10/10')}"
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerjump import __version__
-from layerjump.errors import BadArtifact, NewerFormat
+from layerjump.errors import BadArtifact, NewerFormat, argument
 from layerjump.io import read_json, write_json, write_text, writing
 from layerjump.metrics.timing import describe_machine
 from layerjump.models.fingerprint import fingerprint
@@ -112,8 +112,8 @@ def _require_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> No
     for name in ("model", "text", "other_texts", "settings", "level_pairs"):
         if before.get(name) != now[name]:
             raise BadArtifact(
-                f"{path} holds results with another {name} than this run's; give --force in place of --resume, or "
-                f"another folder"
+                f"{path} holds results with another {name} than this run's; give "
+                f"{argument('force', True)} in place of {argument('resume', True)}, or another folder"
             )
 
 

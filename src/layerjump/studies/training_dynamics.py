@@ -16,7 +16,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from layerjump.errors import BadStudy
+from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
 from layerjump.studies.charts import (
@@ -49,7 +49,7 @@ def unable(setup: Setup) -> str | None:
     return (
         None
         if setup.settings.checkpoints
-        else "it follows a series of checkpoints, and none was given; give --checkpoint (folders or hub revisions)"
+        else f"it needs a series of checkpoints, and got none; give {argument('checkpoints')} (folders or revisions)"
     )
 
 

@@ -8,6 +8,7 @@ text itself.
 from __future__ import annotations
 
 from layerjump.data.corpus import Corpus
+from layerjump.errors import argument
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
@@ -25,7 +26,9 @@ def unable(setup: Setup) -> str | None:
     if setup.model.no_predictions:
         return setup.model.no_predictions
     return (
-        None if setup.others else "it compares texts, and one was given; give --text twice or more"
+        None
+        if setup.others
+        else f"it compares texts, and got one; give {argument('text')} twice or more"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerjump.errors import BadForeignLens
+from layerjump.errors import BadForeignLens, argument
 from layerjump.jumps.convert import jacobian_lens, mat, tuned_lens
 from layerjump.jumps.convert.foreign_lens import ForeignLens, to_jumps
 from layerjump.jumps.jumps import Jumps, Pair, sites_said
@@ -91,5 +91,6 @@ def _recognised(source: Path) -> Format:
             return found
     known = "; ".join(f"{found.wanted} ({name})" for name, found in FORMATS.items())
     raise BadForeignLens(
-        f"{source} looks like no lens that is known here: wanted is {known}; give one, or say which with --format"
+        f"{source} looks like no lens that is known here: wanted is {known}; give one, or say which "
+        f"with {argument('format')}"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerjump import __version__
-from layerjump.errors import BadForeignLens, WrongModel
+from layerjump.errors import BadForeignLens, WrongModel, argument
 from layerjump.jumps.convert.foreign_lens import (
     UNKNOWN,
     ForeignLens,
@@ -68,8 +68,8 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
     pairs = [pair for pair in pairs if pair[0].index > 0]
     if not pairs:
         raise BadForeignLens(
-            f"{jumps} has no jump from a level above 0 to the last, and such a file has no others; fit with --pairs "
-            f"to-last"
+            f"{jumps} has no jump from a level above 0 to the last, and such a file has no others; fit with "
+            f"{argument('pairs', 'to-last')}"
         )
     maps = {source.index - 1: plain_map(jumps, (source, last)) for source, _ in pairs}
     for layer, affine in maps.items():

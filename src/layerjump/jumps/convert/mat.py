@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from layerjump import io
-from layerjump.errors import BadForeignLens, WrongModel
+from layerjump.errors import BadForeignLens, WrongModel, argument
 from layerjump.jumps.convert.foreign_lens import ForeignLens, checked, most_bytes, plain_map
 from layerjump.jumps.convert.safe_unpickle import read_pickle, write_pickle
 from layerjump.jumps.jumps import Jumps, Pair
@@ -42,7 +42,9 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     pairs = [pair for pair in jumps if pair[0].part == pair[1].part == "level"]
     pairs = [(source, target) for source, target in pairs if source < target]
     if not pairs:
-        raise BadForeignLens(f"{jumps} has no jump between levels to write; fit with --pairs all")
+        raise BadForeignLens(
+            f"{jumps} has no jump between levels to write; fit with {argument('pairs', 'all')}"
+        )
     if _files(folder):
         raise BadForeignLens(
             f"{folder} holds matrices already, and the new ones would be mixed with them; give a new folder"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerjump import io
-from layerjump.errors import BadForeignLens
+from layerjump.errors import BadForeignLens, argument
 from layerjump.jumps.convert.foreign_lens import (
     ForeignLens,
     check_said,
@@ -68,7 +68,8 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
         if (source, target) not in jumps:
             raise BadForeignLens(
                 f"{jumps} has no jump {source} → {target}, but a tuned lens has one from every level to the last; fit "
-                f"with --estimator affine --pairs to-last (calibrated maps land after the norm, where it has none)"
+                f"with {argument('estimator', 'affine')} and {argument('pairs', 'to-last')} (calibrated maps land "
+                f"after the final norm, where it has none)"
             )
     state: dict[str, Tensor] = {}
     for pair in pairs:
