@@ -23,7 +23,7 @@ import torch
 
 import layerjump as lj
 from layerjump.generation.calibration.calibrate import Calibration
-from layerjump.generation.result import Generated
+from layerjump.generation.generate import Generated
 from layerjump.metrics.timing import describe_machine
 from layerjump.studies import early_exit
 from layerjump.studies.setup import Setup, settings_of
@@ -89,8 +89,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         text,
         target=0.95,
         documents=options.documents,
-        own=options.tokens,
-        say=lambda line: print(line, flush=True),
+        self_generated_tokens=options.tokens,
+        log=lambda line: print(line, flush=True),
     )
     print(found)
     print("cost on select documents over the full model's:", found.about["select_cost"])
@@ -232,9 +232,11 @@ def field_of(
     rivals = {
         "hf": theirs(),
         "never": ours(exit="never"),
-        "p95": ours(exit=found.rule),
-        "p95 copy": ours(exit=found.rule, cache="copy"),
-        "lossless": ours(exit=found.lossless, verify=True, unverified=found.unverified),
+        "p95": ours(exit=found.exit),
+        "p95 copy": ours(exit=found.exit, cache="copy"),
+        "lossless": ours(
+            exit=found.verified_exit, verify=True, max_draft_tokens=found.max_draft_tokens
+        ),
     }
     if size > 1:
         return rivals
@@ -287,8 +289,8 @@ def said(rival: Rival, full: list[torch.Tensor]) -> str:
         for a, b in zip(ours, theirs, strict=True)
     ]
     tokens = sum(r.n_tokens for r in results)
-    heads = sum(r.counts.heads for r in results) / tokens
-    short = sum(r.counts.short_heads for r in results) / tokens
+    heads = sum(r.counts.unembeddings for r in results) / tokens
+    short = sum(r.counts.shortlist_unembeddings for r in results) / tokens
     return (
         f"blocks not waited for {saved:.1%}, same token as hf {statistics.mean(same):.1%}, "
         f"products a token {heads:.2f} whole and {short:.2f} short; {shares}"

@@ -16,12 +16,12 @@ print(found)
 
 prompt = "One day, the"
 full = lj.generate(model, None, prompt, max_new_tokens=24, do_sample=False)
-early = lj.generate(model, jumps, prompt, exit=found.rule, max_new_tokens=24, do_sample=False)
+early = lj.generate(model, jumps, prompt, exit=found.exit, max_new_tokens=24, do_sample=False)
 lossless = lj.generate(
     model, jumps, prompt, exit="gap:0.9", verify=True, max_new_tokens=24, do_sample=False
 )
 for name, made in {"full": full, "early": early, "lossless": lossless}.items():
     print(
-        f"{name}: {made.text[0]!r}\n  left at {made.levels[0]}, {made.counts.block_runs} block runs"
+        f"{name}: {made.text[0]!r}\n  left at {made.exit_levels[0]}, {made.counts.block_runs} block runs"
     )
 assert lossless.ids == full.ids

@@ -17,7 +17,7 @@ from layerjump import io
 from layerjump.errors import LayerjumpError
 from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.generation.calibration import serialization
-from layerjump.generation.calibration.dataset import shares
+from layerjump.generation.calibration.dataset import split_documents_by_role
 from layerjump.generation.probes import log_odds
 from layerjump.jumps.collect import SplitMoments, collect_moments
 from layerjump.jumps.fit import solve_jumps
@@ -102,14 +102,14 @@ def test_files_of_ours_that_hold_something_else(tmp_path, sums):
     io.write_tensors(path, tensors, metadata | {"kind": "jumps"})
     with refusal("no file of moments", "save_moments=True"):
         SplitMoments.load(path)
-    path.rename(tmp_path / serialization.NAME)
+    path.rename(tmp_path / serialization.FILE_NAME)
     with refusal("holds no exit rule"):
-        serialization.load(tmp_path)
+        serialization.load_calibration(tmp_path)
 
 
 def test_exit_rules_that_cannot_be():
     with refusal("7 documents", "give another text"):
-        shares(range(7), seed=0)
+        split_documents_by_role(range(7), seed=0)
     with refusal("1.5", "from 0 to 1"):
         log_odds(1.5)
     assert log_odds(0) == -float("inf")

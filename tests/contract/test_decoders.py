@@ -8,11 +8,10 @@ from helpers.tiny_models import CASES, tiny_model
 from transformers import DynamicCache
 
 import layerjump as lj
-from layerjump.generation.block_runner import HuggingFaceBlocks, Runner
+from layerjump.generation.block_runner import BlockRunner, HuggingFaceBlocks
 from layerjump.generation.generate import generate
-from layerjump.generation.loop import Climber
-from layerjump.generation.result import Counts
-from layerjump.generation.rules import Fixed, Never
+from layerjump.generation.loop import Decoder, Sequences
+from layerjump.generation.rules import ExitConfig, Fixed, Never
 from layerjump.lens.lens import Lens
 from layerjump.models.families import FAMILIES
 from layerjump.models.model import Model
@@ -25,13 +24,13 @@ END, NEW = 2, 14
 class Hashed:
     """Leaves where digits of the state say so: at random, but the same for the same state."""
 
-    at = None
+    levels = None
 
     def __init__(self, share: float) -> None:
         self.share = share
 
-    def stops(self, look):
-        return (look.state.abs().sum(-1) * 1e4 % 1) < self.share
+    def should_exit(self, reading):
+        return (reading.states.abs().sum(-1) * 1e4 % 1) < self.share
 
 
 @pytest.fixture(scope="module", params=DECODERS, ids=lambda case: "-".join(filter(None, case)))
@@ -72,35 +71,35 @@ def test_an_exit_never_taken_gives_the_models_own_text(model):
 def test_verified_text_is_the_models_own_whatever_the_rule(model):
     cases = (prompts(1), 3, Hashed(0.8)), (prompts(3), 6, Hashed(0.5)), (prompts(1), 2, Fixed(0))
     for inputs, most, rule in cases:
-        made = ours(model, inputs, rule, verify=True, unverified=most)
+        made = ours(model, inputs, rule, verify=True, max_draft_tokens=most)
         assert made.ids == theirs(model, inputs)
         assert made.counts.drafts > 0
 
 
-def climb(model: Model, rule, inputs, steps: int):
+def decode(model: Model, rule, inputs, steps: int):
     """Random tokens fed one after another, each leaving where the rule says; the runner and all tokens."""
-    counts = Counts()
     mask = inputs["attention_mask"]
     position = (mask.cumsum(-1) - 1).clamp_min(0)
     padding = None if bool(mask.all()) else mask
-    runner = Runner(HuggingFaceBlocks(model), model.hf.config, padding, position, counts)
-    climber = Climber(Lens(model), rule, runner, counts)
-    ids, idle = inputs["input_ids"], torch.zeros(len(mask), dtype=torch.bool)
+    runner = BlockRunner(HuggingFaceBlocks(model), model.hf.config, padding, position)
+    ids, rows = inputs["input_ids"], torch.ones(len(mask), dtype=torch.bool)
+    sequences = Sequences(ids, None, pad=0, eos_tokens=frozenset(), streamer=None)
+    decoder = Decoder(model, None, ExitConfig(rule), runner, sequences, None, do_sample=False)
     generator = torch.Generator().manual_seed(2)
     levels = []
     with torch.no_grad():
-        levels.append(climber.climb(ids, idle).level)
+        levels.append(decoder.decode_step(ids, rows).level)
         for _ in range(steps):
             new = torch.randint(3, 61, (len(ids), 1), generator=generator)
             ids = torch.cat([ids, new], 1)
-            levels.append(climber.climb(ids, idle).level)
+            levels.append(decoder.decode_step(ids, rows).level)
     return runner, ids, levels
 
 
 def test_keys_and_values_are_those_of_a_full_pass(model):
     """After early exits, every block has of each row what it has when the whole model reads that row alone."""
     for inputs in (prompts(1), prompts(3)):
-        runner, ids, levels = climb(model, Hashed(0.5), inputs, 12)
+        runner, ids, levels = decode(model, Hashed(0.5), inputs, 12)
         assert len(set(levels)) > 1
         for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
             full = (
@@ -110,7 +109,7 @@ def test_keys_and_values_are_those_of_a_full_pass(model):
                 model.hf(input_ids=ids[row : row + 1, padding:], past_key_values=full)
             for block, seen in enumerate(runner.cache.lengths):
                 if seen:
-                    layer, held = full.layers[block], runner.cache.held(block)
+                    layer, held = full.layers[block], runner.cache.get(block)
                     for kept, wanted in zip(held, (layer.keys, layer.values), strict=True):
                         alone = wanted[0, :, : seen - padding]
                         assert torch.allclose(kept[row, :, padding:], alone, rtol=1e-5, atol=1e-5)
@@ -124,7 +123,7 @@ def test_a_fixed_exit_gives_what_the_lens_reads_there(model):
         wanted = int(Lens(model).logits(level, states[level][-1:]).argmax())
         made = ours(model, inputs, Fixed(level), max_new_tokens=1)
         assert made.ids == [[wanted]]
-        assert made.levels == [[level]]
+        assert made.exit_levels == [[level]]
         assert made.counts.block_runs == level
 
 
@@ -132,11 +131,11 @@ def test_copied_keys_and_values_are_the_blocks_own_of_the_copied_state(model):
     """`store` must leave what the block itself would make of these states, and run nothing else."""
     inputs, hashes = prompts(3), {}
     for how in ("run", "store"):
-        runner, ids, _ = climb(model, Never(), inputs, 1)
+        runner, ids, _ = decode(model, Never(), inputs, 1)
         with torch.no_grad():
-            states = runner.feed(torch.cat([ids, ids[:, -1:]], 1))
+            states = runner.extend(torch.cat([ids, ids[:, -1:]], 1))
             getattr(runner._blocks, how)(1, states)
-        hashes[how] = [held.clone() for held in runner.cache.held(1)]
+        hashes[how] = [held.clone() for held in runner.cache.get(1)]
         assert runner.cache.lengths == [8, 9, 8]
     for one, other in zip(hashes["run"], hashes["store"], strict=True):
         assert torch.equal(one, other)

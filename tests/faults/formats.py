@@ -25,7 +25,6 @@ from layerjump import io
 from layerjump.generation.calibration import serialization as calibration_file
 from layerjump.generation.calibration.calibrate import Calibration
 from layerjump.generation.calibration.search import Probes, RuleCandidate
-from layerjump.generation.rules import Drafting
 from layerjump.jumps import serialization
 from layerjump.jumps.collect import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
@@ -148,25 +147,25 @@ def _make_exit(folder: Path) -> None:
         "unverified": 4,
         "test": test,
     }
-    rules = first.rule(0.9), Drafting(second.rule(0.8), 0.3)
-    calibration_file.save(Calibration(*rules, 4, about), folder)
+    exits = first.exit_config(0.9), second.exit_config(0.8, 0.3)
+    calibration_file.save_calibration(Calibration(*exits, 4, about), folder)
 
 
 def _read_exit(path: Path) -> None:
-    found = calibration_file.load(path.parent, model=model())
+    found = calibration_file.load_calibration(path.parent, model=model())
     str(found)
     prompt = {
         "input_ids": torch.tensor([[5, 6]]),
         "attention_mask": torch.ones(1, 2, dtype=torch.int64),
     }
-    for rule, verify in ((found.rule, False), (found.lossless, True)):
+    for rule, verify in ((found.exit, False), (found.verified_exit, True)):
         lj.generate(
             model(),
             None,
             prompt,
             exit=rule,
             verify=verify,
-            unverified=found.unverified,
+            max_draft_tokens=found.max_draft_tokens,
             max_new_tokens=2,
         )
 

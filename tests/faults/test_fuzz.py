@@ -123,20 +123,20 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
 )
 def test_an_exit_rule_that_could_not_be_followed(tmp_path, change):
     FORMATS["exit"].make(tmp_path)
-    tensors, metadata = io.read_tensors(tmp_path / serialization.NAME)
+    tensors, metadata = io.read_tensors(tmp_path / serialization.FILE_NAME)
     about = json.loads(metadata["exit"]) | change
-    io.write_tensors(tmp_path / serialization.NAME, tensors, {"exit": json.dumps(about)})
+    io.write_tensors(tmp_path / serialization.FILE_NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(BadArtifact, match="does not hold together"):
-        serialization.load(tmp_path)
+        serialization.load_calibration(tmp_path)
 
 
 def test_a_format_of_any_length_is_said_in_one_line(tmp_path):
     FORMATS["exit"].make(tmp_path)
-    tensors, metadata = io.read_tensors(tmp_path / serialization.NAME)
+    tensors, metadata = io.read_tensors(tmp_path / serialization.FILE_NAME)
     about = json.loads(metadata["exit"]) | {"format_version": "a" * 2_000}
-    io.write_tensors(tmp_path / serialization.NAME, tensors, {"exit": json.dumps(about)})
+    io.write_tensors(tmp_path / serialization.FILE_NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(NewerFormat) as refused:
-        serialization.load(tmp_path)
+        serialization.load_calibration(tmp_path)
     assert len(str(refused.value)) < 500
 
 

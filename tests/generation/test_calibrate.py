@@ -16,16 +16,16 @@ import layerjump as lj
 from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.calibrate import calibrate
-from layerjump.generation.calibration.cost_model import Costs, measure
+from layerjump.generation.calibration.cost_model import Costs, measure_costs
 from layerjump.generation.calibration.dataset import (
     OPENING,
     generate_text,
-    shares,
+    split_documents_by_role,
     unseen_documents,
 )
-from layerjump.generation.loop import LATELY
+from layerjump.generation.loop import ACCEPTANCE_WINDOW
 from layerjump.generation.probes import calibration_curve
-from layerjump.generation.rules import Drafting, Fixed, Never
+from layerjump.generation.rules import ExitConfig, Fixed, Never
 from layerjump.models.model import Model
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
@@ -43,11 +43,13 @@ def test_drafting_rests_while_it_does_not_pay(model, jumps):
     settings = {"verify": True, "do_sample": False, "max_new_tokens": 60, "min_new_tokens": 60}
     always = Fixed(0)
     stubborn = lj.generate(model, jumps, "One day, Tom", exit=always, **settings)
-    wise = lj.generate(model, jumps, "One day, Tom", exit=Drafting(always, 0.99), **settings)
+    wise = lj.generate(
+        model, jumps, "One day, Tom", exit=ExitConfig(always, min_acceptance=0.99), **settings
+    )
     assert wise.ids == stubborn.ids
-    assert LATELY <= wise.counts.drafts < LATELY + 4
+    assert ACCEPTANCE_WINDOW <= wise.counts.drafts < ACCEPTANCE_WINDOW + 4
     assert stubborn.counts.drafts > 40
-    content = lj.generate(model, jumps, "One day, Tom", exit=Drafting(always, 0.0), **settings)
+    content = lj.generate(model, jumps, "One day, Tom", exit=ExitConfig(always), **settings)
     assert content.counts.drafts == stubborn.counts.drafts
 
 
@@ -57,52 +59,52 @@ def test_documents_of_the_fit_are_left_out(model, jumps):
     assert set(free).isdisjoint(lj.split_documents(300, "80/10/10", seed=0).fit)
     assert len(free) == 60
     assert unseen_documents(jumps, stories(40, seed=5)) == tuple(range(40))
-    dealt = shares(free, 0)
+    dealt = split_documents_by_role(free, 0)
     assert sorted(document for part in dealt.values() for document in part) == sorted(free)
 
 
 def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
     about = found.about
     assert about["test"]["agreement"] >= 0.87
-    assert set(found.rule.at or ()) <= {0, 1, 2, 3}
+    assert set(found.exit.rule.levels or ()) <= {0, 1, 2, 3}
     assert about["test"]["cost"] <= 1
     assert about["positions"]["thresholds"] == 540
-    made = lj.generate(model, jumps, "One day, Tom went to the", exit=found.rule, max_new_tokens=12)
+    made = lj.generate(model, jumps, "One day, Tom went to the", exit=found.exit, max_new_tokens=12)
     assert made.n_tokens <= 12
 
 
 def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
-    serialization.save(found, tmp_path)
-    again = serialization.load(tmp_path, model=model)
+    serialization.save_calibration(found, tmp_path)
+    again = serialization.load_calibration(tmp_path, model=model)
     assert again.about == found.about
-    assert again.rule.at == found.rule.at
-    assert getattr(again.lossless, "least", None) == getattr(found.lossless, "least", None)
+    assert again.exit.rule.levels == found.exit.rule.levels
+    assert again.verified_exit.min_acceptance == found.verified_exit.min_acceptance
     settings = {"max_new_tokens": 20, "do_sample": False}
-    for one, other in ((found.rule, again.rule), (found.lossless, again.lossless)):
+    for one, other in ((found.exit, again.exit), (found.verified_exit, again.verified_exit)):
         a, b = (
             lj.generate(model, jumps, "One day, Lily", exit=e, **settings) for e in (one, other)
         )
-        assert (a.ids, a.levels) == (b.ids, b.levels)
+        assert (a.ids, a.exit_levels) == (b.ids, b.exit_levels)
     with pytest.raises(BadArtifact, match="layerjump calibrate"):
-        serialization.load(tmp_path / "nothing")
+        serialization.load_calibration(tmp_path / "nothing")
     with torch.no_grad():
         model.structure.unembedding.weight.add_(1)
         try:
             with pytest.raises(WrongModel):
-                serialization.load(tmp_path, model=model)
+                serialization.load_calibration(tmp_path, model=model)
         finally:
             model.structure.unembedding.weight.sub_(1)
 
 
 def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
     jumps.save_pretrained(tmp_path)
-    serialization.save(found, tmp_path)
-    assert serialization.load(tmp_path).about == found.about
+    serialization.save_calibration(found, tmp_path)
+    assert serialization.load_calibration(tmp_path).about == found.about
     jumps.save_pretrained(tmp_path)  # the same again
-    assert serialization.load(tmp_path).about == found.about
+    assert serialization.load_calibration(tmp_path).about == found.about
     other_jumps().save_pretrained(tmp_path)
     with pytest.raises(BadArtifact, match="calibrated with other jumps than those in it now"):
-        serialization.load(tmp_path)
+        serialization.load_calibration(tmp_path)
 
 
 def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
@@ -122,12 +124,12 @@ def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
 
 def test_a_rule_is_found_on_the_models_own_text(model, jumps):
     text = stories(500, seed=7)
-    found = calibrate(model, jumps, text, target=0.9, costs=COSTS, own=12)
+    found = calibrate(model, jumps, text, target=0.9, costs=COSTS, self_generated_tokens=12)
     assert found.about["own"] == 12
     assert found.about["positions"]["thresholds"] == 300
     assert found.about["test"]["agreement"] >= 0.85
     with pytest.raises(BadExit, match="what its context holds"):
-        calibrate(model, jumps, text, target=0.9, costs=COSTS, own=10_000)
+        calibrate(model, jumps, text, target=0.9, costs=COSTS, self_generated_tokens=10_000)
 
 
 def test_gates_are_measured_on_test_text(found):
@@ -142,11 +144,13 @@ def test_gates_are_measured_on_test_text(found):
 def test_where_verifying_does_not_pay_it_is_off(model, jumps):
     dear = Costs(block=1, waiting=1, head=5, gate=0)
     text = stories(500, seed=2, name="other")
-    assert isinstance(calibrate(model, jumps, text, target=0.9, costs=dear).lossless, Never)
+    assert isinstance(
+        calibrate(model, jumps, text, target=0.9, costs=dear).verified_exit.rule, Never
+    )
 
 
 def test_measured_costs_are_positive(model, jumps):
-    costs = measure(model, jumps)
+    costs = measure_costs(model, jumps)
     assert min(costs.block, costs.head, costs.gate) > 0
     assert costs.full(4) == pytest.approx(4 * costs.block + costs.head)
 
@@ -154,7 +158,7 @@ def test_measured_costs_are_positive(model, jumps):
 def test_costs_are_measured_within_the_models_positions():
     """A table of 20 positions has no room for the usual context."""
     short = tiny_model("gpt2", dtype=torch.float32, max_position_embeddings=20)
-    assert measure(Model.wrap(short, name="short"), None).block > 0
+    assert measure_costs(Model.wrap(short, name="short"), None).block > 0
 
 
 def test_what_cannot_be_calibrated_is_one_line(model, jumps):
@@ -163,7 +167,7 @@ def test_what_cannot_be_calibrated_is_one_line(model, jumps):
     with pytest.raises(BadExit, match="between 0 and 1"):
         calibrate(model, jumps, stories(60, seed=3), target=1.0)
     with pytest.raises(BadExit, match="gap, gate, two-stage"):
-        calibrate(model, jumps, stories(60, seed=3), kinds=("magic",))
+        calibrate(model, jumps, stories(60, seed=3), rule_types=("magic",))
 
 
 def test_the_command_line_calibrates_and_writes(data_folder, jumps, tmp_path):

@@ -21,13 +21,13 @@ model, jumps = fitted_gpt2.model, greedy_generation.jumps  # fixtures
 
 def test_what_cannot_be_done_is_one_line(model, jumps):
     cases = [
-        ({"num_beams": 2}, "num_beams is 2"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "ask for the tokens alone"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "returns tokens alone"),
         ({"exit": "fixed:4"}, "levels 0 to 3"),
-        ({"exit": "sometimes"}, "give never"),
+        ({"exit": "sometimes"}, "expects never"),
         ({"cache": "none"}, "exact, jump, copy"),
-        ({"unverified": 0}, "1 or more"),
-        ({"use_cache": False}, "use_cache is off"),
+        ({"max_draft_tokens": 0}, "1 or more"),
+        ({"use_cache": False}, "use_cache=False"),
     ]
     for settings, message in cases:
         with pytest.raises(BadExit, match=message) as found:

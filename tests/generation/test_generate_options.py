@@ -18,7 +18,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
 def test_a_setting_out_of_range_is_named(data_folder, name, value):
     model = lj.load(data_folder / "tiny-gpt2")
-    with pytest.raises(BadExit, match=f"{name} given is"):
+    with pytest.raises(BadExit, match=f"{name} must be"):
         lj.generate(model, None, "A dog", **{"do_sample": True, name: value})
 
 
@@ -26,7 +26,7 @@ def test_a_setting_out_of_range_is_named(data_folder, name, value):
 def test_the_command_line_names_it_before_it_loads(monkeypatch, capsys, name, value):
     option = "--" + name.replace("_", "-")
     said = refused(monkeypatch, capsys, "generate", "no-such-model", "a", option, str(value))
-    assert f"{name} given is" in said
+    assert f"{option} must be" in said
 
 
 def test_a_table_of_positions_has_an_end(data_folder):

@@ -8,15 +8,14 @@ import torch
 from helpers.tiny_models import tiny_model
 
 import layerjump as lj
-from layerjump.generation.block_runner import HuggingFaceBlocks, Runner
-from layerjump.generation.packed_cpu import LeanLlama, blocks_of, with_lean_head
-from layerjump.generation.result import Counts
+from layerjump.generation.block_runner import BlockRunner, HuggingFaceBlocks
+from layerjump.generation.packed_cpu import PackedLlamaBlocks, choose_blocks, pack_unembedding
 
 
 def test_lean_blocks_and_head_are_the_same_as_hugging_faces():
     hf = tiny_model("llama", dtype=torch.float32)
     model = lj.Model.wrap(hf)
-    assert isinstance(blocks_of(model), LeanLlama)
+    assert isinstance(choose_blocks(model), PackedLlamaBlocks)
     ids = torch.randint(3, 61, (2, 29))
     padded = torch.tensor([[0] * 3 + [1] * 26, [1] * 29])
     # A prompt, short or long, one token, several: with and without a mask.
@@ -24,40 +23,40 @@ def test_lean_blocks_and_head_are_the_same_as_hugging_faces():
         whole = torch.ones_like(ids) if mask is None else mask
         position = (whole.cumsum(-1) - 1).clamp_min(0)
         found = []
-        for blocks in (LeanLlama(model), HuggingFaceBlocks(model)):
-            runner = Runner(blocks, hf.config, mask, position, Counts())
+        for blocks in (PackedLlamaBlocks(model), HuggingFaceBlocks(model)):
+            runner = BlockRunner(blocks, hf.config, mask, position)
             with torch.no_grad():
                 for length in lengths:
-                    states = runner.feed(ids[:, :length])
+                    states = runner.extend(ids[:, :length])
                     for block in range(1, 4):
-                        states = runner.up(block)
-                found.append((states, *runner.cache.held(2)))
+                        states = runner.run(block)
+                found.append((states, *runner.cache.get(2)))
         for one, other in zip(*found, strict=True):
             assert torch.allclose(one[1], other[1], rtol=1e-4, atol=1e-5)
             assert torch.allclose(one[0, ..., -3:, :], other[0, ..., -3:, :], rtol=1e-4, atol=1e-5)
     states = torch.randn(1, 3, 32)
     for rows in (states, states[:, :1], torch.randn(2, 20, 32)):
         assert torch.allclose(
-            with_lean_head(model).logits(rows), model.logits(rows), rtol=1e-4, atol=1e-5
+            pack_unembedding(model).logits(rows), model.logits(rows), rtol=1e-4, atol=1e-5
         )
 
 
 def test_what_is_not_a_plain_llama_is_run_by_hugging_face():
     for family, variant in (("llama", "biased"), ("mistral", ""), ("gpt2", "")):
         model = lj.Model.wrap(tiny_model(family, variant, dtype=torch.float32))
-        assert isinstance(blocks_of(model), HuggingFaceBlocks)
-    assert isinstance(blocks_of(lj.Model.wrap(tiny_model("llama"))), HuggingFaceBlocks)
+        assert isinstance(choose_blocks(model), HuggingFaceBlocks)
+    assert isinstance(choose_blocks(lj.Model.wrap(tiny_model("llama"))), HuggingFaceBlocks)
     hooked = lj.Model.wrap(tiny_model("llama", dtype=torch.float32))
     handle = hooked.structure.blocks[1].mlp.register_forward_hook(lambda *_: None)
-    assert isinstance(blocks_of(hooked), HuggingFaceBlocks)
+    assert isinstance(choose_blocks(hooked), HuggingFaceBlocks)
     handle.remove()
-    assert isinstance(blocks_of(hooked), LeanLlama)
+    assert isinstance(choose_blocks(hooked), PackedLlamaBlocks)
 
 
 def test_a_changed_head_is_noticed():
     model = lj.Model.wrap(tiny_model("llama", dtype=torch.float32))
     state = torch.randn(1, 32)
-    before = with_lean_head(model).logits(state)
+    before = pack_unembedding(model).logits(state)
     with torch.no_grad():
         model.structure.unembedding.weight.mul_(2)
-    assert torch.allclose(with_lean_head(model).logits(state), 2 * before, rtol=1e-5)
+    assert torch.allclose(pack_unembedding(model).logits(state), 2 * before, rtol=1e-5)

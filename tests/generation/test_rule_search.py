@@ -8,9 +8,9 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from layerjump.generation.calibration.calibrate import binomial_tail, loosest
+from layerjump.generation.calibration.calibrate import binomial_tail, loosest_threshold
 from layerjump.generation.calibration.cost_model import Costs
-from layerjump.generation.calibration.dataset import CalibrationSet, candidates
+from layerjump.generation.calibration.dataset import CalibrationSet, candidate_levels
 from layerjump.generation.calibration.search import (
     Probes,
     Replayed,
@@ -21,7 +21,7 @@ from layerjump.generation.calibration.search import (
     cheapest_drafts,
     draft_cost,
 )
-from layerjump.generation.probes import Probe, logistic, probe_features
+from layerjump.generation.probes import Probe, fit_logistic, probe_features
 from layerjump.generation.rules import LevelReading
 
 
@@ -41,7 +41,7 @@ def test_logistic_is_scikit_learns():
     x = torch.randn(400, 5, generator=draw).double() * torch.tensor([1, 5, 0.2, 1, 1])
     y = (x[:, 0] - x[:, 2] + torch.randn(400, generator=draw)) > 0
     ones = torch.cat([x, torch.ones(400, 1)], 1)
-    found = logistic(ones, y, 0.01)
+    found = fit_logistic(ones, y, 0.01)
     z = (x - x.mean(0)) / x.std(0)
     theirs = LogisticRegression(C=1 / (0.01 * 400), tol=1e-10).fit(z.numpy(), y.numpy())
     odds = torch.as_tensor(theirs.decision_function(z.numpy()))
@@ -50,7 +50,7 @@ def test_logistic_is_scikit_learns():
 
 def test_labels_that_are_all_alike_are_no_trouble():
     x = torch.cat([torch.randn(50, 3), torch.ones(50, 1)], 1)
-    weights = logistic(x, torch.ones(50), 0.01)
+    weights = fit_logistic(x, torch.ones(50), 0.01)
     assert bool(torch.isfinite(weights).all())
     assert float((x.double() @ weights).min()) > 3
 
@@ -68,10 +68,10 @@ def test_a_gate_reads_the_state_alone():
         raise AssertionError("a gate makes no vocabulary product")
 
     look = LevelReading(2, states, position, read)
-    assert torch.equal(gate.stops(look), features @ weights[0] >= 0)
+    assert torch.equal(gate.should_exit(look), features @ weights[0] >= 0)
     alone = [gate.odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
     assert torch.allclose(torch.cat(alone), features @ weights[0], rtol=1e-4, atol=1e-4)
-    assert look.gates == 1
+    assert look.probe_evaluations == 1
 
 
 def test_the_binomial_tail_is_the_binomials():
@@ -90,7 +90,7 @@ def test_the_guarantee_holds_as_often_as_stated():
     truth = contender.replay(evidence(60_000, 0.7, seed=999), 3)
     below, loose = 0, 0
     for seed in range(60):
-        threshold = loosest(contender, evidence(300, 0.7, seed=seed), 3, 0.9, 0.8)
+        threshold = loosest_threshold(contender, evidence(300, 0.7, seed=seed), 3, 0.9, 0.8)
         if threshold is not None:
             loose += threshold < 0.9
             below += truth(threshold).agreement < 0.9
@@ -128,9 +128,9 @@ def test_levels_that_do_not_pay_are_not_checked():
     seen = evidence(right=0.3)
     probes = Probes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
     dear = Costs(block=1, waiting=0, head=100, gate=0)
-    assert cheapest("gap", probes, seen, dear, 3, 0.9)[0].at == ()
+    assert cheapest("gap", probes, seen, dear, 3, 0.9)[0].levels == ()
     cheap = Costs(block=1, waiting=0, head=0.001, gate=0)
-    assert cheapest("gap", probes, seen, cheap, 3, 0.9)[0].at != ()
+    assert cheapest("gap", probes, seen, cheap, 3, 0.9)[0].levels != ()
 
 
 def test_what_drafts_cost():
@@ -154,7 +154,9 @@ def test_drafts_are_made_where_they_are_cheapest():
     tries = at_one_level(("gap", "gate"), probes, (1, 2))
     costs = Costs(block=1, waiting=0.02, head=0.5, gate=0.001)
     found = cheapest_drafts(tries, seen, costs, 20)
-    assert found.contender.at == (1,)  # both levels are right as often, and the first comes sooner
+    assert found.contender.levels == (
+        1,
+    )  # both levels are right as often, and the first comes sooner
     assert found.cost < 0.7 * costs.full(20)
     assert found.threshold is not None
     assert found.threshold < 0.8  # bolder than any rule that keeps 95 %
@@ -170,6 +172,6 @@ def test_what_a_draft_must_achieve():
 
 
 def test_candidates_are_levels_below_the_last():
-    assert candidates(range(4)) == (0, 1, 2, 3)
-    assert candidates(range(30)) == (0, 1, 2, 3, 4, 6, 9, 14, 20, 29)
-    assert candidates(range(1, 30)) == (1, 2, 3, 4, 5, 7, 10, 14, 20, 29)
+    assert candidate_levels(range(4)) == (0, 1, 2, 3)
+    assert candidate_levels(range(30)) == (0, 1, 2, 3, 4, 6, 9, 14, 20, 29)
+    assert candidate_levels(range(1, 30)) == (1, 2, 3, 4, 5, 7, 10, 14, 20, 29)

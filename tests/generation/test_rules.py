@@ -105,30 +105,30 @@ def look(logits, earlier=(), level=2):
 def test_rules_say_what_their_names_say():
     logits = torch.tensor([[0.9, 0.05, 0.05], [0.5, 0.4, 0.1]], dtype=torch.float64).log()
     assert look(logits).gap.tolist() == pytest.approx([0.85, 0.1])
-    assert MaxProb(0.6).stops(look(logits)).tolist() == [True, False]
-    assert Entropy(0.5).stops(look(logits)).tolist() == [True, False]
-    assert SoftmaxGap(0.5, 10).stops(look(logits)).tolist() == [True, False]
-    assert Never().stops(look(logits)).tolist() == [False, False]
+    assert MaxProb(0.6).should_exit(look(logits)).tolist() == [True, False]
+    assert Entropy(0.5).should_exit(look(logits)).tolist() == [True, False]
+    assert SoftmaxGap(0.5, 10).should_exit(look(logits)).tolist() == [True, False]
+    assert Never().should_exit(look(logits)).tolist() == [False, False]
     tops = torch.tensor([0, 0]), torch.tensor([0, 1])
-    assert Agree(2).stops(look(logits, tops)).tolist() == [True, False]
-    assert Agree(3).stops(look(logits, tops)).tolist() == [True, False]
-    assert Agree(4).stops(look(logits, tops)).tolist() == [False, False]
-    assert Agree(1).stops(look(logits)).tolist() == [True, True]
+    assert Agree(2).should_exit(look(logits, tops)).tolist() == [True, False]
+    assert Agree(3).should_exit(look(logits, tops)).tolist() == [True, False]
+    assert Agree(4).should_exit(look(logits, tops)).tolist() == [False, False]
+    assert Agree(1).should_exit(look(logits)).tolist() == [True, True]
 
 
 def test_a_rule_that_does_not_ask_makes_no_vocabulary_product():
     seen = look([[1.0, 2.0]])
-    Fixed(2).stops(seen)
-    assert not seen.predicted
+    Fixed(2).should_exit(seen)
+    assert not seen.has_logits
 
 
 def test_rules_have_short_names():
     assert parse_rule("never") == Never()
     assert parse_rule("fixed:3") == Fixed(3)
-    assert parse_rule("maxprob:0.8@2,1") == MaxProb(0.8, at=(1, 2))
+    assert parse_rule("maxprob:0.8@2,1") == MaxProb(0.8, levels=(1, 2))
     assert parse_rule("agree:2") == Agree(2)
     gap = parse_rule("gap:0.7@3")
-    assert gap.at == (3,)
+    assert gap.levels == (3,)
     assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
     wrongs = (
         "gap",
@@ -141,5 +141,5 @@ def test_rules_have_short_names():
         "agree:0",
     )
     for wrong in wrongs:
-        with pytest.raises(BadExit, match="give never"):
+        with pytest.raises(BadExit, match="expects never"):
             parse_rule(wrong)

@@ -11,13 +11,11 @@ from layerjump.data.batches import make_batches
 from layerjump.data.positions import Positions
 from layerjump.errors import BadArtifact, BadExit
 from layerjump.evaluation.early_exit import TeacherForcedExit
-from layerjump.generation import rules
-from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration import dataset, serialization
 from layerjump.generation.calibration.calibrate import calibrate
-from layerjump.generation.calibration.cost_model import Costs, measure, replay_cost
-from layerjump.generation.calibration.dataset import build_calibration_set
-from layerjump.generation.rules import Drafting, Fixed, MaxProb
-from layerjump.generation.shortlist import ShortlistRule, shortlist_of
+from layerjump.generation.calibration.cost_model import Costs, measure_costs, replay_cost
+from layerjump.generation.calibration.dataset import build_calibration_set, build_shortlist
+from layerjump.generation.rules import ExitConfig, Fixed, MaxProb, Shortlist
 from layerjump.models.activations import capture_states
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
@@ -37,19 +35,24 @@ def few(model):
 
 
 def test_with_all_tokens_on_the_list_nothing_changes(model, jumps):
-    everything = ShortlistRule(Fixed(2), torch.arange(model.structure.vocab_size))
+    everything = ExitConfig(Fixed(2), Shortlist(torch.arange(model.structure.vocab_size)))
     for verify in (False, True):
         plain = lj.generate(model, jumps, PROMPTS, exit=Fixed(2), verify=verify, **SETTINGS)
         short = lj.generate(model, jumps, PROMPTS, exit=everything, verify=verify, **SETTINGS)
         assert short.ids == plain.ids
-        assert short.levels == plain.levels
-        assert plain.counts.short_heads == 0
-        assert short.counts.short_heads > 0
-        assert short.counts.heads + short.counts.short_heads == plain.counts.heads
+        assert short.exit_levels == plain.exit_levels
+        assert plain.counts.shortlist_unembeddings == 0
+        assert short.counts.shortlist_unembeddings > 0
+        assert (
+            short.counts.unembeddings + short.counts.shortlist_unembeddings
+            == plain.counts.unembeddings
+        )
 
 
 def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
-    made = lj.generate(model, jumps, "One day, Tom", exit=ShortlistRule(Fixed(2), few), **SETTINGS)
+    made = lj.generate(
+        model, jumps, "One day, Tom", exit=ExitConfig(Fixed(2), Shortlist(few)), **SETTINGS
+    )
     assert set(made.ids[0]) <= set(few.tolist())
     inputs = model.tokenization.generation_inputs(["One day, Tom"])["input_ids"]
     state = model.hf(inputs, output_hidden_states=True).hidden_states[2][:, -1]
@@ -59,7 +62,7 @@ def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
 
 
 def test_verified_text_is_the_models_whatever_the_list(model, jumps, few):
-    rule = Drafting(ShortlistRule(Fixed(2), few), 0.0)
+    rule = ExitConfig(Fixed(2), Shortlist(few))
     made = lj.generate(model, jumps, PROMPTS, exit=rule, verify=True, **SETTINGS)
     assert made.ids == lj.generate(model, None, PROMPTS, **SETTINGS).ids
     assert made.counts.drafts > made.counts.accepted > 0
@@ -71,7 +74,7 @@ def test_a_text_in_which_only_other_tokens_are_allowed(model, jumps, few):
         model,
         jumps,
         "One day, Tom",
-        exit=ShortlistRule(Fixed(2), few),
+        exit=ExitConfig(Fixed(2), Shortlist(few)),
         prefix_allowed_tokens_fn=lambda row, ids: others,
         **SETTINGS,
     )
@@ -90,8 +93,8 @@ def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
         )
         for name, among in (
             ("whole", None),
-            ("all", ShortlistRule(Fixed(1), torch.arange(model.structure.vocab_size))),
-            ("few", ShortlistRule(Fixed(1), few)),
+            ("all", Shortlist(torch.arange(model.structure.vocab_size))),
+            ("few", Shortlist(few)),
         )
     }
     assert torch.equal(read["whole"].right, read["all"].right)
@@ -104,8 +107,8 @@ def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
     """The shortlist decides where a position is read; what is read there is the whole vocabulary."""
     (batch, *_) = make_batches(stories(6, seed=7), model.tokenization, Positions("all"))
     found = next(iter(capture_states(model, [batch], range(model.n_blocks + 1))))
-    rule = ShortlistRule(MaxProb(0.3, at=(1, 2)), few)
-    short = lj.Lens(rule.model(model), jumps)
+    rule = ExitConfig(MaxProb(0.3, levels=(1, 2)), Shortlist(few))
+    short = lj.Lens(rule.shortlist.restrict(model), jumps)
     lens, where = lj.Lens(model, jumps), {}
     for rows, logits in TeacherForcedExit(model, jumps, rule).read(found.at, batch.position):
         for row, each in zip(rows.tolist(), logits, strict=True):
@@ -123,9 +126,9 @@ def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
 
 def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):
     text = stories(50, seed=5)
-    assert rules.shortlist(model, text, range(50)) is None  # a vocabulary too small for it
-    monkeypatch.setattr(rules, "LENGTH", 40)
-    found = rules.shortlist(model, text, range(30))
+    assert build_shortlist(model, text, range(50)) is None  # a vocabulary too small for it
+    monkeypatch.setattr(dataset, "SHORTLIST_LENGTH", 40)
+    found = build_shortlist(model, text, range(30)).tokens
     count = torch.zeros(model.structure.vocab_size)
     for ids in model.tokenization.encode(text.documents[:30]):
         count += torch.bincount(torch.tensor(ids), minlength=len(count))
@@ -137,15 +140,15 @@ def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):
 
 
 def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypatch):
-    monkeypatch.setattr(rules, "LENGTH", 60)
+    monkeypatch.setattr(dataset, "SHORTLIST_LENGTH", 60)
     text = stories(500, seed=2, name="other")
     found = calibrate(model, jumps, text, target=0.9, costs=COSTS)
     assert found.about["shortlist"] == 60
-    assert len(shortlist_of(found.rule).tokens) == 60
-    path = serialization.save(found, tmp_path)
-    again = serialization.load(tmp_path, model=model)
-    assert torch.equal(shortlist_of(again.rule).tokens, shortlist_of(found.rule).tokens)
-    for verify, name in ((False, "rule"), (True, "lossless")):
+    assert len(found.exit.shortlist.tokens) == 60
+    path = serialization.save_calibration(found, tmp_path)
+    again = serialization.load_calibration(tmp_path, model=model)
+    assert torch.equal(again.exit.shortlist.tokens, found.exit.shortlist.tokens)
+    for verify, name in ((False, "exit"), (True, "verified_exit")):
         texts = [
             lj.generate(model, jumps, PROMPTS, exit=getattr(each, name), verify=verify, **SETTINGS)
             for each in (found, again)
@@ -155,11 +158,11 @@ def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypa
     for wrong in (torch.tensor([5, 3]), torch.tensor([-1, 3]), torch.tensor([0.5, 1.0])):
         io.write_tensors(path, dict(tensors) | {"shortlist": wrong}, metadata)
         with pytest.raises(BadArtifact, match="shortlist"):
-            serialization.load(tmp_path)
+            serialization.load_calibration(tmp_path)
 
 
 def test_a_list_of_tokens_that_the_model_does_not_have_is_refused(model, jumps):
-    wrong = ShortlistRule(Fixed(1), torch.tensor([0, model.structure.vocab_size]))
+    wrong = ExitConfig(Fixed(1), Shortlist(torch.tensor([0, model.structure.vocab_size])))
     with pytest.raises(BadExit, match="shortlist of 2 tokens"):
         lj.generate(model, jumps, "One day", exit=wrong)
 
@@ -170,5 +173,5 @@ def test_looks_at_a_list_cost_what_they_cost(model, jumps, few):
     assert replay_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx(
         [1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1]
     )
-    assert measure(model, jumps).short is None
-    assert measure(model, jumps, ShortlistRule(Fixed(1), few)).short > 0
+    assert measure_costs(model, jumps).short is None
+    assert measure_costs(model, jumps, Shortlist(few)).short > 0

@@ -15,8 +15,8 @@ def calibrated_jumps(model: lj.Model, folder: Path) -> Path:
     text = lj.load_text("pydoc", limit=900)
     jumps = lj.fit(model, text, tokens=4_000, pairs="all")
     jumps.save_pretrained(folder)
-    serialization.save(
-        lj.calibrate(model, jumps, text, target=0.5, confidence=0.6, kinds=("gap",)), folder
+    serialization.save_calibration(
+        lj.calibrate(model, jumps, text, target=0.5, confidence=0.6, rule_types=("gap",)), folder
     )
     return folder
 

@@ -200,9 +200,9 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
     both = read_trajectory(model, {"identity": lj.Lens(model), "theirs": lens}, TEXT)
     assert both["identity"].levels == both["theirs"].levels == names
     found = lj.calibrate(model, jumps, stories(300, seed=1), target=0.8)
-    assert set(found.rule.at or ()) <= set(levels)
-    made = lj.generate(model, jumps, TEXT, exit=found.rule, max_new_tokens=8)
-    assert {level for level in made.levels[0] if level is not None} <= set(levels)
+    assert set(found.exit.rule.levels or ()) <= set(levels)
+    made = lj.generate(model, jumps, TEXT, exit=found.exit, max_new_tokens=8)
+    assert {level for level in made.exit_levels[0] if level is not None} <= set(levels)
     jumps.save_pretrained(tmp_path / "jumps")
     done = CliRunner().invoke(
         app,

@@ -79,14 +79,14 @@ def test_what_streams_is_what_the_library_generates(server, model, jumps, how):
     tokens, done = written(server, **how)
     made = lj.generate(model, jumps, PROMPT, max_new_tokens=24, do_sample=False, **how)
     assert [each["token"] for each in tokens] == done["ids"] == made.ids[0]
-    assert [each["level"] for each in tokens] == done["levels"] == made.levels[0]
+    assert [each["level"] for each in tokens] == done["levels"] == made.exit_levels[0]
     assert {each["verified"] for each in tokens} == {how.get("verify", False)}
     assert done["text"].strip() == made.text[0].strip()
     assert done["text"] == "".join(each["text"] for each in tokens)
     assert done["blocks_saved"] == pytest.approx(made.blocks_saved)
     assert done["agreement"] == made.agreement
     assert (done["agreement"] is not None) == how.get("verify", False)
-    assert done["counts"]["heads"] == made.counts.heads
+    assert done["counts"]["unembeddings"] == made.counts.unembeddings
     assert done["n_blocks"] == 4
     assert 0 < done["seconds"] < 60
 
@@ -95,26 +95,26 @@ def test_levels_are_read_as_they_stand_through_identity(server, model):
     tokens, _ = written(server, lens="identity", exit="gap:0.3")
     made = lj.generate(model, None, PROMPT, exit="gap:0.3", max_new_tokens=24, do_sample=False)
     assert [(each["token"], each["level"]) for each in tokens] == list(
-        zip(made.ids[0], made.levels[0], strict=True)
+        zip(made.ids[0], made.exit_levels[0], strict=True)
     )
 
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_the_calibrated_rule_is_the_one_beside_the_jumps(server, model, jumps, folder, verify):
-    found = serialization.load(folder)
+    found = serialization.load_calibration(folder)
     tokens, _ = written(server, exit="calibrated", verify=verify)
     made = lj.generate(
         model,
         jumps,
         PROMPT,
-        exit=found.lossless if verify else found.rule,
+        exit=found.verified_exit if verify else found.exit,
         verify=verify,
-        unverified=found.unverified,
+        max_draft_tokens=found.max_draft_tokens,
         max_new_tokens=24,
         do_sample=False,
     )
     assert [each["token"] for each in tokens] == made.ids[0]
-    assert [each["level"] for each in tokens] == made.levels[0]
+    assert [each["level"] for each in tokens] == made.exit_levels[0]
     status, said = refused(server, exit="calibrated", lens="identity")
     assert (status, "no calibrated rule for identity" in said) == (422, True)
 
@@ -141,13 +141,13 @@ def test_models_say_what_they_can(server):
         ({"max_new_tokens": 0}, 422, "max_new_tokens: "),
         ({"max_new_tokens": MOST_NEW + 1}, 422, "max_new_tokens: "),
         ({"max_new_tokens": "5"}, 422, "max_new_tokens: "),
-        ({"exit": "sometimes"}, 422, "give never, fixed:20, gap:0.9"),
-        ({"exit": "gap:nine"}, 422, "the exit rule given is 'gap:nine'"),
-        ({"exit": "fixed:4"}, 422, "checks level 4, but this model can stop at levels 0 to 3"),
+        ({"exit": "sometimes"}, 422, "expects never, fixed:20, gap:0.9"),
+        ({"exit": "gap:nine"}, 422, "got 'gap:nine'"),
+        ({"exit": "fixed:4"}, 422, "checks level 4, but this model can exit at levels 0 to 3"),
         ({"exit": "gap:0.9@1,9"}, 422, "checks level 9"),
         ({"cache": "none"}, 422, "cache: "),
         ({"cache": "copy", "verify": True}, 422, "verify needs the full model's own keys"),
-        ({"cache": "jump", "lens": "identity", "exit": "fixed:1"}, 422, "the cache `jump` needs"),
+        ({"cache": "jump", "lens": "identity", "exit": "fixed:1"}, 422, "cache='jump' needs"),
         ({"lens": "../jumps"}, 404, "there is no lens"),
         ({"lens": "mat"}, 409, "must be fitted"),
         ({"model": "gpt3"}, 404, "there is no model"),
@@ -245,7 +245,7 @@ def test_texts_written_and_read_at_once_do_not_mix(server, model, jumps):
         made = lj.generate(model, jumps, prompt, exit="gap:0.3", max_new_tokens=80, do_sample=False)
         tokens, done = results[prompt]
         assert [each["token"] for each in tokens] == done["ids"] == made.ids[0]
-        assert [each["level"] for each in tokens] == done["levels"] == made.levels[0]
+        assert [each["level"] for each in tokens] == done["levels"] == made.exit_levels[0]
 
 
 def test_the_server_ends_in_the_middle_of_a_text(slow, tmp_path):

@@ -81,7 +81,7 @@ def test_tokens_come_in_the_colours_of_their_levels(opened, model, folder):
     said = generate(page)
     jumps = lj.Jumps.from_pretrained(folder)
     made = lj.generate(model, jumps, PROMPT, exit="gap:0.3", max_new_tokens=24, do_sample=False)
-    levels = made.levels[0]
+    levels = made.exit_levels[0]
     assert len(set(levels)) > 2
     shown = colours(page)
     by_level = dict(zip(levels, shown, strict=True))
@@ -97,7 +97,7 @@ def test_tokens_come_in_the_colours_of_their_levels(opened, model, folder):
         for level in sorted(set(levels))
     ]
     assert said.startswith(f"{len(levels)} tokens in ")
-    assert f"{made.counts.heads} vocabulary products" in said
+    assert f"{made.counts.unembeddings} vocabulary products" in said
     assert f"{float(f'{100 * made.blocks_saved:.3g}'):g} % of blocks not waited for" in said
 
 

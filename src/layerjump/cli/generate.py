@@ -26,7 +26,7 @@ from layerjump.cli._output_dir import writes_folder
 
 if TYPE_CHECKING:
     from layerjump.generation.calibration.calibrate import Calibration
-    from layerjump.generation.result import Generated
+    from layerjump.generation.generate import Generated
     from layerjump.jumps.jumps import Jumps
     from layerjump.models.model import Model
 
@@ -53,7 +53,7 @@ def generate(
     verify: Annotated[
         bool, typer.Option("--verify", help="Lossless: the full model's own text.")
     ] = False,
-    unverified: Annotated[
+    max_draft_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens that may wait for --verify (default: calibrated, or 4)."),
     ] = None,
@@ -104,7 +104,7 @@ def generate(
         exit=rule,
         verify=verify,
         cache=cache,  # type: ignore[arg-type]
-        unverified=most if unverified is None else unverified,
+        max_draft_tokens=most if max_draft_tokens is None else max_draft_tokens,
         streamer=_streamer(loaded, len(prompts)) if stream else None,
         max_new_tokens=max_new_tokens,
         **({"do_sample": True, "top_k": 0, **drawn} if sample else {"do_sample": False}),
@@ -129,11 +129,11 @@ def calibrate(
     column: Column = None,
     target: Annotated[float, typer.Option(help="Agreement with the full model to keep.")] = 0.95,
     confidence: Annotated[float, typer.Option(help="Confidence that it is kept.")] = 0.95,
-    kinds: Annotated[
+    rule_types: Annotated[
         str, typer.Option(help="Rules that compete: gap, gate, two-stage.")
     ] = "gap,gate,two-stage",
     documents: Annotated[int, typer.Option(help="Documents to use at most.")] = 2_000,
-    own: Annotated[
+    self_generated_tokens: Annotated[
         int | None,
         typer.Option(
             help="Let the model go on with each document's first tokens by so many, and calibrate on that."
@@ -148,12 +148,13 @@ def calibrate(
 ) -> None:
     """Find the cheapest exit rule that keeps a target agreement with the full model, and save it with the jumps.
 
-    Cost is measured on this machine: blocks, vocabulary products and gates. The guarantee is for text like that given,
-    or, with --own, for what the model writes behind its openings: closer to what generation meets, slower to find.
+    Cost is measured on this machine: blocks, vocabulary products and gates. The guarantee is for text like that
+    given, or, with --self-generated-tokens, for what the model writes behind its openings: closer to what generation
+    meets, slower to find.
 
     [bold]layerjump fit smollm2 --text wiki.txt -o jumps[/]
     [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --target 0.95[/]
-    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --own 64[/]
+    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --self-generated-tokens 64[/]
     [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]
     """
     from layerjump.data.corpus import load_text
@@ -172,13 +173,13 @@ def calibrate(
         load_text(text, column=column),
         target=target,
         confidence=confidence,
-        kinds=tuple(kind.strip() for kind in kinds.split(",")),
+        rule_types=tuple(kind.strip() for kind in rule_types.split(",")),
         documents=documents,
-        own=own,
+        self_generated_tokens=self_generated_tokens,
         seed=seed,
-        say=lambda line: print(line, file=sys.stderr),
+        log=lambda line: print(line, file=sys.stderr),
     )
-    path = serialization.save(found, jumps)
+    path = serialization.save_calibration(found, jumps)
     print_table(str(found), _rows(found), as_json=as_json)
     print(f"wrote {path}", file=sys.stderr)
 
@@ -194,10 +195,10 @@ def _rule(
     jumps = None
     if folder is not None:
         jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
-    if given is not None or folder is None or not (folder / serialization.NAME).is_file():
+    if given is not None or folder is None or not (folder / serialization.FILE_NAME).is_file():
         return jumps, given or "never", MAX_DRAFT_TOKENS
-    found = serialization.load(folder, model=model)
-    return jumps, found.lossless if verify else found.rule, found.unverified
+    found = serialization.load_calibration(folder, model=model)
+    return jumps, found.verified_exit if verify else found.exit, found.max_draft_tokens
 
 
 def _streamer(model: Model, prompts: int) -> Any:
@@ -215,7 +216,7 @@ def _record(prompts: list[str], made: Generated) -> dict[str, Any]:
         "texts": [
             {"prompt": prompt, "text": text, "ids": ids, "levels": levels}
             for prompt, text, ids, levels in zip(
-                prompts, made.text, made.ids, made.levels, strict=True
+                prompts, made.text, made.ids, made.exit_levels, strict=True
             )
         ],
         "blocks": made.n_blocks,
@@ -229,7 +230,7 @@ def _coloured(model: Model, made: Generated, row: int) -> str:
     """Tokens from green (left early) to grey (late); those of the whole model in the terminal's own colour."""
     tokenizer = model.tokenization.tokenizer
     pieces, before = [], ""
-    for end, level in enumerate(made.levels[row], start=1):
+    for end, level in enumerate(made.exit_levels[row], start=1):
         text = str(tokenizer.decode(made.ids[row][:end], skip_special_tokens=True))
         piece, before = text[len(before) :], text
         # Dark enough for a light terminal, light enough for a dark one.

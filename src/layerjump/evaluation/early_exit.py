@@ -21,8 +21,15 @@ from torch import Tensor
 
 from layerjump.errors import BadEvaluation
 from layerjump.generation.calibration import serialization
-from layerjump.generation.rules import Fixed, LevelReading, Never, Rule, levels_of, parse_rule
-from layerjump.generation.shortlist import shortlist_of
+from layerjump.generation.rules import (
+    ExitConfig,
+    Fixed,
+    LevelReading,
+    Never,
+    Rule,
+    checked_levels,
+    parse_rule,
+)
 from layerjump.interventions.linearize import linearize
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
@@ -34,13 +41,14 @@ from layerjump.models.structure import Site
 class TeacherForcedExit:
     """Reads states at the levels that a rule checks, and counts where positions left."""
 
-    def __init__(self, model: Model, jumps: Jumps | None, rule: Rule) -> None:
-        self.levels = levels_of(rule, model.n_blocks)
+    def __init__(self, model: Model, jumps: Jumps | None, exit: ExitConfig | Rule) -> None:
+        exit = ExitConfig.of(exit)
+        self.levels = checked_levels(exit.rule, model.n_blocks)
         self.left = [0] * (model.n_blocks + 1)
         """How many positions left at each level."""
-        self._lens, self._rule, self._last = Lens(model, jumps), rule, model.n_blocks
-        among = shortlist_of(rule)
-        self._early = None if among is None else Lens(among.model(model), jumps)
+        self._lens, self._rule, self._last = Lens(model, jumps), exit.rule, model.n_blocks
+        shortlist = exit.shortlist
+        self._early = None if shortlist is None else Lens(shortlist.restrict(model), jumps)
         self._rows = chunk_rows(model)
         if jumps is not None:
             jumps.to(model.device)
@@ -68,12 +76,12 @@ class TeacherForcedExit:
             state = at[Site(level)][rows]
             seen = self._early or self._lens
             look = LevelReading(level, state, position[rows], seen.logits, earlier)
-            stops = self._rule.stops(look)
+            stops = self._rule.should_exit(look)
             if bool(stops.any()):
                 self.left[level] += int(stops.sum())
                 logits = self._lens.logits(level, state) if self._early else look.logits
                 yield rows[stops], logits[stops]
-            earlier += (look.top,) if look.predicted else ()
+            earlier += (look.top_token,) if look.has_logits else ()
             rows, earlier = rows[~stops], tuple(top[~stops] for top in earlier)
             if not len(rows):
                 return
@@ -87,7 +95,7 @@ class ModelVariant:
     """Jumps, and what they are for: an exit rule, or parts of blocks. Without either it is the model as it is."""
 
     jumps: Jumps | None = None
-    rule: Rule = Never()
+    rule: ExitConfig | Rule = Never()
     parts: str | None = None
     blocks: tuple[int, ...] | None = None
 
@@ -109,7 +117,7 @@ def make_variant(
     model: Model,
     *,
     jumps: str | Path | Jumps | None = None,
-    exit: str | Rule | None = None,
+    exit: str | ExitConfig | Rule | None = None,
     level: int | None = None,
     parts: str | None = None,
     blocks: str | None = None,
@@ -168,9 +176,9 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _calibrated(folder: Path | None, model: Model) -> Rule:
-    if folder is None or not (folder / serialization.NAME).is_file():
+def _calibrated(folder: Path | None, model: Model) -> ExitConfig:
+    if folder is None or not (folder / serialization.FILE_NAME).is_file():
         raise BadEvaluation(
             "jumps were given, but neither an exit rule nor parts to replace, and none was calibrated; give one"
         )
-    return serialization.load(folder, model=model).rule
+    return serialization.load_calibration(folder, model=model).exit

@@ -1,8 +1,4 @@
-"""generate() and early_exit(): generation with early exit.
-
-Settings of generation that cannot be had with early exit, or not at all: each is an error of its own.
-
-Generation that stops early: as a function, and as a custom generation function of Hugging Face.
+"""Generation with early exit, as a function and as a custom generation function for Hugging Face.
 
 lj.generate(model, jumps, "Once upon a time", exit="gap:0.9")
 hf.generate(**inputs, custom_generate=lj.early_exit(jumps, "gap:0.9"), max_new_tokens=40)
@@ -12,74 +8,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from layerjump.errors import BadExit
-from layerjump.generation.block_runner import Runner
-from layerjump.generation.loop import Choice, Climber, Texts, Verified, filler, write
-from layerjump.generation.packed_cpu import blocks_of, with_lean_head
-from layerjump.generation.result import Counts, Generated
-from layerjump.generation.rules import Drafting, Rule, levels_of, parse_rule
-from layerjump.generation.shortlist import shortlist_of
+from layerjump.errors import BadExit, argument
+from layerjump.generation.block_runner import BlockRunner
+from layerjump.generation.kv_cache import CacheKind
+from layerjump.generation.loop import Counts, Decoder, Sequences
+from layerjump.generation.packed_cpu import choose_blocks
+from layerjump.generation.rules import ExitConfig, Rule, checked_levels
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.serialization import check_model
-from layerjump.lens.lens import Lens
 from layerjump.models.model import Model, require_model
 
-
-def check_ranges(generation: Mapping[str, Any]) -> None:
-    """Numbers out of range, before Hugging Face meets them."""
-    new, temperature, top_p = (
-        generation.get(name) for name in ("max_new_tokens", "temperature", "top_p")
-    )
-    if new is not None and new < 1:
-        raise BadExit(f"max_new_tokens given is {new}; give 1 or more")
-    if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
-        raise BadExit(f"the temperature given is {temperature:g}; give more than 0")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise BadExit(f"top_p given is {top_p:g}; give more than 0 and at most 1")
-
-
-def check_room(model: Model, prompt: int, most: int) -> None:
-    """A table of positions has an end; families that compute positions may go on behind it."""
-    tables = [module for module in model.stack.modules() if isinstance(module, nn.Embedding)]
-    learned = any(table is not model.hf.get_input_embeddings() for table in tables)
-    if learned and most > model.max_positions:
-        raise BadExit(
-            f"{most - prompt:,} more tokens were asked for, but {model.name} has {model.max_positions:,} positions, "
-            f"and the prompt takes {prompt:,}; ask for fewer, or shorten the prompt"
-        )
-
-
-def refuse_unsupported(config: GenerationConfig, given: Mapping[str, Any]) -> None:
-    """What early exit cannot do is an error, not something else that is done instead."""
-    reasons = {
-        f"num_beams is {config.num_beams}; give 1": (config.num_beams or 1) > 1,
-        "use_cache is off; leave it on": not given.get("use_cache", True),
-        "inputs_embeds were given; give input_ids": given.get("inputs_embeds") is not None,
-        "a cache with tokens in it was given; give none": _holds_tokens(given),
-        "scores, logits, attentions or hidden states were asked for; ask for the tokens alone": any(
-            getattr(config, f"output_{name}")
-            for name in ("scores", "logits", "attentions", "hidden_states")
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise BadExit(f"early exit does not go with these settings: {reason}")
-
-
-def _holds_tokens(given: Mapping[str, Any]) -> bool:
-    cache = given.get("past_key_values")
-    return cache is not None and int(cache.get_seq_length()) > 0
-
-
-CacheKind = Literal["exact", "jump", "copy"]
 MAX_DRAFT_TOKENS = 4
+"""Drafts that may wait for verification unless a calibration says otherwise."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Generated texts. Lists have one entry per prompt."""
+
+    text: list[str]
+    """The text added to each prompt; empty strings where the model has no tokenizer."""
+    ids: list[list[int]]
+    """The new tokens, with an end-of-text token but without padding."""
+    exit_levels: list[list[int]]
+    """The level at which each new token exited: L where the full model ran."""
+    n_blocks: int
+    counts: Counts
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of new tokens."""
+        return sum(map(len, self.ids))
+
+    @property
+    def blocks_saved(self) -> float:
+        """The share of blocks that tokens did not wait for: 1 − mean exit level / L.
+
+        With the `exact` cache most of these blocks run later, together with another token's.
+        """
+        levels = [level for row in self.exit_levels for level in row]
+        return 1 - sum(levels) / (len(levels) * self.n_blocks) if levels else 0.0
+
+    @property
+    def agreement(self) -> float | None:
+        """The share of drafts that the full model accepted; None without `verify` or without drafts."""
+        return self.counts.accepted / self.counts.drafts if self.counts.drafts else None
+
+    def __repr__(self) -> str:
+        seconds = sum(self.counts.seconds.values())
+        return (
+            f"Generated({self.n_tokens} tokens, {self.blocks_saved:.0%} of blocks not waited for, "
+            f"{self.n_tokens / seconds if seconds else 0:.1f} tokens/s)"
+        )
 
 
 def generate(
@@ -87,92 +75,98 @@ def generate(
     jumps: Jumps | None,
     prompts: str | Sequence[str] | Mapping[str, Tensor],
     *,
-    exit: Rule | str = "never",
+    exit: ExitConfig | Rule | str = "never",
     verify: bool = False,
     cache: CacheKind = "exact",
-    unverified: int = MAX_DRAFT_TOKENS,
+    max_draft_tokens: int = MAX_DRAFT_TOKENS,
     streamer: Any = None,
     **generation: Any,
 ) -> Generated:
-    """Go on with prompts, each token leaving at the first level where the exit rule is satisfied.
+    """Continue prompts; each token exits at the first level where the exit rule fires.
 
-    `jumps` read the levels (None: they are read as they stand). With `verify` the text is the full model's own: at
-    most `unverified` tokens that left early stand before it looks. `cache` says what skipped blocks keep of a token:
-    its own keys and values, computed later (`exact`); those of a state predicted by a jump (`jump`); those of the
-    state it left with (`copy`). Prompts are texts, or left-padded `input_ids` and `attention_mask`; all other settings
-    are `model.generate`'s (max_new_tokens, do_sample, temperature, generation_config, stopping_criteria …).
-    A `streamer` is Hugging Face's; where it has a method `left`, that is told before each `put` at which levels the
-    tokens left: a list with one level a row, None for a row that has ended.
+    `prompts` are texts, or left-padded `input_ids` with their `attention_mask`. `jumps` map the levels' states to
+    level L before they are unembedded; None reads them as they are (the logit lens).
+
+    `exit` is a rule, its short name (gap:0.9, fixed:20, …) or a calibrated configuration. With `verify` the text is
+    the full model's own: tokens that exit early are drafts, and at most `max_draft_tokens` of them wait for
+    verification. `cache` chooses the keys and values of a token in the blocks that it skipped: its own, computed
+    later (`exact`), those of a state predicted by a jump (`jump`), or those of its state at the exit level (`copy`).
+
+    A `streamer` is Hugging Face's. If it has a method `put_exit_levels`, that is called before each `put` with a list
+    of the tokens' exit levels, one per row, None for a row that has ended. All other keywords are those of
+    `model.generate`: max_new_tokens, do_sample, temperature, generation_config, stopping_criteria, …
     """
     require_model(model)
     check_ranges(generation)
     if isinstance(prompts, str | Sequence):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
-            raise BadExit("no prompt was given; give at least one")
+            raise BadExit(f"{argument('prompts')} is empty; give at least one prompt")
         prompts = model.tokenization.generation_inputs(texts)
         generation.setdefault("pad_token_id", model.tokenization.pad)
-    how = EarlyExit(
-        jumps,
-        exit,
-        verify=verify,
-        cache=cache,
-        unverified=unverified,
-        streamer=streamer,
-        model=model,
-    )
-    inputs = {name: given.to(model.device) for name, given in prompts.items()}
+    settings = _Settings(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer)
+    custom_generate = EarlyExit(settings, model)
+    inputs = {name: tensor.to(model.device) for name, tensor in prompts.items()}
     hf: Any = model.hf
-    hf.generate(**inputs, custom_generate=how, **generation)
-    assert how.result is not None
-    return how.result
+    hf.generate(**inputs, custom_generate=custom_generate, **generation)
+    assert custom_generate.result is not None
+    return custom_generate.result
 
 
 def early_exit(
     jumps: Jumps | None,
-    exit: Rule | str = "never",
+    exit: ExitConfig | Rule | str = "never",
     *,
     verify: bool = False,
     cache: CacheKind = "exact",
-    unverified: int = MAX_DRAFT_TOKENS,
+    max_draft_tokens: int = MAX_DRAFT_TOKENS,
     streamer: Any = None,
 ) -> EarlyExit:
     """A custom generation function: `hf.generate(…, custom_generate=lj.early_exit(jumps, exit))`.
 
-    The settings are those of `lj.generate`. Hugging Face hands custom functions neither a streamer nor a tokenizer:
-    give the streamer here, and stop strings as a `stopping_criteria`. After a call, `result` says what was done.
+    The settings are those of `lj.generate`. Hugging Face passes neither its streamer nor its tokenizer to custom
+    functions: give the streamer here, and stop strings as a `stopping_criteria`. After a call, `result` holds the
+    `Generated`.
     """
     return EarlyExit(
-        jumps, exit, verify=verify, cache=cache, unverified=unverified, streamer=streamer
+        _Settings(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer)
     )
 
 
-class EarlyExit:
-    """What `early_exit` makes. It keeps the result of its last call."""
+@dataclass(frozen=True)
+class _Settings:
+    """The settings that `generate` and `early_exit` share, checked."""
 
-    def __init__(
-        self,
-        jumps: Jumps | None,
-        exit: Rule | str,
-        *,
-        verify: bool,
-        cache: CacheKind,
-        unverified: int,
-        streamer: Any,
-        model: Model | None = None,
-    ) -> None:
-        if cache not in get_args(CacheKind):
-            raise BadExit(f"the cache given is {cache!r}; give {', '.join(get_args(CacheKind))}")
-        if verify and cache != "exact":
+    jumps: Jumps | None
+    exit: ExitConfig
+    verify: bool
+    cache: CacheKind
+    max_draft_tokens: int
+    streamer: Any
+
+    def __post_init__(self) -> None:
+        if self.cache not in get_args(CacheKind):
             raise BadExit(
-                f"verify needs the full model's own keys and values, but the cache given is {cache!r}; give exact"
+                f"{argument('cache')} must be one of {', '.join(get_args(CacheKind))}, got {self.cache!r}"
             )
-        if unverified < 1:
-            raise BadExit(f"unverified given is {unverified}; give 1 or more")
-        self.rule = parse_rule(exit) if isinstance(exit, str) else exit
+        if self.verify and self.cache != "exact":
+            raise BadExit(
+                f"{argument('verify')} needs the full model's keys and values, but {argument('cache')} is "
+                f"{self.cache!r}; use {argument('cache', 'exact')}"
+            )
+        if self.max_draft_tokens < 1:
+            raise BadExit(
+                f"{argument('max_draft_tokens')} must be 1 or more, got {self.max_draft_tokens}"
+            )
+
+
+class EarlyExit:
+    """A custom generation function of `transformers`; made by `early_exit`."""
+
+    def __init__(self, settings: _Settings, model: Model | None = None) -> None:
+        self.settings = settings
         self.result: Generated | None = None
-        self._jumps, self._verify, self._cache = jumps, verify, cache
-        self._unverified, self._streamer = unverified, streamer
+        """The outcome of the last call."""
         self._model = model
         if model is not None:
             self._check(model)
@@ -185,90 +179,129 @@ class EarlyExit:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,
-        **given: Any,
+        **model_kwargs: Any,
     ) -> Any:
-        """What `model.generate` calls, when its own preparations are done."""
-        bound = self._bind(model)
-        refuse_unsupported(generation_config, given)
-        check_room(bound, input_ids.shape[1], stopping_criteria.max_length)
-        counts = Counts()
-        ends = generation_config._eos_token_tensor
-        pad = generation_config._pad_token_tensor
-        texts = Texts(
+        """Generate; `model.generate` calls this after its own preparations."""
+        if self._model is None or self._model.hf is not model:
+            self._model = Model.wrap(model)
+            self._check(self._model)
+        _check_supported(generation_config, model_kwargs)
+        _check_length(self._model, input_ids.shape[1], stopping_criteria.max_length)
+        settings, config = self.settings, generation_config
+        eos, pad = config._eos_token_tensor, config._pad_token_tensor
+        sequences = Sequences(
             input_ids,
             stopping_criteria,
             pad=None if pad is None else int(pad),
-            ends=frozenset() if ends is None else frozenset(ends.reshape(-1).tolist()),
-            streamer=self._streamer,
+            eos_tokens=frozenset() if eos is None else frozenset(eos.reshape(-1).tolist()),
+            streamer=settings.streamer,
         )
-        climber = self._climber(bound, input_ids, given, counts)
-        choice = Choice(logits_processor, sample=bool(generation_config.do_sample))
-        if self._verify:
-            least = self.rule.least if isinstance(self.rule, Drafting) else 0.0
-            loop = Verified(texts, climber, choice, counts, most=self._unverified, least=least)
-            loop.write(stopping_criteria.max_length)
+        decoder = Decoder(
+            self._model,
+            settings.jumps,
+            settings.exit,
+            _make_runner(self._model, input_ids, model_kwargs),
+            sequences,
+            logits_processor,
+            do_sample=bool(config.do_sample),
+        )
+        if settings.verify:
+            decoder.decode_verified(settings.max_draft_tokens, stopping_criteria.max_length)
         else:
-            fill = filler(self._cache, self._jumps, climber.runner, self.rule)
-            write(texts, climber, choice, counts, fill)
-        self.result = _result(bound, texts, counts)
-        if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=texts.result())  # type: ignore[arg-type]
-        return texts.result()
-
-    def _climber(
-        self, model: Model, ids: Tensor, given: Mapping[str, Any], counts: Counts
-    ) -> Climber:
-        mask = given.get("attention_mask")
-        if mask is not None and bool(mask.all()):
-            mask = None  # attention without a mask is faster
-        position = given.get("position_ids")
-        if position is None:  # families without positions of their own
-            whole = torch.ones_like(ids) if mask is None else mask
-            position = (whole.long().cumsum(-1) - 1).clamp_min(0)
-        runner = Runner(blocks_of(model), model.hf.config, mask, position, counts)
-        lens = Lens(with_lean_head(model), self._jumps)
-        among = shortlist_of(self.rule)
-        early = None if among is None else Lens(among.model(model), self._jumps)
-        return Climber(lens, self.rule, runner, counts, among, early)
-
-    def _bind(self, hf: PreTrainedModel) -> Model:
-        if self._model is None or self._model.hf is not hf:
-            self._model = Model.wrap(hf)
-            self._check(self._model)
-        return self._model
+            decoder.decode(settings.cache)
+        self.result = _result(self._model, sequences, decoder.counts)
+        ids = sequences.padded()
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
+        return ids
 
     def _check(self, model: Model) -> None:
+        """Refuse a model that cannot decode with these settings."""
         if model.task != "causal":
             raise BadExit(
-                f"{model.name} is a {model.task} model, but only decoders can generate with early exit; give a "
-                f"causal language model"
+                f"early exit needs a causal language model, but {model.name} is a {model.task} model"
             )
         model.require_predictions()
-        levels_of(self.rule, model.n_blocks)
-        if (among := shortlist_of(self.rule)) is not None:
-            among.check(model)
-        if self._jumps is not None:
-            check_model(self._jumps, model, allow_other_weights=self._jumps.used_on is not None)
-            self._jumps.to(model.device)
+        jumps, exit = self.settings.jumps, self.settings.exit
+        checked_levels(exit.rule, model.n_blocks)
+        if exit.shortlist is not None:
+            exit.shortlist.check(model)
+        if jumps is not None:
+            check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
+            jumps.to(model.device)
 
 
-def _result(model: Model, texts: Texts, counts: Counts) -> Generated:
-    rows = range(len(texts.ids))
-    ids = [texts.new(row) for row in rows]
-    levels = [
-        [texts.levels[row][texts.prompt + place] for place in range(len(ids[row]))] for row in rows
+def check_ranges(generation: Mapping[str, Any]) -> None:
+    """Refuse values out of range among the keywords of `model.generate`."""
+    new_tokens, temperature, top_p = (
+        generation.get(name) for name in ("max_new_tokens", "temperature", "top_p")
+    )
+    if new_tokens is not None and new_tokens < 1:
+        raise BadExit(f"{argument('max_new_tokens')} must be 1 or more, got {new_tokens}")
+    if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
+        raise BadExit(f"{argument('temperature')} must be more than 0, got {temperature:g}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise BadExit(f"{argument('top_p')} must be more than 0 and at most 1, got {top_p:g}")
+
+
+def _check_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what early exit cannot do, rather than do something else."""
+    cache = model_kwargs.get("past_key_values")
+    outputs = ("scores", "logits", "attentions", "hidden_states")
+    unsupported = {
+        f"num_beams={config.num_beams}; use 1": (config.num_beams or 1) > 1,
+        "use_cache=False; leave it on": not model_kwargs.get("use_cache", True),
+        "inputs_embeds; give input_ids": model_kwargs.get("inputs_embeds") is not None,
+        "past_key_values that hold tokens; give none": cache is not None
+        and int(cache.get_seq_length()) > 0,
+        f"output_{', output_'.join(outputs)}; it returns tokens alone": any(
+            getattr(config, f"output_{name}") for name in outputs
+        ),
+    }
+    for setting, is_used in unsupported.items():
+        if is_used:
+            raise BadExit(f"early exit does not support {setting}")
+
+
+def _check_length(model: Model, prompt_length: int, max_length: int) -> None:
+    """Refuse to run past a table of learned positions; families that compute positions may exceed their maximum."""
+    tables = [module for module in model.stack.modules() if isinstance(module, nn.Embedding)]
+    learned = any(table is not model.hf.get_input_embeddings() for table in tables)
+    if learned and max_length > model.max_positions:
+        raise BadExit(
+            f"{max_length - prompt_length:,} new tokens do not fit: {model.name} has {model.max_positions:,} "
+            f"positions, and the prompt takes {prompt_length:,}; lower {argument('max_new_tokens')} or shorten it"
+        )
+
+
+def _make_runner(model: Model, ids: Tensor, model_kwargs: Mapping[str, Any]) -> BlockRunner:
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and bool(mask.all()):
+        mask = None  # attention without a mask is faster
+    positions = model_kwargs.get("position_ids")
+    if positions is None:  # families without a position_ids argument
+        attended = torch.ones_like(ids) if mask is None else mask
+        positions = (attended.long().cumsum(-1) - 1).clamp_min(0)
+    return BlockRunner(choose_blocks(model), model.hf.config, mask, positions)
+
+
+def _result(model: Model, sequences: Sequences, counts: Counts) -> Generated:
+    prompts = sequences.ids[:, : sequences.prompt_length].tolist()
+    ids = [sequences.new_tokens(row) for row in range(len(prompts))]
+    exit_levels = [
+        [levels[sequences.prompt_length + index] for index in range(len(new))]
+        for levels, new in zip(sequences.exit_levels, ids, strict=True)
     ]
-    prompts = texts.ids[:, : texts.prompt].tolist()
-    said = [_added(model, prompt, row) for prompt, row in zip(prompts, ids, strict=True)]
-    return Generated(said, ids, levels, model.n_blocks, counts)
+    texts = [_decode_new(model, prompt, new) for prompt, new in zip(prompts, ids, strict=True)]
+    return Generated(texts, ids, exit_levels, model.n_blocks, counts)
 
 
-def _added(model: Model, prompt: list[int], ids: list[int]) -> str:
-    """What new tokens add to a prompt's text; alone, some tokenizers would drop their first blank."""
+def _decode_new(model: Model, prompt: list[int], new: list[int]) -> str:
+    """The text that new tokens add to a prompt. Decoded alone, some tokenizers would drop their first blank."""
     if model.tokenizer is None:
         return ""
-    before, whole, alone = (
-        str(model.tokenizer.decode(each, skip_special_tokens=True))
-        for each in (prompt, prompt + ids, ids)
+    before, full, alone = (
+        str(model.tokenizer.decode(ids, skip_special_tokens=True))
+        for ids in (prompt, prompt + new, new)
     )
-    return whole[len(before) :] if whole.startswith(before) else alone
+    return full[len(before) :] if full.startswith(before) else alone

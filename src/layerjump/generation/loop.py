@@ -1,450 +1,472 @@
-"""The decoding loops: early exit, and verified drafts.
+"""The decoding loop: prefill, decode step, draft, verify, accept or reject, roll back, stream.
 
-From logits to tokens: Hugging Face's processors, the best token or a draw, and a draft held against the truth.
+`decode` makes every token final at once, wherever it exits. `decode_verified` treats tokens that exit early as
+drafts: when a token reaches level L, or enough drafts wait, the full model checks them all in one pass through the
+remaining blocks. The first rejected draft is replaced and the tokens after it are rolled back.
 
-Growing texts: which tokens are decided, which rows are finished, what the streamer has been given.
-
-One step of generation: the newest token of every row goes up, block by block, until the rule lets all rows stop.
-
-The two loops that write text: with every token final at once, or held against the full model first.
+In shapes, `rows` are the sequences of the batch, `T` the tokens so far and `V` the vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadJumps
-from layerjump.generation.block_runner import Runner
-from layerjump.generation.result import Counts
-from layerjump.generation.rules import LevelReading, Rule, levels_of
-from layerjump.generation.shortlist import ShortlistRule
+from layerjump.errors import BadJumps, argument
+from layerjump.generation.block_runner import BlockRunner
+from layerjump.generation.kv_cache import CacheKind
+from layerjump.generation.packed_cpu import pack_unembedding
+from layerjump.generation.rules import ExitConfig, LevelReading, checked_levels
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.lens.lens import Lens
+from layerjump.models.model import Model
 from layerjump.models.structure import Site
 
 Processors = Callable[[Tensor, Tensor], Tensor]
 """(ids so far, scores) → scores: a `LogitsProcessorList`."""
-NEAR = 1e-4
-"""Two best logits closer than this may change places with the rounding of a product."""
+StoppingCriteria = Callable[[Tensor, Any], Tensor]
+"""(ids so far, scores) → which rows end: a `StoppingCriteriaList`."""
+NEAR_TIE = 1e-4
+"""The difference between the two largest logits below which rounding may decide between them."""
+ACCEPTANCE_WINDOW = 16
+"""Drafts over which the acceptance rate is measured."""
+PAUSE = 64
+"""Tokens without drafts after an acceptance rate below the minimum."""
 
 
-class Choice:
-    """How the next token is chosen, as `model.generate` does it."""
+@dataclass
+class Counts:
+    """The work of one generation, prompt included."""
 
-    def __init__(self, processors: Processors, *, sample: bool) -> None:
-        self._processors = processors
-        self.sample = sample
+    block_runs: int = 0
+    """Calls of a block, on any number of tokens."""
+    block_tokens: int = 0
+    """Tokens run through blocks, summed over blocks."""
+    wasted_tokens: int = 0
+    """Of these, tokens that had exited but ran along because another row of their batch went deeper."""
+    filled_blocks: int = 0
+    """Blocks whose keys and values were computed from a predicted or copied state."""
+    unembeddings: int = 0
+    """Products with the full unembedding, of any number of tokens."""
+    shortlist_unembeddings: int = 0
+    """Products with the unembedding of a shortlist."""
+    probe_evaluations: int = 0
+    drafts: int = 0
+    """Tokens that exited early and were then verified by the full model."""
+    accepted: int = 0
+    """Drafts that the full model confirmed."""
+    rollbacks: int = 0
+    """Times that tokens were dropped from the KV cache."""
+    near_ties: int = 0
+    """Verified tokens whose two largest logits differ by less than 1e-4, where rounding decides."""
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("blocks", "unembeddings", "rules", "rest"), 0.0)
+    )
+    """Wall-clock time by part."""
 
-    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Scores of the next token of texts, (rows, vocabulary)."""
-        # Hugging Face chooses in float32 too. Processors may write into what they are given.
-        return self._processors(ids, logits.to(torch.float32, copy=True))
+    def __post_init__(self) -> None:
+        self._since = time.perf_counter()
 
-    def draw(self, scores: Tensor) -> Tensor:
-        """The best token, or one drawn at random, of every row."""
-        if not self.sample:
-            return scores.argmax(-1)
-        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
-
-    def settle(self, scores: Tensor, draft: Tensor, drafted_from: Tensor | None) -> Tensor:
-        """The full model's token, given a draft: the draft itself wherever it may stay.
-
-        Sampling accepts a draft x, drawn from q, with probability min(1, p(x)/q(x)), and else draws from (p − q)₊: the
-        outcome is distributed as p, whatever q was.
-        """
-        if not self.sample:
-            return scores.argmax(-1)
-        assert drafted_from is not None
-        p, q, at = scores.softmax(-1), drafted_from, draft[:, None]
-        kept = torch.rand_like(p[:, 0]) * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0]
-        rest = (p - q).clamp_min(0)
-        # Where p = q nothing is left over, and nothing is ever rejected; the draw needs some weight all the same.
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-        return torch.where(kept, draft, torch.multinomial(rest, 1)[:, 0])
-
-
-def near_tie(scores: Tensor) -> Tensor:
-    """Whether the two best are too close for rounding, (rows,)."""
-    two = scores.topk(2).values
-    return two[:, 0] - two[:, 1] < NEAR
-
-
-Stops = Callable[[Tensor, Any], Tensor]
-"""(ids so far, scores) → which rows are finished: a `StoppingCriteriaList`."""
+    def record_time(self, part: str, unembedding_seconds: float = 0.0) -> None:
+        """Add the time since the last call to a part, less what of it went into unembeddings."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._since - unembedding_seconds
+        self.seconds["unembeddings"] += unembedding_seconds
+        self._since = now
 
 
-class Texts:
-    """The rows of a batch. A token is *known* once nothing can change it any more.
+class Sequences:
+    """The rows of a batch: their tokens, which of these are final, and where each row ends.
 
-    Without verification that is at once. With it, rows may be known to different lengths: after a disagreement all go
-    back to the shortest, and the others say again what they already know.
+    A token is final once nothing can change it: at once without verification, else when the full model has confirmed
+    it. After a rejected draft all rows roll back to the shortest final length; the others replay their final tokens.
     """
 
     def __init__(
-        self, prompt: Tensor, stops: Stops, *, pad: int | None, ends: frozenset[int], streamer: Any
+        self,
+        prompt: Tensor,
+        stopping_criteria: StoppingCriteria,
+        *,
+        pad: int | None,
+        eos_tokens: frozenset[int],
+        streamer: Any,
     ) -> None:
-        self.ids = prompt
-        self.prompt = prompt.shape[1]
-        rows = len(prompt)
-        self.known = [self.prompt] * rows
-        self.levels: list[dict[int, int]] = [{} for _ in range(rows)]
-        """The level at which the token of a column left."""
-        self.ended: list[int | None] = [None] * rows
-        """The column of each row's last token."""
-        self.ends = ends
-        """Tokens that end a text."""
-        self._pad, self._stops, self._streamer = pad, stops, streamer
-        self._streamed = self.prompt
+        self.ids = prompt  # (rows, T)
+        self.prompt_length = prompt.shape[1]
+        self.eos_tokens = eos_tokens
+        self.final_lengths = [self.prompt_length] * len(prompt)
+        self.exit_levels: list[dict[int, int]] = [{} for _ in prompt]
+        """For each row: column → the level at which its token exited."""
+        self.last_columns: list[int | None] = [None] * len(prompt)
+        """For each row: the column of its last token, once it has ended."""
+        self._stopping_criteria, self._pad, self._streamer = stopping_criteria, pad or 0, streamer
+        self._n_streamed = self.prompt_length
         if streamer is not None:
             streamer.put(prompt.cpu())
 
     @property
-    def idle(self) -> list[bool]:
-        """Rows that need no more tokens. Where nothing ends a text, Hugging Face goes on until all rows are done."""
-        return [bool(self.ends) and end is not None for end in self.ended]
+    def finished(self) -> list[bool]:
+        """Rows that need no more tokens. Without end-of-text tokens Hugging Face continues until all rows end."""
+        return [bool(self.eos_tokens) and last is not None for last in self.last_columns]
 
     @property
-    def shortest(self) -> int:
-        """How many tokens all rows that go on are known to."""
-        going = [known for known, idle in zip(self.known, self.idle, strict=True) if not idle]
-        return min(going, default=self.width)
+    def final_length(self) -> int:
+        """Tokens that are final in every unfinished row."""
+        rows = zip(self.final_lengths, self.finished, strict=True)
+        return min((length for length, finished in rows if not finished), default=self.width)
 
     @property
     def width(self) -> int:
-        """One more than the last column that any row has ended at so far."""
-        return max((end + 1 for end in self.ended if end is not None), default=self.prompt)
+        """One more than the last column that any row has ended at."""
+        ends = (last + 1 for last in self.last_columns if last is not None)
+        return max(ends, default=self.prompt_length)
 
     @property
     def done(self) -> bool:
-        return all(end is not None for end in self.ended) and self.shortest >= self.width
+        """Whether every row has ended and is final."""
+        return None not in self.last_columns and self.final_length >= self.width
 
-    def busy(self, column: int) -> Tensor:
-        """Rows whose token of this column is still to be decided, (rows,) booleans."""
-        wanted = [
-            not idle and known <= column for idle, known in zip(self.idle, self.known, strict=True)
-        ]
-        return torch.tensor(wanted, device=self.ids.device)
+    def open_rows(self, column: int) -> Tensor:
+        """Rows whose token in this column is still to be decided, (rows,) booleans."""
+        rows = zip(self.finished, self.final_lengths, strict=True)
+        undecided = [not finished and length <= column for finished, length in rows]
+        return torch.tensor(undecided, device=self.ids.device)
 
-    def put(self, column: int, tokens: Tensor, rows: Tensor, levels: list[int]) -> None:
-        """Write tokens into a column, for some rows; idle rows get padding."""
+    def write(self, column: int, tokens: Tensor, rows: Tensor, levels: list[int]) -> None:
+        """Write tokens, (rows,), into a column of the selected rows; the others get padding."""
         if column == self.ids.shape[1]:
-            blank = self.ids.new_full((len(self.ids), 1), self._pad or 0)
-            self.ids = torch.cat([self.ids, blank], 1)
+            padding = self.ids.new_full((len(self.ids), 1), self._pad)
+            self.ids = torch.cat([self.ids, padding], 1)
         self.ids[:, column] = torch.where(rows, tokens, self.ids[:, column])
         for row in rows.nonzero()[:, 0].tolist():
-            self.levels[row][column] = levels[row]
+            self.exit_levels[row][column] = levels[row]
 
-    def fix(self, column: int, rows: Tensor, scores: Tensor) -> None:
-        """These rows' tokens of this column are known now; see which rows end with them."""
-        ended = self._stops(self.ids[:, : column + 1], scores)
+    def finalize(self, column: int, rows: Tensor, scores: Tensor) -> None:
+        """Make the selected rows' tokens in this column final, and end the rows that meet a stopping criterion."""
+        ended = self._stopping_criteria(self.ids[:, : column + 1], scores)
         for row in rows.nonzero()[:, 0].tolist():
-            self.known[row] = column + 1
-            if bool(ended[row]) and self.ended[row] is None:
-                self.ended[row] = column
+            self.final_lengths[row] = column + 1
+            if bool(ended[row]) and self.last_columns[row] is None:
+                self.last_columns[row] = column
 
     def stream(self) -> None:
-        """Give the streamer the columns that all rows are known to; one that has `left` hears the levels first."""
+        """Pass the streamer the columns that are final in every row, each after its exit levels."""
         if self._streamer is None:
             return
-        left = getattr(self._streamer, "left", None)
-        for column in range(self._streamed, self.shortest):
-            if left is not None:
-                left([levels.get(column) for levels in self.levels])
-            self._streamer.put(self.result(column + 1)[:, column].cpu())
-        self._streamed = max(self._streamed, self.shortest)
+        put_exit_levels = getattr(self._streamer, "put_exit_levels", None)
+        for column in range(self._n_streamed, self.final_length):
+            if put_exit_levels is not None:
+                put_exit_levels([levels.get(column) for levels in self.exit_levels])
+            self._streamer.put(self.padded(column + 1)[:, column].cpu())
+        self._n_streamed = max(self._n_streamed, self.final_length)
         if self.done:
             self._streamer.end()
 
-    def result(self, width: int | None = None) -> Tensor:
-        """The texts so far, padded behind rows that ended."""
+    def padded(self, width: int | None = None) -> Tensor:
+        """The sequences so far, (rows, width), with padding after the rows that have ended."""
         ids = self.ids[:, : self.width if width is None else width].clone()
-        for row, end in enumerate(self.ended):
-            if self.idle[row] and end is not None:
-                ids[row, end + 1 :] = self._pad or 0
+        for row, last in enumerate(self.last_columns):
+            if self.finished[row] and last is not None:
+                ids[row, last + 1 :] = self._pad
         return ids
 
-    def new(self, row: int) -> list[int]:
+    def new_tokens(self, row: int) -> list[int]:
         """A row's new tokens, without padding."""
-        end = self.ended[row]
-        stop = self.width if end is None or not self.idle[row] else end + 1
-        return self.ids[row, self.prompt : stop].tolist()
+        last = self.last_columns[row]
+        end = self.width if last is None or not self.finished[row] else last + 1
+        return self.ids[row, self.prompt_length : end].tolist()
 
 
 @dataclass(frozen=True)
-class Climb:
-    """How far one step went."""
+class Step:
+    """The result of one decode step."""
 
     level: int
     """The deepest level that any row reached."""
     states: Tensor
-    """What left the last block that was run, (rows, tokens, d); the newest token is the last."""
-    left: list[int]
-    """The level at which each row's token left."""
-    logits: Tensor | None
-    """Of the rows that left early, (rows, vocabulary); None if none did."""
+    """The states at that level, (rows, tokens, d_model); the newest token is the last."""
+    exit_levels: list[int]
+    """The exit level of each row's newest token."""
+    early_logits: Tensor | None
+    """The logits of the rows that exited early, (rows, V); None if none did."""
 
 
-class Climber:
-    """Runs blocks and asks the rule."""
-
-    def __init__(
-        self,
-        lens: Lens,
-        rule: Rule,
-        runner: Runner,
-        counts: Counts,
-        among: ShortlistRule | None = None,
-        early: Lens | None = None,
-    ) -> None:
-        self.runner = runner
-        self._lens, self._rule, self._counts = lens, rule, counts
-        self._among, self._early = among, early
-        """A shortlist, and what reads it."""
-        self._checks = frozenset(levels_of(rule, runner.n_blocks))
-
-    def climb(self, ids: Tensor, idle: Tensor, *, may_leave: bool = True) -> Climb:
-        """Feed the texts' new tokens, and go to where every row that is not idle may stop, or to level L."""
-        last = self.runner.n_blocks
-        states, logits = self.runner.feed(ids), None
-        stopped, left = idle, [last] * len(ids)
-        alone = len(ids) == 1
-        earlier: tuple[Tensor, ...] = ()
-        position = self.runner.position.expand(len(ids)) if may_leave and self._checks else None
-        for level in range(last):
-            if position is not None and level in self._checks:
-                self._counts.lap("blocks")
-                look = LevelReading(level, states[:, -1], position, self._look, earlier)
-                stops = self._rule.stops(look)
-                self._counts.gates += look.gates
-                if not alone:
-                    stops = stops & ~stopped
-                if bool(stops if alone else stops.any()):
-                    logits = _merged(logits, self._of_all_tokens(look.logits), stops)
-                    stopped = stopped | stops
-                    for row in stops.nonzero()[:, 0].tolist():
-                        left[row] = level
-                if look.predicted:
-                    earlier += (look.top,)
-                self._counts.lap("rules")
-                if logits is not None and bool(stopped.all()):
-                    return Climb(level, states, left, logits)
-            self._counts.lost += len(left) - left.count(last)
-            states = self.runner.up(level + 1)
-        self._counts.lap("blocks")
-        return Climb(last, states, left, logits)
-
-    def rest(self, level: int) -> Tensor:
-        """Take all that waits from this level up to level L; the states that arrive there."""
-        for block in range(level + 1, self.runner.n_blocks + 1):
-            states = self.runner.up(block)
-        self._counts.lap("blocks")
-        return states
-
-    def _look(self, level: int, states: Tensor) -> Tensor:
-        """What a rule sees of a level: logits of the shortlist where there is one."""
-        if self._early is None:
-            return self.read(level, states)
-        self._counts.lap("rules")
-        self._counts.short_heads += 1
-        logits = self._early.logits(level, states)
-        self._counts.lap("heads")
-        return logits
-
-    def _of_all_tokens(self, logits: Tensor) -> Tensor:
-        if self._among is None:
-            return logits
-        return self._among.whole(logits, self._lens.model.structure.vocab_size)
-
-    def read(self, level: int, states: Tensor) -> Tensor:
-        """Logits of states at a level: one vocabulary product."""
-        self._counts.lap("rules")
-        self._counts.heads += 1
-        logits = self._lens.logits(level, states)
-        self._counts.lap("heads")
-        return logits
-
-
-def _merged(before: Tensor | None, logits: Tensor, rows: Tensor) -> Tensor:
-    return logits if before is None else torch.where(rows[:, None], logits, before)
-
-
-Fill = Callable[[Climb], None]
-"""Give the blocks above an exit their keys and values without running them."""
-
-
-def write(
-    texts: Texts, climber: Climber, choice: Choice, counts: Counts, fill: Fill | None
-) -> None:
-    """Write until all texts are done. A token that leaves early is what it is.
-
-    Without `fill` the states of such tokens wait, and run through the blocks above when another token does.
-    """
-    last = climber.runner.n_blocks
-    if fill and texts.prompt > 1:
-        # Only the newest token may leave: the prompt's keys and values are the model's own.
-        idle = ~texts.busy(texts.prompt)
-        climber.climb(texts.ids[:, :-1], idle, may_leave=False)
-    while not texts.done:
-        column = texts.ids.shape[1]
-        busy = texts.busy(column)
-        step = climber.climb(texts.ids, ~busy)
-        logits = step.logits
-        if step.level == last:
-            final = climber.read(last, step.states[:, -1])
-            early = busy.new_tensor([level < last for level in step.left])
-            logits = final if logits is None else logits.where(early[:, None], final)
-        elif fill:
-            fill(step)
-            counts.lap("blocks")
-        assert logits is not None
-        scores = choice.scores(texts.ids, logits)
-        texts.put(column, choice.draw(scores), busy, step.left)
-        texts.fix(column, busy, scores)
-        texts.stream()
-        counts.lap("rest")
-
-
-LATELY = 16
-"""Drafts by which it is judged whether drafting pays."""
-REST = 64
-"""Tokens without drafts where it does not."""
-
-
-class Verified:
-    """Writes what the full model would: drafts that left early are held against it before anybody sees them."""
+class Decoder:
+    """Decodes a batch of sequences with early exit."""
 
     def __init__(
         self,
-        texts: Texts,
-        climber: Climber,
-        choice: Choice,
-        counts: Counts,
+        model: Model,
+        jumps: Jumps | None,
+        exit: ExitConfig,
+        runner: BlockRunner,
+        sequences: Sequences,
+        processors: Processors,
         *,
-        most: int,
-        least: float = 0.0,
+        do_sample: bool,
     ) -> None:
-        self._texts, self._climber, self._choice, self._counts = texts, climber, choice, counts
-        self._most = most
-        """How many tokens may stay unverified."""
-        self._least = least
-        """The share of drafts that must be right for drafting to go on."""
-        self._lately: list[bool] = []
-        self._resting_until = 0
-        self._drafted_from: dict[int, Tensor] = {}
-        """Column → the distribution that its drafts were drawn from, after all processors (sampling only)."""
+        self.counts = Counts()
+        self.sequences = sequences
+        self._runner, self._jumps, self._exit = runner, jumps, exit
+        self._processors, self._do_sample = processors, do_sample
+        self._vocab_size = model.structure.vocab_size
+        self._n_blocks = runner.n_blocks
+        self._checked_levels = frozenset(checked_levels(exit.rule, runner.n_blocks))
+        self._lens = self._early_lens = Lens(pack_unembedding(model), jumps)
+        if exit.shortlist is not None:
+            self._early_lens = Lens(exit.shortlist.restrict(model), jumps)
 
-    def write(self, longest: int | None) -> None:
-        """Write until all texts are done; `longest` is where they end at the latest."""
-        texts, last = self._texts, self._climber.runner.n_blocks
-        column = texts.prompt
-        while not texts.done:
-            busy = texts.busy(column)
-            drafts = column + 1 - texts.shortest
-            may_leave = drafts <= self._most and column >= self._resting_until and bool(busy.any())
-            step = self._climber.climb(texts.ids[:, :column], ~busy, may_leave=may_leave)
-            states, drafted = step.states, column
-            if step.level < last:
-                ended = self._draft(column, step, busy)
-                drafted = column + 1
-                if not ended and column + 1 != longest:
+    # ---- every token is final at once ----
+
+    def decode(self, cache: CacheKind) -> None:
+        """Decode until all sequences end. Blocks that a token skips get its keys and values as `cache` says."""
+        sequences = self.sequences
+        if cache == "jump":
+            self._check_jumps()
+        if cache != "exact":
+            self._prefill()
+        while not sequences.done:
+            column = sequences.ids.shape[1]
+            rows = sequences.open_rows(column)
+            step = self.decode_step(sequences.ids, rows)
+            if step.level < self._n_blocks and cache != "exact":
+                self._fill_skipped_blocks(step, cache)
+            scores = self._process(sequences.ids, self._step_logits(step))
+            sequences.write(column, self._sample(scores), rows, step.exit_levels)
+            sequences.finalize(column, rows, scores)
+            sequences.stream()
+            self.counts.record_time("rest")
+        self._count_blocks()
+
+    def _prefill(self) -> None:
+        """Run the prompt, except its last token, through all blocks: its keys and values are the model's own."""
+        sequences = self.sequences
+        if sequences.prompt_length > 1:
+            rows = sequences.open_rows(sequences.prompt_length)
+            self.decode_step(sequences.ids[:, :-1], rows, may_exit=False)
+
+    def decode_step(self, ids: Tensor, rows: Tensor, *, may_exit: bool = True) -> Step:
+        """Run the newest tokens to the level where all selected rows have exited, or to level L.
+
+        `ids` are all tokens so far, (rows, T). Rows that are not selected, (rows,), run along.
+        """
+        states = self._runner.extend(ids)  # (rows, new tokens, d_model)
+        checked = self._checked_levels if may_exit else frozenset()
+        positions = self._runner.positions.expand(len(ids))
+        exit_levels, exited, logits = [self._n_blocks] * len(ids), ~rows, None
+        earlier_tokens: tuple[Tensor, ...] = ()
+        for level in range(self._n_blocks):
+            if level in checked:
+                self.counts.record_time("blocks")
+                reading = LevelReading(
+                    level, states[:, -1], positions, self._early_lens.logits, earlier_tokens
+                )
+                exits = self._exit.rule.should_exit(reading) & ~exited
+                if bool(exits.any()):
+                    logits = _merge(logits, self._expand(reading.logits), exits)
+                    exited = exited | exits
+                    for row in exits.nonzero()[:, 0].tolist():
+                        exit_levels[row] = level
+                if reading.has_logits:
+                    earlier_tokens += (reading.top_token,)
+                self._count_reading(reading)
+                if logits is not None and bool(exited.all()):
+                    return Step(level, states, exit_levels, logits)
+            self.counts.wasted_tokens += len(ids) - exit_levels.count(self._n_blocks)
+            states = self._runner.run(level + 1)
+        self.counts.record_time("blocks")
+        return Step(self._n_blocks, states, exit_levels, logits)
+
+    def _step_logits(self, step: Step) -> Tensor:
+        """The logits of every row's newest token, (rows, V): its early exit's, or level L's."""
+        if step.level < self._n_blocks:
+            assert step.early_logits is not None
+            return step.early_logits
+        last = self._unembed(step.states[:, -1])
+        if step.early_logits is None:
+            return last
+        early = [level < self._n_blocks for level in step.exit_levels]
+        return torch.where(
+            torch.tensor(early, device=last.device)[:, None], step.early_logits, last
+        )
+
+    def _fill_skipped_blocks(self, step: Step, cache: CacheKind) -> None:
+        """Give the blocks above the exit level keys and values of a predicted or copied state."""
+        states = step.states[:, -1:]  # (rows, 1, d_model)
+        jumps = self._jumps if cache == "jump" else None
+        for level in range(step.level, self._n_blocks):
+            jump = None if jumps is None or level == step.level else jumps[step.level, level]
+            self._runner.fill(level + 1, states if jump is None else apply_map(jump, states))
+        self.counts.record_time("blocks")
+
+    def _check_jumps(self) -> None:
+        for level in sorted(self._checked_levels):
+            for target in range(level + 1, self._n_blocks):
+                if self._jumps is None or (Site(level), Site(target)) not in self._jumps:
+                    raise BadJumps(
+                        f"{argument('cache', 'jump')} needs jumps from every level where tokens may exit to all "
+                        f"levels above it, but {self._jumps} has none from {level} to {target}; fit with "
+                        f"{argument('pairs', 'all')}, or choose another cache"
+                    )
+
+    # ---- tokens that exit early are drafts ----
+
+    def decode_verified(self, max_draft_tokens: int, max_length: int | None) -> None:
+        """Decode what the full model would: verify every draft before it is final.
+
+        At most `max_draft_tokens` drafts wait for verification. Sequences end at `max_length` at the latest.
+        """
+        sequences, column = self.sequences, self.sequences.prompt_length
+        recent: list[bool] = []  # whether the latest drafts were accepted
+        paused_until = 0
+        draft_probs: dict[int, Tensor] = {}  # column → what its drafts were sampled from, (rows, V)
+        while not sequences.done:
+            rows = sequences.open_rows(column)
+            n_drafts = column - sequences.final_length
+            may_exit = n_drafts < max_draft_tokens and column >= paused_until and bool(rows.any())
+            step = self.decode_step(sequences.ids[:, :column], rows, may_exit=may_exit)
+            states, n_drafted = step.states, column
+            if step.level < self._n_blocks:
+                ends = self._draft(column, step, rows, draft_probs)
+                if not ends and column + 1 != max_length:
                     column += 1
                     continue
-                states = self._climber.rest(step.level)
-            self._settle(states, column, drafted)
-            column = texts.shortest
-            self._judge(column)
-            self._go_back(column - 1)
-            texts.stream()
-            self._counts.lap("rest")
+                # A draft that ends its sequence is verified now: nothing follows it.
+                n_drafted = column + 1
+                for block in range(step.level + 1, self._n_blocks + 1):
+                    states = self._runner.run(block)
+                self.counts.record_time("blocks")
+            recent += self._verify(states, column, n_drafted, draft_probs)
+            draft_probs.clear()
+            column = sequences.final_length
+            if len(recent) >= ACCEPTANCE_WINDOW:
+                if sum(recent) < self._exit.min_acceptance * len(recent):
+                    paused_until = column + PAUSE
+                recent.clear()
+            self._rollback(column - 1)
+            sequences.stream()
+            self.counts.record_time("rest")
+        self._count_blocks()
 
-    def _draft(self, column: int, step: Climb, busy: Tensor) -> bool:
-        """Put down drafts; whether one of them would end its text, so that it should be held against the model now."""
-        assert step.logits is not None
-        scores = self._choice.scores(self._texts.ids[:, :column], step.logits)
-        tokens = self._choice.draw(scores)
-        if self._choice.sample:
-            self._drafted_from[column] = scores.softmax(-1)
-        self._texts.put(column, tokens, busy, step.left)
-        self._counts.lap("rest")
-        return bool(self._texts.ends) and not self._texts.ends.isdisjoint(tokens[busy].tolist())
+    def _draft(self, column: int, step: Step, rows: Tensor, draft_probs: dict[int, Tensor]) -> bool:
+        """Write drafts into a column; whether one of them would end its sequence."""
+        assert step.early_logits is not None
+        scores = self._process(self.sequences.ids[:, :column], step.early_logits)
+        tokens = self._sample(scores)
+        if self._do_sample:
+            draft_probs[column] = scores.softmax(-1)
+        self.sequences.write(column, tokens, rows, step.exit_levels)
+        self.counts.record_time("rest")
+        return not self.sequences.eos_tokens.isdisjoint(tokens[rows].tolist())
 
-    def _settle(self, states: Tensor, column: int, drafted: int) -> None:
-        """Level L has been reached: know the tokens up to this column. Those before `drafted` have drafts."""
-        texts, last = self._texts, self._climber.runner.n_blocks
-        base = texts.shortest
-        logits = self._climber.read(last, states[:, base - column - 1 :])
-        whole = [last] * len(states)
-        wrong = texts.busy(column) & False
-        for place, at in enumerate(range(base, column + 1)):
-            rows = texts.busy(at) & ~wrong
+    def _verify(
+        self, states: Tensor, column: int, n_drafted: int, draft_probs: dict[int, Tensor]
+    ) -> list[bool]:
+        """Make the tokens up to and with this column final; whether each draft was accepted.
+
+        `states` are level L's, (rows, tokens, d_model), and end with those that predict this column. Columns before
+        `n_drafted` hold drafts. A row stops at its first rejected draft, which is replaced.
+        """
+        sequences, accepted_drafts = self.sequences, []
+        start = sequences.final_length
+        logits = self._unembed(states[:, start - column - 1 :])  # (rows, columns to decide, V)
+        full_model = [self._n_blocks] * len(states)
+        rejected = torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        for at in range(start, column + 1):
+            rows = sequences.open_rows(at) & ~rejected
             if not bool(rows.any()):
                 continue
-            scores = self._choice.scores(texts.ids[:, :at], logits[:, place])
-            if at < drafted:
-                draft = texts.ids[:, at]
-                tokens = self._choice.settle(scores, draft, self._drafted_from.get(at))
-                changed = (tokens != draft) & rows
-                self._counts.drafts += int(rows.sum())
-                self._counts.accepted += int((rows & ~changed).sum())
-                self._lately += (~changed[rows]).tolist()
-                texts.put(at, tokens, changed, whole)
-                wrong = wrong | changed
+            scores = self._process(sequences.ids[:, :at], logits[:, at - start])
+            if at < n_drafted:
+                drafts = sequences.ids[:, at]
+                tokens = self._accept_or_replace(scores, drafts, draft_probs.get(at))
+                changed = (tokens != drafts) & rows
+                accepted_drafts += (~changed[rows]).tolist()
+                sequences.write(at, tokens, changed, full_model)
+                rejected = rejected | changed
             else:
-                texts.put(at, self._choice.draw(scores), rows, whole)
-            if not self._choice.sample:
-                self._counts.near_ties += int((near_tie(scores) & rows).sum())
-            texts.fix(at, rows, scores)
-        self._drafted_from.clear()
+                sequences.write(at, self._sample(scores), rows, full_model)
+            if not self._do_sample:
+                self.counts.near_ties += int((is_near_tie(scores) & rows).sum())
+            sequences.finalize(at, rows, scores)
+        self.counts.drafts += len(accepted_drafts)
+        self.counts.accepted += sum(accepted_drafts)
+        return accepted_drafts
 
-    def _judge(self, column: int) -> None:
-        """Rest for a while if too few of the latest drafts were right."""
-        if len(self._lately) >= LATELY:
-            if sum(self._lately) < self._least * len(self._lately):
-                self._resting_until = column + REST
-            self._lately.clear()
+    def _rollback(self, length: int) -> None:
+        """Drop the tokens that entered the blocks after those that are final in every row."""
+        if length < self._runner.length and not self.sequences.done:
+            self.counts.rollbacks += 1
+            self._runner.rollback(length)
 
-    def _go_back(self, length: int) -> None:
-        """Forget all that was fed after the tokens that every row knows."""
-        if length < self._climber.runner.length and not self._texts.done:
-            self._counts.rollbacks += 1
-            self._climber.runner.back(length)
+    # ---- logits, scores, tokens ----
+
+    def _unembed(self, states: Tensor) -> Tensor:
+        """Level L's logits."""
+        self.counts.unembeddings += 1
+        logits = self._lens.logits(self._n_blocks, states)
+        self.counts.record_time("unembeddings")
+        return logits
+
+    def _expand(self, logits: Tensor) -> Tensor:
+        """Logits of an early level as logits of the full vocabulary, (rows, V)."""
+        shortlist = self._exit.shortlist
+        return logits if shortlist is None else shortlist.expand(logits, self._vocab_size)
+
+    def _process(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Scores of the next token, (rows, V): Hugging Face's processors on float32 logits."""
+        return self._processors(ids, logits.to(torch.float32, copy=True))  # they may write in place
+
+    def _sample(self, scores: Tensor) -> Tensor:
+        """The top token of every row, or a sample, (rows,)."""
+        if not self._do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+
+    def _accept_or_replace(
+        self, scores: Tensor, drafts: Tensor, draft_probs: Tensor | None
+    ) -> Tensor:
+        """The full model's tokens, (rows,): each draft where it is accepted, else its replacement.
+
+        Sampling accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)) and else samples from (p − q)₊,
+        so that the outcome is distributed as p, whatever q is (arXiv 2211.17192).
+        """
+        if not self._do_sample:
+            return scores.argmax(-1)
+        assert draft_probs is not None
+        p, q, index = scores.softmax(-1), draft_probs, drafts[:, None]  # p: full model, q: draft
+        accepted = torch.rand_like(p[:, 0]) * q.gather(1, index)[:, 0] < p.gather(1, index)[:, 0]
+        residual = (p - q).clamp_min(0)
+        # Where p = q every draft is accepted and the residual is zero; multinomial still needs some weight.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+        return torch.where(accepted, drafts, torch.multinomial(residual, 1)[:, 0])
+
+    def _count_reading(self, reading: LevelReading) -> None:
+        self.counts.probe_evaluations += reading.probe_evaluations
+        if self._exit.shortlist is None:
+            self.counts.unembeddings += reading.has_logits
+        else:
+            self.counts.shortlist_unembeddings += reading.has_logits
+        self.counts.record_time("rules", reading.unembedding_seconds)
+
+    def _count_blocks(self) -> None:
+        runner = self._runner
+        self.counts.block_runs = runner.block_runs
+        self.counts.block_tokens = runner.block_tokens
+        self.counts.filled_blocks = runner.filled_blocks
 
 
-def filler(
-    cache: str, jumps: Jumps | None, runner: Runner, rule: Rule
-) -> Callable[[Climb], None] | None:
-    """What fills the blocks above an exit; None for the exact cache, whose states wait instead."""
-    if cache == "exact":
-        return None
-    if cache == "jump":
-        _require(jumps, levels_of(rule, runner.n_blocks), runner.n_blocks)
-
-    def fill(step: Climb) -> None:
-        states = step.states[:, -1:]
-        for block in range(step.level + 1, runner.n_blocks + 1):
-            runner.fill(block, _predicted(jumps, cache, step.level, block - 1, states))
-        runner.forget_waiting(step.level)
-
-    return fill
+def is_near_tie(scores: Tensor) -> Tensor:
+    """Whether the two largest scores are close enough for rounding to decide, (rows,)."""
+    two = scores.topk(2).values
+    return two[:, 0] - two[:, 1] < NEAR_TIE
 
 
-def _predicted(jumps: Jumps | None, cache: str, level: int, target: int, states: Tensor) -> Tensor:
-    if cache == "copy" or jumps is None or level == target:
-        return states
-    return apply_map(jumps[level, target], states)
-
-
-def _require(jumps: Jumps | None, levels: tuple[int, ...], n_blocks: int) -> None:
-    for level in levels:
-        for target in range(level + 1, n_blocks):
-            if jumps is None or (Site(level), Site(target)) not in jumps:
-                raise BadJumps(
-                    f"the cache `jump` needs jumps from every level where tokens may leave to all levels above, but "
-                    f"{jumps} has none from {level} to {target}; fit with pairs all, or choose another cache"
-                )
+def _merge(earlier: Tensor | None, logits: Tensor, rows: Tensor) -> Tensor:
+    return logits if earlier is None else torch.where(rows[:, None], logits, earlier)

@@ -34,8 +34,8 @@ class Probe:
     """Stop where the gate's probability of being right is at least the threshold; no vocabulary product is needed."""
 
     weights: Tensor
-    """(levels, d + 3), a row for each level of `at`."""
-    at: tuple[int, ...]
+    """(levels, d + 3), a row for each level of `levels`."""
+    levels: tuple[int, ...]
     threshold: float
 
     def odds(self, level: int, states: Tensor, position: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Probe:
         if len(states) == 1 and states.dtype == torch.float32:
             return states.new_tensor([self._of_one(level, states[0], int(position))])
         features = probe_features(states, position)
-        return features @ self.weights[self.at.index(level)].to(features)
+        return features @ self.weights[self.levels.index(level)].to(features)
 
     def _of_one(self, level: int, state: Tensor, position: int) -> float:
         """The same for one token, the usual case, where calls are what costs: the same sum in fewer of them."""
@@ -58,14 +58,16 @@ class Probe:
     def _rows(self) -> dict[int, tuple[Tensor, float, float, float]]:
         """Level → weights of the state, and those of log rms, position and one as plain numbers."""
         rows = {}
-        for level, row in zip(self.at, self.weights, strict=True):
+        for level, row in zip(self.levels, self.weights, strict=True):
             slope, drift, bias = row[-3:].tolist()
             rows[level] = (row[:-3].float().contiguous(), slope, drift, bias)
         return rows
 
-    def stops(self, look: LevelReading) -> Tensor:
-        look.gates += 1
-        return self.odds(look.level, look.state, look.position) >= log_odds(self.threshold)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        reading.probe_evaluations += 1
+        return self.odds(reading.level, reading.states, reading.positions) >= log_odds(
+            self.threshold
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,21 +81,23 @@ class TwoStage:
     threshold: float
 
     @property
-    def at(self) -> tuple[int, ...]:
-        return self.gate.at
+    def levels(self) -> tuple[int, ...]:
+        return self.gate.levels
 
     def odds(self, level: int, gate_odds: Tensor, gap: Tensor) -> Tensor:
         """Log-odds from both."""
-        weight = self.mix[self.at.index(level)].to(gate_odds)
+        weight = self.mix[self.levels.index(level)].to(gate_odds)
         return mixed_features(gate_odds, gap) @ weight
 
-    def stops(self, look: LevelReading) -> Tensor:
-        look.gates += 1
-        gate_odds = self.gate.odds(look.level, look.state, look.position)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        reading.probe_evaluations += 1
+        gate_odds = self.gate.odds(reading.level, reading.states, reading.positions)
         worth = gate_odds >= log_odds(self.gate.threshold)
         if not bool(worth.any()):
             return worth
-        return worth & (self.odds(look.level, gate_odds, look.gap) >= log_odds(self.threshold))
+        return worth & (
+            self.odds(reading.level, gate_odds, reading.gap) >= log_odds(self.threshold)
+        )
 
 
 def mixed_features(gate_odds: Tensor, gap: Tensor) -> Tensor:
@@ -111,11 +115,11 @@ def log_odds(probability: float) -> float:
     return math.log(probability / (1 - probability))
 
 
-def logistic(x: Tensor, y: Tensor, strength: float) -> Tensor:
+def fit_logistic(x: Tensor, y: Tensor, strength: float) -> Tensor:
     """The weights w that minimise mean log-loss of y given σ(x·w) plus strength/2 ‖w‖², by Newton's method.
 
-    Columns are standardised first, so that the penalty treats all alike; the last one, all ones, is the bias and is not
-    penalised. The weights returned are of the columns as given.
+    Columns are standardised first, so that the penalty treats all alike; the last one, all ones, is the bias and is
+    not penalised. The weights returned are of the columns as given.
     """
     x, y = x.double(), y.double()
     centre, spread = x.mean(0), x.std(0)

@@ -1,272 +1,318 @@
-"""Exit rules: decide per row whether generation may exit at a level.
+"""Exit rules: decide, row by row, whether a token may exit at a level.
 
-Exit rules: tiny classes that say, at the levels they check, which rows of a batch may stop there.
+SoftmaxGap   the top probability exceeds the second by a threshold (CALM, arXiv 2207.07061)
+MaxProb      the top probability reaches a threshold
+Entropy      the entropy of the prediction is below a threshold
+Agree        the last k checked levels predict the same token
+Fixed        exit at one level, always
+Never        run the full model
+Probe        a linear probe of the hidden state reaches a threshold, without an unembedding   (probes.py)
+TwoStage     the probe selects the rows worth an unembedding; probe and gap together decide   (probes.py)
 
-SoftmaxGap   the best token's probability leads the second's by enough (CALM, arXiv 2207.07061; `mat`)
-MaxProb      the best token is likely enough
-Entropy      the distribution is narrow enough
-Agree        the best token has been the same at so many checked levels
-Fixed        always at one level
-Never        the whole model
-Gate         a linear probe of the state says so, without a vocabulary product   (gates.py)
-TwoStage     the gate says when a product is worth it, gate and gap then decide  (gates.py)
-Drafting     another rule, for verified text, that rests while too few of its drafts are right
-
-Early looks at the tokens that text is mostly made of.
-
-A look at a level is a vocabulary product, which costs as much as several blocks. Most tokens of a text are among a few
-thousand, and a product with these alone costs a fraction. What the model itself says at level L always comes from its
-whole vocabulary.
+`ExitConfig` adds to a rule what calibration chooses beside it: the shortlist of tokens that early levels are read
+with, and the acceptance rate below which drafting pauses.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from layerjump.errors import BadExit
+from layerjump.errors import BadExit, argument
+from layerjump.generation.packed_cpu import WeightCache, pack_unembedding
+from layerjump.models.model import Model
+from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
 
 NEVER = 1.112
-"""0.9 · 1.112 > 1: no confidence reaches it, so the whole model runs. Its negative always stops at level 1."""
+"""A λ that no confidence reaches, since 0.9 · 1.112 > 1. Its negative always exits at level 1."""
 GRID = (-NEVER, *(step / 10 for step in range(11)), NEVER)
-"""The λ of the paper's curves."""
+"""The λ of the published accuracy–efficiency curves."""
 FINE = tuple(1 + 0.112 * step / 10 for step in range(1, 10))
-"""Nine more λ between 1 and `NEVER`, which the authors use for identity."""
+"""Nine more λ between 1 and `NEVER`, which the published curves of the identity baseline use."""
+_MARGIN = 30.0
+"""Logits by which all other tokens lie below the least likely token of a shortlist. The margin is finite so that a
+logits processor that forbids every token of the shortlist still leaves an argmax."""
 
 
 @dataclass
 class LevelReading:
-    """What a rule may see at a level: the state of the newest token of every row, and on demand what it predicts."""
+    """What a rule sees at a level: the newest token's hidden state in every row, and its logits on demand."""
 
     level: int
-    state: Tensor
-    """(rows, d)."""
-    position: Tensor
-    """(rows,), 0-based, padding not counted."""
-    read: Callable[[int, Tensor], Tensor] = field(repr=False)
-    """(level, states) → logits: a vocabulary product, made only if a rule asks for it."""
-    earlier: tuple[Tensor, ...] = ()
-    """The best tokens at the levels that were looked at before."""
-    gates: int = 0
-    """Gate evaluations made."""
+    states: Tensor
+    """(rows, d_model)."""
+    positions: Tensor
+    """(rows,) positions, counted from 0 without padding."""
+    unembed: Callable[[int, Tensor], Tensor] = field(repr=False)
+    """(level, states) → logits; called at most once, when a rule reads the logits."""
+    earlier_tokens: tuple[Tensor, ...] = ()
+    """The top tokens, (rows,) each, of the checked levels whose logits were read."""
+    probe_evaluations: int = 0
+    """Probes evaluated on this reading."""
+    unembedding_seconds: float = 0.0
+    """Time spent on the logits."""
 
     @cached_property
     def logits(self) -> Tensor:
-        """(rows, vocabulary)."""
-        return self.read(self.level, self.state)
+        """(rows, tokens): the vocabulary, or the shortlist where the configuration has one."""
+        start = time.perf_counter()
+        logits = self.unembed(self.level, self.states)
+        self.unembedding_seconds = time.perf_counter() - start
+        return logits
 
     @property
-    def predicted(self) -> bool:
-        """Whether the vocabulary product has been made."""
+    def has_logits(self) -> bool:
+        """Whether the logits have been computed."""
         return "logits" in self.__dict__
 
     @cached_property
-    def best(self) -> Tensor:
+    def top2_probs(self) -> Tensor:
         """The two largest probabilities, (rows, 2)."""
         two = self.logits.topk(2).values
         return (two - self.logits.logsumexp(-1, keepdim=True)).exp()
 
     @property
     def gap(self) -> Tensor:
-        """By how much the best probability leads the second, (rows,)."""
-        return self.best[:, 0] - self.best[:, 1]
+        """The difference between the two largest probabilities, (rows,)."""
+        return self.top2_probs[:, 0] - self.top2_probs[:, 1]
 
     @cached_property
-    def top(self) -> Tensor:
-        """The best token, (rows,)."""
+    def top_token(self) -> Tensor:
+        """The index of the largest logit, (rows,)."""
         return self.logits.argmax(-1)
 
 
 class Rule(Protocol):
-    """What `generate` asks of a rule."""
+    """An exit rule. Any object with these two members is one."""
 
     @property
-    def at(self) -> tuple[int, ...] | None:
-        """The levels to check, rising; None: every level from 1 to L − 1."""
+    def levels(self) -> tuple[int, ...] | None:
+        """The levels to check, in rising order; None: every level from 1 to L − 1."""
 
-    def stops(self, look: LevelReading) -> Tensor:
-        """Which rows may stop here, (rows,) booleans."""
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        """Which rows may exit at this level, (rows,) booleans."""
 
 
 @dataclass(frozen=True)
 class Never:
-    """The whole model, always."""
+    """Run the full model for every token."""
 
-    at: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
 
-    def stops(self, look: LevelReading) -> Tensor:
-        return torch.zeros(len(look.state), dtype=torch.bool, device=look.state.device)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        return torch.zeros(len(reading.states), dtype=torch.bool, device=reading.states.device)
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Always at one level."""
+    """Exit at one level, always."""
 
     level: int
 
     @property
-    def at(self) -> tuple[int, ...]:
+    def levels(self) -> tuple[int, ...]:
         return (self.level,)
 
-    def stops(self, look: LevelReading) -> Tensor:
-        return torch.ones(len(look.state), dtype=torch.bool, device=look.state.device)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        return torch.ones(len(reading.states), dtype=torch.bool, device=reading.states.device)
 
 
 @dataclass(frozen=True)
 class SoftmaxGap:
-    """Stop at the first level, from 1 on, where the best probability leads the second best by enough.
+    """Exit at the first level, from 1 on, where the gap between the two largest probabilities exceeds a threshold.
 
-    Enough is 0.9 λ + 0.1 exp(−τ t / N): strict at first, looser as the text goes on. `strict` compares with >, as the
-    authors of `mat` do in their code; CALM's paper has ≥ and a threshold clipped to [0, 1].
+    The threshold is CALM's 0.9 λ + 0.1 exp(−τ t / N), which falls with the position t. The defaults (`strict`
+    comparison, no clipping) are those of the published `mat` code; CALM itself has ≥ and clips to [0, 1].
     """
 
-    strength: float
-    """λ."""
+    lam: float
+    """λ, the confidence that the threshold tends to."""
     length: float
-    """N: the mean of position + 1 over the scored examples in the authors' code, the longest output in CALM."""
+    """N: the mean of position + 1 over the scored examples in the `mat` code, the longest output in CALM."""
     decay: float = 4.0
-    """τ."""
+    """τ, the decay rate of the threshold."""
     strict: bool = True
     clip: bool = False
-    at: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | None = None
 
-    def threshold(self, position: Tensor) -> Tensor:
-        """The lead asked for at 0-based positions t."""
-        looser = torch.exp(-self.decay * position.double() / self.length)
-        found = 0.9 * self.strength + 0.1 * looser
-        return found.clamp(0, 1) if self.clip else found
+    def threshold(self, positions: Tensor) -> Tensor:
+        """The gap required at positions t, counted from 0."""
+        decayed = torch.exp(-self.decay * positions.double() / self.length)
+        threshold = 0.9 * self.lam + 0.1 * decayed
+        return threshold.clamp(0, 1) if self.clip else threshold
 
-    def sure(self, gap: Tensor, position: Tensor) -> Tensor:
-        """Whether leads are enough."""
-        lead, enough = gap.double(), self.threshold(position)
-        return lead > enough if self.strict else lead >= enough
+    def is_confident(self, gap: Tensor, positions: Tensor) -> Tensor:
+        """Whether each gap passes the threshold of its position."""
+        gap, threshold = gap.double(), self.threshold(positions)
+        return gap > threshold if self.strict else gap >= threshold
 
-    def stops(self, look: LevelReading) -> Tensor:
-        return self.sure(look.gap, look.position)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        return self.is_confident(reading.gap, reading.positions)
 
-    def replay(self, confidence: Tensor, position: Tensor) -> Tensor:
-        """Where each example stops, from its confidence at every level: (levels, examples) → (examples,).
+    def replay(self, confidence: Tensor, positions: Tensor) -> Tensor:
+        """The exit level of each example, from its gap at every level: (levels, examples) → (examples,).
 
-        Level 0 never stops; if no level below L is sure enough, the whole model runs.
+        No example exits at level 0. Where no level below L passes, the exit level is L.
         """
-        sure = self.sure(confidence, position)
-        sure[0] = False
-        sure[-1] = True
-        return sure.int().argmax(0)
+        exits = self.is_confident(confidence, positions)
+        exits[0] = False
+        exits[-1] = True
+        return exits.int().argmax(0)
 
 
 @dataclass(frozen=True)
 class MaxProb:
-    """Stop where the best token has at least this probability."""
+    """Exit where the top token has at least this probability."""
 
     threshold: float
-    at: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | None = None
 
-    def stops(self, look: LevelReading) -> Tensor:
-        return look.best[:, 0] >= self.threshold
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        return reading.top2_probs[:, 0] >= self.threshold
 
 
 @dataclass(frozen=True)
 class Entropy:
-    """Stop where the distribution has at most this entropy, in nats."""
+    """Exit where the entropy of the prediction is at most this many nats."""
 
     threshold: float
-    at: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | None = None
 
-    def stops(self, look: LevelReading) -> Tensor:
-        entropy = torch.special.entr(look.logits.softmax(-1)).sum(-1)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        entropy = torch.special.entr(reading.logits.softmax(-1)).sum(-1)
         return entropy <= self.threshold
 
 
 @dataclass(frozen=True)
 class Agree:
-    """Stop where the best token has been the same at so many checked levels in a row, this one included."""
+    """Exit where this level and the checked levels before it, `times` in all, predict the same token."""
 
     times: int
-    at: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | None = None
 
-    def stops(self, look: LevelReading) -> Tensor:
-        if len(look.earlier) < self.times - 1:
-            return torch.zeros_like(look.top, dtype=torch.bool)
-        before = look.earlier[len(look.earlier) - self.times + 1 :]
-        return torch.stack([look.top, *before]).eq(look.top).all(0)
+    def should_exit(self, reading: LevelReading) -> Tensor:
+        earlier = reading.earlier_tokens
+        if len(earlier) < self.times - 1:
+            return torch.zeros_like(reading.top_token, dtype=torch.bool)
+        recent = earlier[len(earlier) - self.times + 1 :]
+        return torch.stack([reading.top_token, *recent]).eq(reading.top_token).all(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Drafting:
-    """Another rule for verified text, with the share of right drafts below which drafting costs more than it saves."""
+class Shortlist:
+    """Frequent tokens that early levels are read with, in place of the full vocabulary.
+
+    An unembedding costs as much as several blocks. Most tokens of a text are among a few thousand, and an unembedding
+    onto these alone costs a fraction. A token that exits early is one of them; level L always uses the full
+    vocabulary.
+    """
+
+    tokens: Tensor
+    """(tokens,) token ids, rising."""
+    _unembeddings: WeightCache[nn.Linear] = field(default_factory=WeightCache, repr=False)
+
+    def check(self, model: Model) -> None:
+        """Refuse a model without these tokens, or whose unembedding cannot be restricted."""
+        vocab_size = model.structure.vocab_size
+        if not can_restrict(model.structure) or int(self.tokens.max()) >= vocab_size:
+            raise BadExit(
+                f"the exit rule has a shortlist of {len(self.tokens):,} tokens that {model.name} does not have; "
+                f"calibrate a rule for this model"
+            )
+
+    def restrict(self, model: Model) -> Model:
+        """The same model with an unembedding onto these tokens alone."""
+        full = model.structure.unembedding
+        assert isinstance(full, nn.Linear)
+        short = self._unembeddings.get(full, lambda: unembedding_rows(full, self.tokens))
+        return pack_unembedding(replace(model, structure=with_unembedding(model.structure, short)))
+
+    def expand(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits of the shortlist, (…, tokens), as logits of the vocabulary, (…, vocab_size)."""
+        lowest = logits.amin(-1, keepdim=True) - _MARGIN
+        expanded = lowest.repeat(*[1] * (logits.dim() - 1), vocab_size)
+        expanded[..., self.tokens.to(logits.device)] = logits
+        return expanded
+
+
+@dataclass(frozen=True, eq=False)
+class ExitConfig:
+    """An exit rule with the settings that calibration finds for it. `exit=` takes one wherever it takes a rule."""
 
     rule: Rule
-    least: float
+    shortlist: Shortlist | None = None
+    """The tokens that early levels are read with; None: the full vocabulary."""
+    min_acceptance: float = 0.0
+    """With `verify`: the share of drafts that must be accepted; drafting pauses while fewer are."""
 
-    @property
-    def at(self) -> tuple[int, ...] | None:
-        return self.rule.at
+    @classmethod
+    def of(cls, exit: ExitConfig | Rule | str) -> ExitConfig:
+        """A configuration from a rule, or from a rule's short name such as gap:0.9."""
+        if isinstance(exit, ExitConfig):
+            return exit
+        return cls(parse_rule(exit) if isinstance(exit, str) else exit)
 
-    def stops(self, look: LevelReading) -> Tensor:
-        return self.rule.stops(look)
 
-
-def levels_of(rule: Rule, n_blocks: int) -> tuple[int, ...]:
-    """The levels a rule checks in a model of so many blocks; an error if the model does not have them."""
-    if rule.at is None:
+def checked_levels(rule: Rule, n_blocks: int) -> tuple[int, ...]:
+    """The levels that a rule checks in a model of `n_blocks` blocks; `BadExit` if the model does not have them."""
+    if rule.levels is None:
         return tuple(range(1, n_blocks))
-    wrong = [level for level in rule.at if not 0 <= level < n_blocks]
+    wrong = [level for level in rule.levels if not 0 <= level < n_blocks]
     if wrong:
         raise BadExit(
-            f"the rule {type(rule).__name__} checks level {wrong[0]}, but this model can stop at levels 0 to "
-            f"{n_blocks - 1}; give one of these"
+            f"the rule {type(rule).__name__} checks level {wrong[0]}, but this model can exit at levels 0 to "
+            f"{n_blocks - 1}; check only these"
         )
-    return tuple(sorted(rule.at))
+    return tuple(sorted(rule.levels))
 
 
 def parse_rule(text: str) -> Rule:
-    """A rule from its short name: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; `@8,16,24` adds levels.
+    """A rule from its short name: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; `@8,16,24` sets
+    levels.
 
-    `gap:0.9` asks for the same lead at every position from 1 on.
+    `gap:0.9` requires the same gap at every position from 1 on.
     """
     name, _, rest = text.partition(":")
-    value, _, levels = rest.partition("@")
+    value, _, listed = rest.partition("@")
     try:
-        at = tuple(sorted(int(level) for level in levels.split(","))) if levels else None
-        if name == "never" and not rest:
-            return Never()
-        if name == "fixed" and at is None:
-            return Fixed(int(value))
-        made: dict[str, Callable[[], Rule]] = {
-            "gap": lambda: _constant_gap(_number(value), at),
-            "maxprob": lambda: MaxProb(_number(value), at),
-            "entropy": lambda: Entropy(_number(value), at),
-            "agree": lambda: Agree(_times(value), at),
-        }
-        return made[name]()
-    except (KeyError, ValueError):
-        raise BadExit(
-            f"the exit rule given is {text!r}; give never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5 or agree:3, "
-            f"with the levels to check where not all: gap:0.9@8,16,24"
-        ) from None
+        levels = tuple(sorted(int(level) for level in listed.split(","))) if listed else None
+        match name:
+            case "never" if not rest:
+                return Never()
+            case "fixed" if levels is None:
+                return Fixed(int(value))
+            case "gap":
+                return constant_gap(_parse_number(value), levels)
+            case "maxprob":
+                return MaxProb(_parse_number(value), levels)
+            case "entropy":
+                return Entropy(_parse_number(value), levels)
+            case "agree" if int(value) >= 1:
+                return Agree(int(value), levels)
+    except ValueError:
+        pass
+    raise BadExit(
+        f"{argument('exit')} expects never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5 or agree:3, optionally with "
+        f"the levels to check (gap:0.9@8,16,24), got {text!r}"
+    )
 
 
-def _number(text: str) -> float:
-    """Not NaN: nothing is above it, so that its rule would never stop and never say why."""
+def constant_gap(
+    threshold: float, levels: tuple[int, ...] | None, *, strict: bool = True
+) -> SoftmaxGap:
+    """A `SoftmaxGap` with the same threshold at every position from 1 on: with N → 0 its decaying term vanishes."""
+    return SoftmaxGap(threshold / 0.9, length=1e-9, strict=strict, levels=levels)
+
+
+def _parse_number(text: str) -> float:
+    # NaN would make a rule that never exits.
     if math.isnan(number := float(text)):
         raise ValueError
     return number
-
-
-def _times(text: str) -> int:
-    """Levels that must agree: one always does with itself."""
-    if (times := int(text)) < 1:
-        raise ValueError
-    return times
-
-
-def _constant_gap(lead: float, at: tuple[int, ...] | None) -> SoftmaxGap:
-    """With N → 0 the part of the threshold that falls is gone from position 1 on."""
-    return SoftmaxGap(lead / 0.9, length=1e-9, at=at)

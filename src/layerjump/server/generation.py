@@ -14,9 +14,9 @@ from torch import Tensor
 
 from layerjump.errors import BadExit, BadText
 from layerjump.generation.calibration import serialization
-from layerjump.generation.generate import MAX_DRAFT_TOKENS, CacheKind, generate
-from layerjump.generation.result import Generated
-from layerjump.generation.rules import Rule, parse_rule
+from layerjump.generation.generate import MAX_DRAFT_TOKENS, Generated, generate
+from layerjump.generation.kv_cache import CacheKind
+from layerjump.generation.rules import ExitConfig
 from layerjump.models.model import Model
 from layerjump.server.model_registry import MOST_READ, ServedModel
 from layerjump.server.worker import Answer, ClientDisconnected, EventQueue, Worker, encode, refusal
@@ -65,7 +65,7 @@ def write(shelf: ServedModel, wish: GenerateParams, told: EventQueue) -> Answer:
             exit=rule,
             verify=wish.verify,
             cache=wish.cache,
-            unverified=most,
+            max_draft_tokens=most,
             streamer=scribe,
             max_new_tokens=wish.max_new_tokens,
             do_sample=False,
@@ -77,17 +77,17 @@ def write(shelf: ServedModel, wish: GenerateParams, told: EventQueue) -> Answer:
     return Answer(200, encode({"done": _summary(made, scribe.text, seconds)}))
 
 
-def _rule(shelf: ServedModel, model: Model, wish: GenerateParams) -> tuple[Rule, int]:
+def _rule(shelf: ServedModel, model: Model, wish: GenerateParams) -> tuple[ExitConfig, int]:
     """The rule asked for, and how many of its tokens may wait for verification."""
     if wish.exit != CALIBRATED:
-        return parse_rule(wish.exit), MAX_DRAFT_TOKENS
+        return ExitConfig.of(wish.exit), MAX_DRAFT_TOKENS
     if wish.lens not in shelf.calibrated:
         raise BadExit(
             f"there is no calibrated rule for {wish.lens} here; make one with `layerjump calibrate`, or give never, "
             f"gap:0.9, fixed:3 …"
         )
-    found = serialization.load(shelf.folders[wish.lens], model=model)
-    return found.lossless if wish.verify else found.rule, found.unverified
+    found = serialization.load_calibration(shelf.folders[wish.lens], model=model)
+    return found.verified_exit if wish.verify else found.exit, found.max_draft_tokens
 
 
 def _check_room(model: Model, wish: GenerateParams) -> None:
@@ -120,7 +120,7 @@ class _Scribe:
         self.lent = 0.0
         """Seconds that went to others' questions."""
 
-    def left(self, levels: Sequence[int | None]) -> None:
+    def put_exit_levels(self, levels: Sequence[int | None]) -> None:
         """The level of the token that comes next."""
         self._level = levels[0]
 
@@ -180,7 +180,7 @@ def _summary(made: Generated, text: str, seconds: float) -> dict[str, Any]:
     return {
         "text": text,
         "ids": made.ids[0],
-        "levels": made.levels[0],
+        "levels": made.exit_levels[0],
         "n_blocks": made.n_blocks,
         "blocks_saved": made.blocks_saved,
         "agreement": made.agreement,

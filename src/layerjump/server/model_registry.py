@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from layerjump.errors import BadText, CannotServe, LayerjumpError, argument, one_line
-from layerjump.generation.calibration.serialization import NAME as EXIT_RULE
+from layerjump.generation.calibration.serialization import FILE_NAME as EXIT_RULE
 from layerjump.jumps.cache import cache_folder, cached_jumps, has_cached_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens

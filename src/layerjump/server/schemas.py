@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from layerjump.generation.generate import CacheKind
+from layerjump.generation.kv_cache import CacheKind
 from layerjump.server.generation import MOST_NEW
 from layerjump.server.model_registry import FITTED
 

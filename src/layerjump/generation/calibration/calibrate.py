@@ -5,9 +5,9 @@ document (tokens of one document are not independent), by testing thresholds fro
 stopping at the first that fails (Learn then Test, arXiv 2110.01052, with an exact binomial bound). With the stated
 confidence over the draw of documents, the agreement (same best token, given the same prefix) is at least the target.
 
-The guarantee is for text like that given and the `exact` cache: for prefixes of real text, or, with `own`, for what the
-full model writes behind the first tokens of such text. What happens behind tokens that left early, or with the `jump`
-and `copy` caches, is measured and not guaranteed.
+The guarantee is for text like that given and the `exact` cache: for prefixes of real text, or, with
+`self_generated_tokens`, for what the full model writes behind the first tokens of such text. What happens behind
+tokens that left early, or with the `jump` and `copy` caches, is measured and not guaranteed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from layerjump.data.batches import Batch, make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadExit, TextTooShort
-from layerjump.generation.calibration.cost_model import Costs, measure
+from layerjump.generation.calibration.cost_model import Costs, measure_costs
 from layerjump.generation.calibration.dataset import (
     CalibrationSet,
     build_calibration_set,
-    candidates,
+    build_shortlist,
+    candidate_levels,
     generate_text,
-    shares,
+    split_documents_by_role,
     unseen_documents,
 )
 from layerjump.generation.calibration.search import (
@@ -41,15 +42,14 @@ from layerjump.generation.calibration.search import (
     fit_probes,
 )
 from layerjump.generation.probes import calibration_curve
-from layerjump.generation.rules import Never, Rule
-from layerjump.generation.shortlist import ShortlistRule, build_shortlist
+from layerjump.generation.rules import ExitConfig, Never, Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model, require_model
 
-KINDS = ("gap", "gate", "two-stage")
+RULE_TYPES = ("gap", "gate", "two-stage")
 SAMPLE = 32
 """Positions a document, where documents may give several."""
 
@@ -58,11 +58,11 @@ SAMPLE = 32
 class Calibration:
     """A rule, and all that is known about it."""
 
-    rule: Rule
+    exit: ExitConfig
     """Keeps the target agreement."""
-    lossless: Rule
+    verified_exit: ExitConfig
     """Cheapest with `verify`; `Never` where verifying does not pay on this machine."""
-    unverified: int
+    max_draft_tokens: int
     """How many tokens may wait for verification."""
     about: dict[str, Any] = field(repr=False)
     """Target, confidence, texts, costs, numbers of the test documents: plain records."""
@@ -70,10 +70,10 @@ class Calibration:
     def __str__(self) -> str:
         test = self.about["test"]
         return (
-            f"{self.about['kind']} at levels {list(self.rule.at or ())}: agreement {test['agreement']:.3f} "
+            f"{self.about['kind']} at levels {list(self.exit.rule.levels or ())}: agreement {test['agreement']:.3f} "
             f"({test['low']:.3f} to {test['high']:.3f}), {test['blocks_saved']:.1%} of blocks saved, "
             f"{test['cost']:.2f} of the full model's cost; lossless: "
-            f"{'off' if isinstance(self.lossless, Never) else f'up to {self.unverified} unverified'}"
+            f"{'off' if isinstance(self.verified_exit.rule, Never) else f'up to {self.max_draft_tokens} unverified'}"
         )
 
 
@@ -84,56 +84,55 @@ def calibrate(
     *,
     target: float = 0.95,
     confidence: float = 0.95,
-    kinds: tuple[str, ...] = KINDS,
+    rule_types: tuple[str, ...] = RULE_TYPES,
     costs: Costs | None = None,
     documents: int = 2_000,
-    own: int | None = None,
+    self_generated_tokens: int | None = None,
     seed: int = 0,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Find the cheapest rule for a model; `costs` are measured unless given.
 
-    Documents that the jumps were fitted on are left out; of the others at most `documents` are used.
-    With `own`, the model goes on with each document's first tokens by so many, and the rule is found on what it says:
-    that is what generation will meet, and costs the time of writing it.
+    Documents that the jumps were fitted on are left out; of the others at most `documents` are used. With
+    `self_generated_tokens`, the model goes on with each document's first tokens by so many, and the rule is found on
+    what it says: that is what generation will meet, and costs the time of writing it.
     """
     require_model(model)
-    _check(target, confidence, kinds)
+    _check(target, confidence, rule_types)
     free = unseen_documents(jumps, text)[:documents]
-    dealt = shares(free, seed)
+    dealt = split_documents_by_role(free, seed)
     need = math.ceil(math.log(1 - confidence) / math.log(target))
     if len(dealt["thresholds"]) < need:
         raise TextTooShort(
             f"a guarantee of {target:g} with confidence {confidence:g} needs {need} documents for its threshold, but "
             f"{len(dealt['thresholds'])} of {len(free)} are there for it; give more text, or ask for less"
         )
-    levels = candidates(Lens(model, jumps).levels[:-1])
+    levels = candidate_levels(Lens(model, jumps).levels[:-1])
     among = _looked_at(model, text, dealt)
-    costs = costs or measure(model, jumps, among)
-    say(f"costs in milliseconds: {costs}")
+    costs = costs or measure_costs(model, jumps, among)
+    log(f"costs in milliseconds: {costs}")
     read = {}
     for name, chosen in dealt.items():
-        say(f"reading {len(chosen)} documents ({name})")
+        log(f"reading {len(chosen)} documents ({name})")
         most = 1 if name == "thresholds" else SAMPLE
         found: Iterable[Batch]
-        if own is not None:
-            found = generate_text(model, text, chosen, tokens=own, picks=most, seed=seed)
+        if self_generated_tokens is not None:
+            found = generate_text(
+                model, text, chosen, tokens=self_generated_tokens, picks=most, seed=seed
+            )
         else:
             positions = Positions("one") if most == 1 else Positions("sample", most)
             found = make_batches(text, model.tokenization, positions, documents=chosen, seed=seed)
         read[name] = build_calibration_set(model, jumps, found, levels, among)
-    made = _choose(model, text, read, costs, target, confidence, kinds, seed)
-    return replace(made, about=made.about | {"own": own})
+    made = _choose(model, text, read, costs, target, confidence, rule_types, seed)
+    return replace(made, about=made.about | {"own": self_generated_tokens})
 
 
-def _looked_at(
-    model: Model, text: Corpus, dealt: Mapping[str, Sequence[int]]
-) -> ShortlistRule | None:
+def _looked_at(model: Model, text: Corpus, dealt: Mapping[str, Sequence[int]]) -> Shortlist | None:
     """The shortlist for early looks. Documents that show or guarantee something are not counted."""
     apart = {*dealt["thresholds"], *dealt["test"]}
     others = [document for document in range(len(text.documents)) if document not in apart]
-    tokens = build_shortlist(model, text, others)
-    return None if tokens is None else ShortlistRule(Never(), tokens)
+    return build_shortlist(model, text, others)
 
 
 def _choose(
@@ -143,19 +142,20 @@ def _choose(
     costs: Costs,
     target: float,
     confidence: float,
-    kinds: tuple[str, ...],
+    rule_types: tuple[str, ...],
     seed: int,
 ) -> Calibration:
     n_blocks = model.n_blocks
     probes = fit_probes(read["gates"], read["select"])
     found = {
-        kind: cheapest(kind, probes, read["select"], costs, n_blocks, target) for kind in kinds
+        kind: cheapest(kind, probes, read["select"], costs, n_blocks, target) for kind in rule_types
     }
     kind = min(found, key=lambda name: found[name][1])
     contender = found[kind][0]
-    threshold = loosest(contender, read["thresholds"], n_blocks, target, confidence)
-    rule = Never() if threshold is None else contender.rule(threshold)
-    bold = [each for each, _ in found.values()] + at_one_level(kinds, probes, read["select"].levels)
+    threshold = loosest_threshold(contender, read["thresholds"], n_blocks, target, confidence)
+    bold = [each for each, _ in found.values()] + at_one_level(
+        rule_types, probes, read["select"].levels
+    )
     drafts = cheapest_drafts(bold, read["select"], costs, n_blocks)
     about = {
         "target": target,
@@ -177,10 +177,10 @@ def _choose(
         "test": _shown(contender, threshold, read["test"], costs, n_blocks, seed),
         "gate_curves": _curves(contender, read["test"]),
     }
-    return Calibration(rule, drafts.rule, drafts.unverified, about)
+    return Calibration(contender.exit_config(threshold), drafts.exit, drafts.unverified, about)
 
 
-def loosest(
+def loosest_threshold(
     contender: RuleCandidate,
     evidence: CalibrationSet,
     n_blocks: int,
@@ -189,7 +189,7 @@ def loosest(
 ) -> float | None:
     """The loosest threshold that passes, before the first that fails; None if not even the strictest does."""
     replay, passed = contender.replay(evidence, n_blocks), None
-    if not contender.at:
+    if not contender.levels:
         return None
     for threshold in THRESHOLDS:
         hits = int(replay(threshold).right.sum())
@@ -246,14 +246,16 @@ def _curves(contender: RuleCandidate, evidence: CalibrationSet) -> dict[str, Any
             ),
             evidence.right[evidence.levels.index(level)],
         )
-        for level in contender.at
+        for level in contender.levels
     }
 
 
-def _check(target: float, confidence: float, kinds: tuple[str, ...]) -> None:
+def _check(target: float, confidence: float, rule_types: tuple[str, ...]) -> None:
     for name, value in (("target", target), ("confidence", confidence)):
         if not 0 < value < 1:
             raise BadExit(f"the {name} given is {value}; give a share between 0 and 1")
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise BadExit(f"the kinds of rules given are {kinds}; give some of {', '.join(KINDS)}")
+    unknown = [kind for kind in rule_types if kind not in RULE_TYPES]
+    if unknown or not rule_types:
+        raise BadExit(
+            f"the kinds of rules given are {rule_types}; give some of {', '.join(RULE_TYPES)}"
+        )

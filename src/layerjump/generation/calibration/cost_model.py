@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from layerjump.generation.block_runner import Runner
-from layerjump.generation.packed_cpu import blocks_of, with_lean_head
+from layerjump.generation.block_runner import BlockRunner
+from layerjump.generation.packed_cpu import choose_blocks, pack_unembedding
 from layerjump.generation.probes import Probe
-from layerjump.generation.result import Counts
-from layerjump.generation.rules import LevelReading
-from layerjump.generation.shortlist import ShortlistRule
+from layerjump.generation.rules import LevelReading, Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
@@ -66,47 +64,47 @@ class Costs:
 
 
 @torch.no_grad()
-def measure(model: Model, jumps: Jumps | None, among: ShortlistRule | None = None) -> Costs:
+def measure_costs(model: Model, jumps: Jumps | None, shortlist: Shortlist | None = None) -> Costs:
     """Time the parts of a step, in turns, and take medians."""
     context = max(1, min(CONTEXT, model.max_positions - TOGETHER))
-    runner = Runner(blocks_of(model), model.hf.config, None, torch.arange(context)[None], Counts())
+    runner = BlockRunner(choose_blocks(model), model.hf.config, None, torch.arange(context)[None])
     ids = torch.full((1, context + TOGETHER), 1, device=model.device)
-    _climb(runner, ids[:, :context])
-    lens = Lens(with_lean_head(model), jumps)
+    _run_all_blocks(runner, ids[:, :context])
+    lens = Lens(pack_unembedding(model), jumps)
     level = min(lens.levels, key=lambda each: abs(each - model.n_blocks // 2))
     state = torch.randn(1, model.d_model, device=model.device, dtype=model.hf.dtype)
     position = torch.tensor([context], device=model.device)
     gate = Probe(torch.randn(1, model.d_model + 3), (level,), 0.5)
 
     def blocks(tokens: int) -> Callable[[], object]:
-        return lambda: _climb(runner, ids[:, : context + tokens])
+        return lambda: _run_all_blocks(runner, ids[:, : context + tokens])
 
     def look(lens: Lens) -> Callable[[], object]:
         return lambda: LevelReading(level, state, position, lens.logits).gap
 
     def ask() -> object:
-        return gate.stops(LevelReading(level, state, position, lens.logits))
+        return gate.should_exit(LevelReading(level, state, position, lens.logits))
 
     parts = {"one": blocks(1), "some": blocks(TOGETHER), "head": look(lens), "gate": ask}
-    if among is not None:
-        parts["short"] = look(Lens(among.model(model), jumps))
+    if shortlist is not None:
+        parts["short"] = look(Lens(shortlist.restrict(model), jumps))
     found: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(TURNS):
         for name, part in parts.items():
             start = time.perf_counter()
             part()
             found[name].append(1e3 * (time.perf_counter() - start))
-            runner.back(context)
+            runner.rollback(context)
     middle = {name: sorted(times)[TURNS // 2] for name, times in found.items()}
     block = middle["one"] / model.n_blocks
     waiting = max(0.0, middle["some"] - middle["one"]) / (TOGETHER - 1) / model.n_blocks
     return Costs(block, waiting, middle["head"], middle["gate"], middle.get("short"))
 
 
-def _climb(runner: Runner, ids: Tensor) -> None:
-    runner.feed(ids)
+def _run_all_blocks(runner: BlockRunner, ids: Tensor) -> None:
+    runner.extend(ids)
     for block in range(1, runner.n_blocks + 1):
-        runner.up(block)
+        runner.run(block)
 
 
 def replay_cost(costs: Costs, n_blocks: int, left: Tensor, heads: Tensor, gates: Tensor) -> Tensor:

@@ -24,13 +24,20 @@ from layerjump.data.corpus import Corpus, split_documents
 from layerjump.errors import BadExit, TextTooShort
 from layerjump.generation.generate import generate
 from layerjump.generation.probes import probe_features
-from layerjump.generation.shortlist import ShortlistRule
+from layerjump.generation.rules import Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.logits import chunk_rows
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
+from layerjump.models.unembedding import can_restrict
 
+SHORTLIST_LENGTH = 2048
+"""Tokens of a shortlist at most."""
+MIN_VOCAB_RATIO = 4
+"""A vocabulary smaller than this many shortlists is read in full."""
+COUNTED_DOCUMENTS = 4_000
+"""Documents in which tokens are counted."""
 OPENING = 12
 """Tokens of a document that the model goes on with."""
 TOGETHER = 64
@@ -127,7 +134,7 @@ class CalibrationSet:
         return len(self.document)
 
 
-def candidates(levels: Sequence[int]) -> tuple[int, ...]:
+def candidate_levels(levels: Sequence[int]) -> tuple[int, ...]:
     """Those worth considering: all if they are few, else ten from first to last, closest where most is saved."""
     last = len(levels) - 1
     if last < CANDIDATES:
@@ -147,7 +154,7 @@ def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
     return tuple(document for document in everything if document not in seen)
 
 
-def shares(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
+def split_documents_by_role(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
     """Deal documents out: to fit gates, to choose levels, to test thresholds, to show the outcome.
 
     Thresholds get most, since they may use one position of each: the more there are, the less the guarantee costs.
@@ -174,11 +181,14 @@ def build_calibration_set(
     jumps: Jumps | None,
     batches: Iterable[Batch],
     levels: Sequence[int],
-    among: ShortlistRule | None = None,
+    shortlist: Shortlist | None = None,
 ) -> CalibrationSet:
     """Read the batches' picks at levels."""
-    lens, last = Lens(model if among is None else among.model(model), jumps), model.n_blocks
-    tokens = None if among is None else among.tokens
+    lens, last = (
+        Lens(model if shortlist is None else shortlist.restrict(model), jumps),
+        model.n_blocks,
+    )
+    tokens = None if shortlist is None else shortlist.tokens
     rows = chunk_rows(model)
     parts: list[tuple[Tensor, ...]] = []
     for batch in batches:
@@ -204,3 +214,16 @@ def _look(
     best = (two.values - logits.logsumexp(-1, keepdim=True)).exp()
     top = two.indices[:, 0] if tokens is None else tokens.to(own.device)[two.indices[:, 0]]
     return top == own, best[:, 0] - best[:, 1]
+
+
+def build_shortlist(model: Model, corpus: Corpus, documents: Sequence[int]) -> Shortlist | None:
+    """The most frequent tokens of these documents; None where a shorter unembedding is impossible or saves little."""
+    vocab_size = model.structure.vocab_size
+    if not can_restrict(model.structure) or vocab_size < MIN_VOCAB_RATIO * SHORTLIST_LENGTH:
+        return None
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    texts = [corpus.documents[index] for index in documents[:COUNTED_DOCUMENTS]]
+    for ids in model.tokenization.encode(texts):
+        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
+    order = counts.argsort(descending=True, stable=True)
+    return Shortlist(order[: max(2, min(SHORTLIST_LENGTH, int((counts > 0).sum())))].sort().values)

@@ -4,8 +4,8 @@ Kinds of rules that calibration lets compete: where each would stop on given evi
 
 Verified generation made as cheap as it gets: where to draft, how sure of a draft to be, how many may wait.
 
-A wrong draft costs time and nothing else, so drafts may be bolder than tokens that nobody checks: they have levels and
-a threshold of their own.
+A wrong draft costs time and nothing else, so drafts may be bolder than tokens that nobody checks: they have levels
+and a threshold of their own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from layerjump.generation.calibration.dataset import CalibrationSet
 from layerjump.generation.probes import (
     Probe,
     TwoStage,
+    fit_logistic,
     log_loss,
     log_odds,
-    logistic,
     mixed_features,
 )
-from layerjump.generation.rules import Drafting, Never, Rule, SoftmaxGap
-from layerjump.generation.shortlist import ShortlistRule
+from layerjump.generation.rules import ExitConfig, Never, Rule, Shortlist, constant_gap
 
 STRENGTHS = (1e-3, 1e-2, 1e-1)
 """Penalties of gates that are tried."""
@@ -72,12 +71,13 @@ def fit_probes(train: CalibrationSet, held: CalibrationSet) -> Probes:
     gate, mix = {}, {}
     for place, level in enumerate(train.levels):
         tries = [
-            logistic(train.features[place], train.right[place], strength) for strength in STRENGTHS
+            fit_logistic(train.features[place], train.right[place], strength)
+            for strength in STRENGTHS
         ]
         losses = [log_loss(held.features[place], held.right[place], weights) for weights in tries]
         gate[level] = tries[losses.index(min(losses))]
         odds = held.features[place].double() @ gate[level]
-        mix[level] = logistic(mixed_features(odds, held.gap[place]), held.right[place], 1e-3)
+        mix[level] = fit_logistic(mixed_features(odds, held.gap[place]), held.right[place], 1e-3)
     return Probes(gate, mix, train.tokens)
 
 
@@ -87,41 +87,42 @@ class RuleCandidate:
 
     kind: str
     """gap, gate or two-stage."""
-    at: tuple[int, ...]
+    levels: tuple[int, ...]
     probes: Probes
     worth: float = 0.0
 
-    def rule(self, threshold: float) -> Rule:
-        """The rule itself."""
-        if not self.at:
-            return Never()
-        plain, tokens = self._rule(threshold), self.probes.tokens
-        return plain if tokens is None else ShortlistRule(plain, tokens)
+    def exit_config(self, threshold: float | None, min_acceptance: float = 0.0) -> ExitConfig:
+        """The rule with its shortlist; `Never` without a threshold or without levels."""
+        if threshold is None or not self.levels:
+            return ExitConfig(Never())
+        tokens = self.probes.tokens
+        shortlist = None if tokens is None else Shortlist(tokens)
+        return ExitConfig(self._rule(threshold), shortlist, min_acceptance)
 
     def _rule(self, threshold: float) -> Rule:
         if self.kind == "gap":
-            return SoftmaxGap(threshold / 0.9, length=1e-9, strict=False, at=self.at)
-        weights = torch.stack([self.probes.gate[level] for level in self.at]).float()
+            return constant_gap(threshold, self.levels, strict=False)
+        weights = torch.stack([self.probes.gate[level] for level in self.levels]).float()
         if self.kind == "gate":
-            return Probe(weights, self.at, threshold)
-        mix = torch.stack([self.probes.mix[level] for level in self.at]).float()
-        return TwoStage(Probe(weights, self.at, self.worth), mix, threshold)
+            return Probe(weights, self.levels, threshold)
+        mix = torch.stack([self.probes.mix[level] for level in self.levels]).float()
+        return TwoStage(Probe(weights, self.levels, self.worth), mix, threshold)
 
     def record(self, threshold: float | None) -> dict[str, Any]:
         """The rule in plain words, without its weights."""
         return {
             "kind": self.kind,
-            "levels": list(self.at),
+            "levels": list(self.levels),
             "threshold": threshold,
             "worth": self.worth,
         }
 
     def replay(self, evidence: CalibrationSet, n_blocks: int) -> Callable[[float], Replayed]:
         """threshold → what the rule does at every position. What does not depend on the threshold is made once."""
-        places = [evidence.levels.index(level) for level in self.at]
+        places = [evidence.levels.index(level) for level in self.levels]
         odds = [
             evidence.features[place].double() @ self.probes.gate[level]
-            for place, level in zip(places, self.at, strict=True)
+            for place, level in zip(places, self.levels, strict=True)
         ]
         gap = evidence.gap[places].double() if places else evidence.gap[:0]
         looked = torch.ones(len(places), len(evidence), dtype=torch.bool)
@@ -132,7 +133,7 @@ class RuleCandidate:
             looked = torch.stack(odds) >= log_odds(self.worth)
             both = [
                 mixed_features(odd, gap[row]) @ self.probes.mix[level]
-                for row, (odd, level) in enumerate(zip(odds, self.at, strict=True))
+                for row, (odd, level) in enumerate(zip(odds, self.levels, strict=True))
             ]
             score = torch.stack(both).masked_fill(~looked, -torch.inf)
         right = evidence.right[places]
@@ -145,9 +146,9 @@ class RuleCandidate:
         never = torch.ones(1, n, dtype=torch.bool)
         stops = torch.cat([score >= log_odds(threshold), never])
         first = stops.int().argmax(0)
-        levels = torch.tensor([*self.at, n_blocks])
-        asked = torch.arange(len(self.at))[:, None] <= first
-        whole = first == len(self.at)
+        levels = torch.tensor([*self.levels, n_blocks])
+        asked = torch.arange(len(self.levels))[:, None] <= first
+        whole = first == len(self.levels)
         # A gate alone has to look once where it stops; the others have looked there already.
         heads = (asked & looked).sum(0) + (whole | (self.kind == "gate"))
         gates = asked.sum(0) * (self.kind != "gap")
@@ -158,7 +159,8 @@ class RuleCandidate:
 def cheapest(
     kind: str, probes: Probes, evidence: CalibrationSet, costs: Costs, n_blocks: int, target: float
 ) -> tuple[RuleCandidate, float]:
-    """The kind's best levels (added one at a time while that pays) and its cost at the target, on the select split."""
+    """The kind's best levels (added one at a time while that pays) and its cost at the target, on the select
+    split."""
     best = RuleCandidate(kind, (), probes), costs.full(n_blocks)
     for worth in WORTH if kind == "two-stage" else (0.0,):
         chosen: tuple[int, ...] = ()
@@ -174,7 +176,7 @@ def cheapest(
             if found is None or found[0] >= spent:
                 break
             spent, made = found
-            chosen = made.at
+            chosen = made.levels
             if spent < best[1]:
                 best = made, spent
     return best
@@ -209,10 +211,8 @@ class Drafts:
     """The share of drafts that must be right to pay for them."""
 
     @property
-    def rule(self) -> Rule:
-        if self.threshold is None:
-            return Never()
-        return Drafting(self.contender.rule(self.threshold), self.least)
+    def exit(self) -> ExitConfig:
+        return self.contender.exit_config(self.threshold, self.least)
 
     def record(self) -> dict[str, Any]:
         return self.contender.record(self.threshold) | {"least": self.least}
@@ -222,7 +222,7 @@ def cheapest_drafts(
     contenders: Iterable[RuleCandidate], evidence: CalibrationSet, costs: Costs, n_blocks: int
 ) -> Drafts:
     """The contender, threshold and number of waiting tokens that cost least; none, if none pays."""
-    contenders = [contender for contender in contenders if contender.at]
+    contenders = [contender for contender in contenders if contender.levels]
     order = torch.randperm(len(evidence), generator=torch.Generator().manual_seed(0))[:PLAYED]
     nothing = RuleCandidate("gap", (), Probes({}, {}))
     best = Drafts(nothing, None, 1, costs.full(n_blocks))

@@ -11,45 +11,44 @@ from torch import Tensor
 
 from layerjump import io
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
-from layerjump.generation.calibration.calibrate import KINDS, Calibration
+from layerjump.generation.calibration.calibrate import RULE_TYPES, Calibration
 from layerjump.generation.calibration.search import Probes, RuleCandidate
 from layerjump.generation.probes import Probe, TwoStage
-from layerjump.generation.rules import Drafting, Never, Rule
-from layerjump.generation.shortlist import ShortlistRule
+from layerjump.generation.rules import ExitConfig, Never
 from layerjump.jumps.serialization import TENSORS
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model
 
-NAME, FORMAT = "exit.safetensors", 1
+FILE_NAME, FORMAT_VERSION = "exit.safetensors", 1
 SHORTLIST = "shortlist"
 
 
-def save(calibration: Calibration, folder: str | Path) -> Path:
+def save_calibration(calibration: Calibration, folder: str | Path) -> Path:
     """Write a calibration into a folder."""
-    path = Path(folder).expanduser() / NAME
+    path = Path(folder).expanduser() / FILE_NAME
     with io.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     about = calibration.about | {"jumps_sha256": _jumps_here(path.parent)}
-    said = io.dump_json({"format_version": FORMAT, **about}, path)
+    said = io.dump_json({"format_version": FORMAT_VERSION, **about}, path)
     io.write_tensors(path, _tensors(calibration), {"exit": said})
     return path
 
 
-def load(folder: str | Path, *, model: Model | None = None) -> Calibration:
+def load_calibration(folder: str | Path, *, model: Model | None = None) -> Calibration:
     """Read the calibration in a folder, made for the jumps there; with a model, check that it was for its weights."""
-    path = Path(folder).expanduser() / NAME
+    path = Path(folder).expanduser() / FILE_NAME
     if not path.is_file():
         raise BadArtifact(
-            f"{folder} holds no calibrated exit rule ({NAME}); make one with `layerjump calibrate`"
+            f"{folder} holds no calibrated exit rule ({FILE_NAME}); make one with `layerjump calibrate`"
         )
     tensors, metadata = io.read_tensors(path)
     if "exit" not in metadata:
         raise BadArtifact(f"{path} is layerjump's, but holds no exit rule; give another folder")
     about = io.parse_json(metadata["exit"], path)
     version = about.pop("format_version", None)
-    if version != FORMAT:
+    if version != FORMAT_VERSION:
         raise NewerFormat(
-            f"{path} has format {str(version)[:50]}, but this library reads {FORMAT}; use a newer layerjump"
+            f"{path} has format {str(version)[:50]}, but this library reads {FORMAT_VERSION}; use a newer layerjump"
         )
     if model is not None and fingerprint(model.hf) != about.get("fingerprint"):
         raise WrongModel(
@@ -79,10 +78,10 @@ def _jumps_here(folder: Path) -> str | None:
 def _tensors(calibration: Calibration) -> dict[str, Tensor]:
     """Gates and second stages of whichever rules have them."""
     tensors = {}
-    for name, rule in (("rule", calibration.rule), ("lossless", calibration.lossless)):
-        rule = rule.rule if isinstance(rule, Drafting) else rule
-        if isinstance(rule, ShortlistRule):
-            tensors[SHORTLIST], rule = rule.tokens, rule.rule
+    for name, exit in (("rule", calibration.exit), ("lossless", calibration.verified_exit)):
+        rule = exit.rule
+        if exit.shortlist is not None:
+            tensors[SHORTLIST] = exit.shortlist.tokens
         if isinstance(rule, Probe):
             tensors[f"{name}.gate"] = rule.weights
         if isinstance(rule, TwoStage):
@@ -91,10 +90,10 @@ def _tensors(calibration: Calibration) -> dict[str, Tensor]:
 
 
 def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
-    def rule(name: str) -> Rule:
+    def rule(name: str) -> ExitConfig:
         said = about[name]
         if said["threshold"] is None:
-            return Never()
+            return ExitConfig(Never())
         _check_rule(said)
         levels = tuple(said["levels"])
         by_level = {
@@ -105,8 +104,7 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
         }
         probes = Probes(**by_level, tokens=tensors.get(SHORTLIST))
         made = RuleCandidate(said["kind"], levels, probes, said["worth"])
-        plain = made.rule(said["threshold"])
-        return Drafting(plain, said["least"]) if "least" in said else plain
+        return made.exit_config(said["threshold"], said.get("least", 0.0))
 
     if type(about["unverified"]) is not int or about["unverified"] < 1:
         raise ValueError("unverified is no number of tokens")
@@ -118,7 +116,7 @@ def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibrati
 def _check_rule(said: dict[str, Any]) -> None:
     """A rule is first used at some token of some text; what would fail there is noticed here."""
     levels, kind = said["levels"], said["kind"]
-    if kind not in KINDS:
+    if kind not in RULE_TYPES:
         raise ValueError(f"there is no kind of rule {str(kind)[:50]!r}")
     whole = isinstance(levels, list) and all(type(level) is int for level in levels)
     if not whole or levels != sorted(set(levels)):

@@ -143,7 +143,7 @@ function summary({ lens, verify }, done) {
     `${counted(count)} in ${number(done.seconds, 2)} s (${number((1000 * done.seconds) / count, 2)} ms each)`,
     `read through ${lens}`,
     `${percent(Math.round(1000 * done.blocks_saved) / 1000)} of blocks not waited for`,
-    `${done.counts.heads} vocabulary products`,
+    `${done.counts.unembeddings} vocabulary products`,
     verify ? (drafts ? agreed : "no token left early") : "",
   ].filter(Boolean).join(" · ");
 }
