@@ -24,8 +24,8 @@ from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.serialization import check_model
+from layerjump.models.loading import LINEAR
 from layerjump.models.structure import FINAL, Site
-from layerjump.pruning.checkpoint import LINEAR
 from layerjump.studies import human_evaluation
 from layerjump.studies.setup import settings_of
 from layerjump.training.finetune import load_task

@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from layerjump.lens.trajectory import Trajectory as Trajectory
     from layerjump.lens.tuning import refine as refine
     from layerjump.models.activations import capture_states as capture_states
+    from layerjump.models.loading import load as load
     from layerjump.models.model import Model as Model
     from layerjump.models.self_check import self_check as self_check
     from layerjump.models.structure import Site as Site
-    from layerjump.pruning.checkpoint import load as load
     from layerjump.pruning.draft_model import make_draft_model as make_draft_model
     from layerjump.pruning.prune import prune as prune
 
@@ -88,7 +88,7 @@ _HOME = {
     "import_lens": "jumps.convert.convert",
     "fit_jacobian": "jumps.estimators.gradient",
     "linearize": "interventions.linearize",
-    "load": "pruning.checkpoint",
+    "load": "models.loading",
     "batch_from_ids": "data.batches",
     "prune": "pruning.prune",
     "load_text": "data.corpus",

@@ -12,7 +12,8 @@ import layerjump as lj
 from faults.small import model
 from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.models.fingerprint import fingerprint
-from layerjump.pruning.checkpoint import BASE, LINEAR
+from layerjump.models.loading import LINEAR
+from layerjump.pruning.checkpoint import BASE
 from layerjump.studies import human_evaluation
 from layerjump.studies.human_evaluation import comparison, shares, shares_by_level
 from layerjump.training.finetune import load_task

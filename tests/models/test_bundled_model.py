@@ -14,7 +14,7 @@ import layerjump as lj
 from layerjump.errors import ModelNotFound
 from layerjump.models import bundled_model
 
-FETCH = "from layerjump.models import bundled_model; print(bundled_model.folder('smollm2'))"
+FETCH = "from layerjump.models import bundled_model; print(bundled_model.bundled_folder('smollm2'))"
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTConfig
 
 import layerjump as lj
+from layerjump.cli import main
 from layerjump.errors import (
     BadModel,
     LayerjumpError,
     ModelNotFound,
     NoPredictions,
     UnsupportedModel,
+    WrongModel,
 )
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
@@ -35,6 +38,34 @@ def one_line(error: LayerjumpError) -> str:
     assert "\n" not in text
     assert len(text) < 700
     return text
+
+
+def test_every_command_takes_a_model_with_attached_maps(data_folder, tmp_path, monkeypatch, capsys):
+    """A folder of `prune --method linear` is a checkpoint and maps, and not to be mistaken for the checkpoint alone."""
+    monkeypatch.setenv("LAYERJUMP_HOME", str(tmp_path / "home"))
+    folder, jumps = str(tmp_path / "linear"), str(tmp_path / "jumps")
+
+    def run(command: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["layerjump", *command.split()])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    small, gpt2 = "--text pydoc --tokens 3000", data_folder / "tiny-gpt2"
+    run(f"prune {gpt2} --drop 1 --criterion deepest --method linear {small} -o {folder}")
+    assert all(check["passed"] for check in json.loads(run(f"families {folder} --json")))
+    run(f"fit {folder} {small} -o {jumps}")
+    (trajectory,) = json.loads(run(f"lens {folder} def --jumps {jumps} --json"))
+    model, base = lj.load(folder), lj.load(f"{folder}/base")
+    lens = lj.Lens(model, lj.Jumps.from_pretrained(jumps, model=model))
+    assert trajectory == lens("def", k=5).to_dict()
+    few = "--text pydoc --target 0.5 --confidence 0.5 --documents 40"
+    run(f"calibrate {folder} --jumps {jumps} {few}")
+    ids = torch.tensor([[1, 2, 3]])
+    assert not torch.allclose(model.hf(ids).logits, base.hf(ids).logits, atol=1e-2)
+    with pytest.raises(WrongModel):
+        lj.Jumps.from_pretrained(jumps, model=base)
 
 
 def test_a_folder_loads_in_float32_and_is_checked(saved):

@@ -83,7 +83,7 @@ def evaluate(
     [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]    perplexity
     """
     from layerjump.evaluation.early_exit import make_variant
-    from layerjump.pruning.checkpoint import load
+    from layerjump.models.loading import load
     from layerjump.studies.results import plain
 
     _check(tasks, data, limit, wikitext)

@@ -87,7 +87,7 @@ def generate(
 
     from layerjump.generation.generate import check_ranges
     from layerjump.generation.generate import generate as write
-    from layerjump.pruning.checkpoint import load
+    from layerjump.models.loading import load
 
     drawn = {"temperature": temperature, "top_p": top_p}
     check_ranges({"max_new_tokens": max_new_tokens, **drawn})  # before a model is loaded

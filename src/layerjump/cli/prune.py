@@ -105,7 +105,8 @@ def prune(
     """
     from layerjump.data.corpus import load_text
     from layerjump.io import check_free
-    from layerjump.pruning.checkpoint import load, make_record
+    from layerjump.models.loading import load
+    from layerjump.pruning.checkpoint import make_record
     from layerjump.pruning.distill import distill as train
     from layerjump.pruning.draft_model import make_draft_model
     from layerjump.pruning.prune import prepare_calibration

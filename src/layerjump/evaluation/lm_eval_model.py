@@ -24,9 +24,9 @@ from layerjump.generation.generate import early_exit
 from layerjump.generation.rules import Rule
 from layerjump.jumps.jumps import Jumps
 from layerjump.models.hooks import Capture
+from layerjump.models.loading import load
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.pruning.checkpoint import load
 
 Request = tuple[Any, list[int], list[int]]
 """What was asked, and the tokens of context and continuation."""

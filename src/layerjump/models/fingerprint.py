@@ -11,19 +11,26 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.errors import BadModel
+from layerjump.models.hooks import attached_maps
 from layerjump.models.model import Model
 
 SAMPLES = 1024
 
 
-def fingerprint(hf: PreTrainedModel) -> str:
+def fingerprint(hf: PreTrainedModel, *, attached: bool = True) -> str:
     """The sha256 of every parameter's name, shape and up to 1,024 of its values.
 
-    It tells checkpoints apart, base from fine-tuned too. It is no seal: a change of a few values
-    that are not among those looked at goes unnoticed.
+    It tells checkpoints apart, base from fine-tuned too. It does not detect every change: one of a few values outside
+    the sample goes unnoticed. Maps attached to the model (`prune --method linear`) count, unless `attached` is False.
     """
+    parameters = dict(hf.named_parameters())
+    for module, attachment in attached_maps(hf) if attached else ():
+        parameters |= {
+            f"{module}/attached.{name}": parameter
+            for name, parameter in attachment.state_dict().items()
+        }
     digest = hashlib.sha256()
-    for name, parameter in sorted(hf.named_parameters()):
+    for name, parameter in sorted(parameters.items()):
         if parameter.is_meta:
             raise BadModel(
                 f"the weight {name} is not in memory, so the model has no fingerprint; "

@@ -11,7 +11,7 @@
     with record_calls(structure.blocks) as calls:     # masks, rotary embeddings, biases of every block
         model.hf(input_ids)
 
-Every hook is removed when its `with` block ends, also after an exception; `attach_change` alone installs one for good.
+Every hook is removed when its `with` block ends, also after an exception; `attach_map` alone installs one for good.
 Blocks can share one module (ALBERT), so a `Tap` names the call of a module, and `Hooks` counts calls in a forward pass.
 """
 
@@ -199,30 +199,47 @@ class Patch(Hooks):
         return self._changes[tap](states)
 
 
-def attach_change(tap: Tap, change: Callable[[Tensor], Tensor]) -> None:
-    """Make a change of the states at a tap part of the module: at every call, for good, and in copies of it."""
+def attach_map(tap: Tap, module: nn.Module, apply: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Make `apply(module, states)` of the states at a tap part of a model: at every call, for good, and in copies."""
     if tap.side == "in":
-        tap.module.register_forward_pre_hook(_ChangeInput(change), with_kwargs=True)
+        tap.module.register_forward_pre_hook(_MapInput(module, apply), with_kwargs=True)
     else:
-        tap.module.register_forward_hook(_ChangeOutput(change))
+        tap.module.register_forward_hook(_MapOutput(module, apply))
+
+
+def attached_maps(hf: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name of each module at which `attach_map` attached something, and what it attached."""
+    for name, module in hf.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if isinstance(hook, _AttachedMap):
+                yield name, hook.module
+
+
+def apply_attached(module: nn.Module, output: Tensor) -> Tensor:
+    """What the maps attached to a module's output make of an output."""
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, _MapOutput):
+            output = hook.apply(hook.module, output)
+    return output
 
 
 @dataclass
-class _ChangeInput:
-    """A class, because `copy.deepcopy` of a module copies what an object holds, but not what a closure does."""
+class _AttachedMap:
+    """A hook that is an object, because `copy.deepcopy` copies what an object holds, but not what a closure does."""
 
-    change: Callable[[Tensor], Tensor]
+    module: nn.Module
+    apply: Callable[[nn.Module, Tensor], Tensor]
 
+
+class _MapInput(_AttachedMap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _replace_hidden_input(args, kwargs, self.change(hidden_input(args, kwargs)))
+        states = self.apply(self.module, hidden_input(args, kwargs))
+        return _replace_hidden_input(args, kwargs, states)
 
 
-@dataclass
-class _ChangeOutput:
-    change: Callable[[Tensor], Tensor]
-
+class _MapOutput(_AttachedMap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _replace_hidden_output(output, self.change(hidden_output(output)))
+        return _replace_hidden_output(output, self.apply(self.module, hidden_output(output)))
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, one_line
 from layerjump.models import bundled_model
 from layerjump.models.families import family_of
 from layerjump.models.model import Model
@@ -167,6 +169,12 @@ CLASSES = {
 }
 
 
+LINEAR = "linear.json"
+_COMPOSITES = {LINEAR: "layerjump.pruning.checkpoint:load_linear"}
+"""Marker file of a folder that holds a checkpoint and more → the function that loads it, given one that loads
+checkpoints. Named rather than imported: its package imports this one."""
+
+
 def load(
     source: str | Path,
     *,
@@ -179,8 +187,35 @@ def load(
     """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
 
     The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own. A
-    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate.
+    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate. Folders of
+    `prune --method linear` load with their maps attached.
     """
+    load_checkpoint = partial(
+        _load_checkpoint,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+    )
+    folder = Path(source).expanduser()
+    for marker, loader in _COMPOSITES.items():
+        if (folder / marker).is_file():
+            module, _, function = loader.partition(":")
+            composite: Model = getattr(import_module(module), function)(folder, load_checkpoint)
+            return composite
+    return load_checkpoint(source)
+
+
+def _load_checkpoint(
+    source: str | Path,
+    *,
+    revision: str | None,
+    device: str | None,
+    dtype: str | None,
+    device_map: str | None,
+    trust_remote_code: bool,
+) -> Model:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name = str(source)
     where: dict[str, Any] = {"revision": revision} if revision else {}
@@ -221,9 +256,7 @@ def _place(name: str, where: dict[str, Any]) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(
-                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id (what "
-                f"`prune` with {argument('method', 'linear')} wrote is a model and maps: `generate`, `eval` and "
-                f"`prune` take it)"
+                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id"
             )
         return str(path)
     if name in bundled_model.NAMES:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
-from layerjump.models.hooks import Capture
+from layerjump.models.hooks import Capture, apply_attached
 from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
@@ -177,13 +177,16 @@ def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Te
         at = {site.part: state for site, state in found.items() if site.index == index}
         stream = found[Site(index - 1)]
         if row.kind == "parallel":
-            pairs.append((stream + at["attn.out"] + at["ffn.out"], at["level"]))
+            rebuilt = stream + at["attn.out"] + at["ffn.out"]
+            pairs.append((apply_attached(block, rebuilt), at["level"]))
             continue
         for part, norm, after in row.additions():
             rebuilt = stream + at[f"{part}.out"]
             if row.kind == "post":
                 assert norm is not None
                 rebuilt = block.get_submodule(norm)(rebuilt)
+            if after == "level":
+                rebuilt = apply_attached(block, rebuilt)
             stream = at[after]
             pairs.append((rebuilt, stream))
     return pairs

@@ -9,6 +9,7 @@ Load any model, also one that `prune` saved as base and jumps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from layerjump.io import (
     write_text,
 )
 from layerjump.jumps.jumps import Jumps
-from layerjump.models import loading
 from layerjump.models.fingerprint import fingerprint
-from layerjump.models.loading import quiet_transformers
+from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import Pruned
@@ -88,7 +88,6 @@ def _use(record: dict[str, Any]) -> str:
 
 RECORD = "pruning.json"
 """What was done, for programs; README.md says it to people."""
-LINEAR = "linear.json"
 BASE = "base"
 """The folder of the checkpoint that maps stand beside: a plain loader must not take it for the whole."""
 
@@ -106,7 +105,9 @@ def _write(pruned: Pruned, place: Path) -> None:
         save_checkpoint(pruned.model, place / BASE)
         pruned.jumps.save_pretrained(place)
         head = {"kind": "layerjump linear model", "format": 1, "cuts": [*map(list, pruned.cuts)]}
-        write_json(place / LINEAR, head | {"fingerprint": fingerprint(pruned.model.hf)})
+        write_json(
+            place / LINEAR, head | {"fingerprint": fingerprint(pruned.model.hf, attached=False)}
+        )
     write_json(place / RECORD, record)
     write_text(place / "README.md", card(record))
 
@@ -146,23 +147,14 @@ def make_record(pruned: Pruned) -> dict[str, Any]:
     }
 
 
-def load(source: str | Path, **settings: Any) -> Model:
-    """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
-
-    The settings are revision, device, dtype, device_map and trust_remote_code. The device is a GPU where there is one;
-    on a CPU the dtype is float32, elsewhere the checkpoint's own. A folder of `prune --method linear` is loaded with
-    its maps in place.
-    """
-    folder = Path(source).expanduser()
-    if not (folder / LINEAR).is_file():
-        return loading.load(source, **settings)
+def load_linear(folder: Path, load_base: Callable[[Path], Model]) -> Model:
+    """Load a folder of `prune --method linear`: the checkpoint in it by `load_base`, with its maps attached."""
     head = read_json(folder / LINEAR)
     try:
         cuts = [(int(i), int(j)) for i, j in head["cuts"]]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadArtifact(f"{folder / LINEAR} is damaged: {error}; prune again") from error
-    # The base is checked by itself: with maps in place its blocks no longer add up.
-    model = loading.load(folder / BASE, **settings)
+    model = load_base(folder / BASE)
     if head.get("fingerprint") != fingerprint(model.hf):
         raise WrongModel(
             f"{folder / BASE} holds other weights than the jumps beside it were saved with; prune again"

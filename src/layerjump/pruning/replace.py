@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments
 from layerjump.models.activations import capture_states
-from layerjump.models.hooks import attach_change
+from layerjump.models.hooks import attach_map
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.residual_weights import (
@@ -240,7 +239,7 @@ def attach_maps(model: Model, maps: Mapping[int, nn.Module]) -> None:
     A hook does it, so that the model's own code, its cache and its generation are as they were.
     """
     for level, jump in maps.items():
-        attach_change(model.structure.tap(Site(level)), partial(apply, jump))
+        attach_map(model.structure.tap(Site(level)), jump, apply)
 
 
 def _sharpen(jump: nn.Module, sums: Moments, pair: Pair) -> None:
