@@ -8,7 +8,13 @@ from helpers import synthetic_jumps
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.errors import BadModel
-from layerjump.interventions.linearize import PARTS, jumping, linearize, pairs_of, skip_blocks
+from layerjump.interventions.linearize import (
+    PARTS,
+    linearize,
+    replace_blocks,
+    skip_blocks,
+    submodule_pairs,
+)
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
@@ -74,7 +80,7 @@ def test_a_splice_is_the_map_and_then_the_later_blocks(model):
             found = last_level(model, batch)
         with torch.no_grad():
             expected = rerun.from_level(j, jumps[i, j](rerun.levels[i]))
-        assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
+        assert torch.allclose(found, rerun.pick(expected), rtol=0, atol=EXACT)
 
 
 def test_each_block_its_own_map_is_a_chain_of_maps(model):
@@ -85,7 +91,7 @@ def test_each_block_its_own_map_is_a_chain_of_maps(model):
         expected = rerun.levels[0]
         for block in range(1, model.n_blocks + 1):
             expected = jumps[block - 1, block](expected)
-    assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
+    assert torch.allclose(found, rerun.pick(expected), rtol=0, atol=EXACT)
 
 
 def test_the_model_is_restored_after_success_and_after_an_exception(model):
@@ -130,7 +136,7 @@ def test_generation_with_a_cache_is_generation_without_one(model, parts):
     """The first block among the replaced ones: masks are as long as the first layer of the cache says."""
     if model.task != "causal":
         pytest.skip("does not generate by itself")
-    pairs = levels(model) if parts == "block" else pairs_of(model, 1, parts)
+    pairs = levels(model) if parts == "block" else submodule_pairs(model, 1, parts)
     if not pairs:
         pytest.skip("no such part")
     jumps = jumps_of(model, pairs)
@@ -156,7 +162,7 @@ def test_jumping_over_blocks_by_the_identity_is_a_model_without_them(model):
     for gone in ([2], [1, 2]):
         shorter = without_blocks(model, gone)
         expected = last_level(shorter, batch)
-        with jumping(model, {(gone[0] - 1, gone[-1]): torch.nn.Identity()}):
+        with replace_blocks(model, {(gone[0] - 1, gone[-1]): torch.nn.Identity()}):
             assert torch.allclose(last_level(model, batch), expected, rtol=0, atol=EXACT)
         if model.task == "causal":
             assert generated(shorter) == one_by_one(shorter)
@@ -169,7 +175,7 @@ def gpt2() -> Model:
 
 
 def test_a_stand_in_for_attention_is_the_fitted_map(gpt2):
-    (pair,) = pairs_of(gpt2, 2, "attn")
+    (pair,) = submodule_pairs(gpt2, 2, "attn")
     jumps = jumps_of(gpt2, [pair])
     batch = sample(gpt2)
     (exact,) = capture_states(gpt2, [batch], [pair[0]])
@@ -182,7 +188,7 @@ def test_a_stand_in_for_attention_is_the_fitted_map(gpt2):
 def test_bad_parts_and_blocks_are_refused(gpt2):
     jumps = jumps_of(gpt2, levels(gpt2))
     for settings, message in (
-        ({"parts": "mlp"}, "give attn"),
+        ({"parts": "mlp"}, "of attn"),
         ({"parts": "xattn"}, "no xattn"),
         ({"parts": "block", "blocks": [4]}, "blocks 1 to 3"),
     ):

@@ -68,7 +68,7 @@ def test_the_levels_are_those_of_the_model(model, batch, rerun):
     (found,) = capture_states(model, [batch], range(model.n_blocks + 1))
     assert len(rerun.levels) == model.n_blocks + 1
     for level in range(model.n_blocks + 1):
-        assert torch.equal(rerun.picked(rerun.levels[level]), found[level])
+        assert torch.equal(rerun.pick(rerun.levels[level]), found[level])
 
 
 def test_a_rerun_from_any_level_is_the_same_to_the_last_bit(model, rerun):
@@ -89,7 +89,7 @@ def test_replacing_parts_by_what_they_give_changes_nothing(model, batch, rerun):
     changes = dict.fromkeys(every_part(model), untouched)
     assert torch.equal(rerun.from_level(0, changes=changes), rerun.levels[-1])
     with patch(model, changes):
-        assert torch.equal(last_level(model, batch), rerun.picked(rerun.levels[-1]))
+        assert torch.equal(last_level(model, batch), rerun.pick(rerun.levels[-1]))
 
 
 def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
@@ -115,9 +115,9 @@ def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
     block = model.n_blocks
     pair = Site(block, f"{part}.in"), Site(block, f"{part}.out")
     zero = replace_by_constant(torch.zeros(model.d_model))
-    found = rerun.picked(rerun.from_level(block - 1, changes={pair: zero}))
+    found = rerun.pick(rerun.from_level(block - 1, changes={pair: zero}))
     assert torch.allclose(found, by_hand(model, rerun, without=part), rtol=0, atol=EXACT)
-    assert not torch.allclose(found, rerun.picked(rerun.levels[-1]), atol=1e-3)
+    assert not torch.allclose(found, rerun.pick(rerun.levels[-1]), atol=1e-3)
 
 
 def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
@@ -215,9 +215,9 @@ def test_only_the_block_asked_for_changes(model, batch, rerun):
     with patch(model, {pair: twice}):
         for _ in range(2):  # calls are counted anew in every pass
             (found,) = capture_states(model, [batch], [1, 2, model.n_blocks])
-    assert torch.equal(found[1], rerun.picked(rerun.levels[1]))
-    assert torch.equal(found[2], rerun.picked(changed))
-    assert torch.equal(found[model.n_blocks], rerun.picked(expected))
+    assert torch.equal(found[1], rerun.pick(rerun.levels[1]))
+    assert torch.equal(found[2], rerun.pick(changed))
+    assert torch.equal(found[model.n_blocks], rerun.pick(expected))
 
 
 def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
@@ -227,7 +227,7 @@ def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
     with torch.no_grad(), patch(model, {(0, 2): replace_by_map(jump)}):
         found = last_level(model, batch)
     expected = rerun.from_level(2, rerun.levels[0] @ weight.T)
-    assert torch.allclose(found, rerun.picked(expected), rtol=0, atol=EXACT)
+    assert torch.allclose(found, rerun.pick(expected), rtol=0, atol=EXACT)
 
 
 def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
@@ -243,7 +243,7 @@ def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
     rerun.from_level(0, changes={pair: change}, to=1)
     (found,) = capture_states(model, [rerun.batch], [pair[0]])
     grid = seen[0].reshape(*rerun.batch.input_ids.shape, -1)
-    assert torch.allclose(rerun.picked(grid), found[pair[0]] @ weight.T, rtol=0, atol=1e-10)
+    assert torch.allclose(rerun.pick(grid), found[pair[0]] @ weight.T, rtol=0, atol=1e-10)
 
 
 def test_no_hook_stays_behind(model, batch, rerun):

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import layerjump as lj
 from layerjump.cli.main import app
 from layerjump.errors import BadEstimator, BadJumps
-from layerjump.lens.trajectory import read_trajectory
+from layerjump.lens.lens import read_trajectories
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.structure import Site
 
@@ -197,7 +197,7 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
     theirs = lens(TEXT)
     assert theirs.levels == names
     assert (ours.top == theirs.top).all()
-    both = read_trajectory(model, {"identity": lj.Lens(model), "theirs": lens}, TEXT)
+    (both,) = read_trajectories({"identity": lj.Lens(model), "theirs": lens}, [TEXT])
     assert both["identity"].levels == both["theirs"].levels == names
     found = lj.calibrate(model, jumps, stories(300, seed=1), target=0.8)
     assert set(found.exit.rule.levels or ()) <= set(levels)

@@ -13,9 +13,9 @@ from helpers.tiny_models import tiny_model
 from rich.console import Console
 
 import layerjump as lj
+from layerjump.data.tokenization import escape_token
 from layerjump.errors import BadArtifact, BadText
-from layerjump.lens.render.terminal import bar, best, grid, spread
-from layerjump.lens.render.token_text import visible
+from layerjump.lens.render.terminal import bar, grid, spread, top_table
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -99,7 +99,7 @@ def test_js_and_masks_in_the_json_form(model, data_folder):
 def test_what_is_no_number_is_null(found):
     from dataclasses import replace
 
-    broken = replace(found, cells=found.cells._replace(kl=torch.full_like(found.kl, math.inf)))
+    broken = replace(found, stats=found.stats._replace(kl=torch.full_like(found.kl, math.inf)))
     assert broken.to_dict()["kl"][0][0] is None
 
 
@@ -123,13 +123,13 @@ def test_the_picture_says_the_best_token_and_on_hovering_the_others(found):
     (heat,) = figure.data
     assert torch.tensor(heat.z).shape == (5, len(found.positions))
     torch.testing.assert_close(torch.tensor(heat.z), found.kl)
-    assert heat.text[4][3] == visible(found.decode([int(found.model_top[3])])[0])
+    assert heat.text[4][3] == escape_token(found.decode([int(found.model_top[3])])[0])
     assert heat.hovertext[2][3].count("<br>") == 1 + found.query.k
     assert "not fitted" in figure.layout.title.text
     assert figure.layout.xaxis.ticktext[0] == "Once*"
     assert list(figure.layout.yaxis.ticktext) == ["0", "1", "2", "3", "4"]
     assert torch.tensor(found.plot("jensen_shannon").data[0].z).max() <= math.log(2)
-    with pytest.raises(BadText, match="give one of probability"):
+    with pytest.raises(BadText, match="a value to plot of probability"):
         found.plot("colour")
 
 
@@ -190,23 +190,23 @@ def test_the_grid_fits_the_terminal(found, width):
 def test_the_grid_and_the_best_say_what_was_read(found):
     rows = [list(column.cells) for column in grid(found, 160).columns]
     assert [str(cell) for cell in rows[-2]] == [
-        visible(word) for word in found.decode(found.model_top.tolist())
+        escape_token(word) for word in found.decode(found.model_top.tolist())
     ]
     assert rows[-1] == [found.levels[level] for level in found.settled_level.tolist()]
-    last = printed(best(found), width=200)
+    last = printed(top_table(found), width=200)
     for level in range(5):
         (line,) = [line for line in last.splitlines() if re.match(rf" {level} ", line)]
         for word in found.decode(found.top[level, -1].tolist()):
-            assert visible(word) in line
+            assert escape_token(word) in line
         assert f"#{int(found.tracked[0].rank[level, -1]) + 1} " in line
 
 
 def test_tokens_are_made_visible():
-    assert visible(" a\n\t\r") == "␣a↵⇥␍"
-    assert visible("\x00\x1b\x7f\xa0\u200b\u2028") == r"\x00\x1b\x7f\xa0\u200b\u2028"
-    assert visible("") == "∅"
-    assert visible("\u0301x") == "◌\u0301x"
-    assert visible("é שלום 🙂") == "é␣שלום␣🙂"
+    assert escape_token(" a\n\t\r") == "␣a↵⇥␍"
+    assert escape_token("\x00\x1b\x7f\xa0\u200b\u2028") == r"\x00\x1b\x7f\xa0\u200b\u2028"
+    assert escape_token("") == "∅"
+    assert escape_token("\u0301x") == "◌\u0301x"
+    assert escape_token("é שלום 🙂") == "é␣שלום␣🙂"
 
 
 def test_levels_are_spread_evenly_with_both_ends():

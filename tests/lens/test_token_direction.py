@@ -106,5 +106,5 @@ def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
 
 
 def test_a_level_that_is_not_there_is_refused(lens):
-    with pytest.raises(BadModel, match="give one from 0 to 4"):
+    with pytest.raises(BadModel, match="levels 0 to 4"):
         lens.ablate_direction(" dog", 5, TEXTS[0])

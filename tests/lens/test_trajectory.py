@@ -11,7 +11,8 @@ from helpers import trajectory_inputs
 from helpers.trajectory_inputs import NUMBERS, STORY, made
 
 import layerjump as lj
-from layerjump.lens.trajectory import LensQuery, read_cells, read_trajectory
+from layerjump.lens.lens import read_trajectories
+from layerjump.lens.trajectory import LensQuery, compute_stats
 
 gpt2, text, jumps = (
     trajectory_inputs.gpt2,
@@ -131,14 +132,14 @@ def test_every_family_is_read_as_hugging_face_runs_it(case):
 def test_neither_memory_nor_long_texts_change_the_numbers(memory, gpt2, jumps):
     found = lj.Lens(gpt2, jumps)(STORY * 5, jensen_shannon=True)
     assert len(found.positions) > 64
-    routes = {"mat": [found.lens.route(site) for site in found.states.sites]}
-    best, again = read_cells(
-        gpt2, routes, found.states, LensQuery(10, jensen_shannon=True), memory=memory
+    readouts = {"mat": found.readouts}
+    best, again = compute_stats(
+        gpt2, readouts, found.states, LensQuery(10, jensen_shannon=True), memory=memory
     )
     assert torch.equal(best, found.model_top)
     assert torch.equal(again["mat"].top, found.top)
     for name in ("kl", "entropy", "cross_entropy", "js"):
-        one, other = getattr(again["mat"], name), getattr(found.cells, name)
+        one, other = getattr(again["mat"], name), getattr(found.stats, name)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7, equal_nan=True)
     assert_equals_naive(found, naive(gpt2, found.prompt.ids, jumps))
 
@@ -155,8 +156,8 @@ def test_several_texts_are_read_as_each_alone(gpt2, bert):
 
 def test_the_last_positions_are_read_behind_the_whole_text(gpt2, jumps):
     lenses = {"mat": lj.Lens(gpt2, jumps)}
-    whole = read_trajectory(gpt2, lenses, STORY)["mat"]
-    end = read_trajectory(gpt2, lenses, STORY, last=3)["mat"]
+    whole = read_trajectories(lenses, [STORY])[0]["mat"]
+    end = read_trajectories(lenses, [STORY], last=3)[0]["mat"]
     assert end.positions == whole.positions[-3:]
     assert end.tokens == whole.tokens
     torch.testing.assert_close(end.kl, whole.kl[:, -3:], rtol=1e-4, atol=1e-5)
@@ -168,7 +169,8 @@ def test_the_last_positions_are_read_behind_the_whole_text(gpt2, jumps):
 def test_several_lenses_share_one_forward_pass(gpt2, jumps):
     runs = []
     handle = gpt2.stack.register_forward_pre_hook(lambda *_: runs.append(1))
-    both = read_trajectory(gpt2, {"plain": lj.Lens(gpt2), "mat": lj.Lens(gpt2, jumps)}, STORY, k=4)
+    lenses = {"plain": lj.Lens(gpt2), "mat": lj.Lens(gpt2, jumps)}
+    (both,) = read_trajectories(lenses, [STORY], k=4)
     handle.remove()
     assert len(runs) == 1
     assert torch.equal(both["plain"].top, lj.Lens(gpt2)(STORY, k=4).top)
@@ -180,7 +182,7 @@ PEAK = """
 import torch, layerjump as lj
 from pathlib import Path
 from helpers.tiny_models import tiny_model
-from layerjump.lens.trajectory import LensQuery, TextStates, read_cells
+from layerjump.lens.trajectory import LensQuery, PromptStates, compute_stats
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
@@ -188,12 +190,12 @@ def peak():
 
 model = lj.Model.wrap(tiny_model("gpt2", vocab_size=30_000, dtype=torch.float32))
 sites = tuple(lj.Site(level) for level in range(4))
-routes = {"identity": [lj.Lens(model).route(site) for site in sites]}
+readouts = {"identity": [lj.Lens(model).readout(site) for site in sites]}
 
 def read(n):
     states = torch.randn(4, n, 32)
-    text = TextStates(sites, tuple(states), states[-1], torch.full((n,), -1))
-    return read_cells(model, routes, text, LensQuery(10, (5, 6), jensen_shannon=True), memory=BUDGET)
+    text = PromptStates(sites, tuple(states), states[-1], torch.full((n,), -1))
+    return compute_stats(model, readouts, text, LensQuery(10, (5, 6), jensen_shannon=True), memory=BUDGET)
 
 read(3)  # what is loaded on first use
 before = peak()

@@ -44,7 +44,7 @@ def test_any_pair_is_read_as_another_level(gpt2, jumps):
     (at,) = lj.capture_states(gpt2, [lj.batch_from_ids(found.prompt.ids)], [1])
     mapped = jumps[3, 4](jumps[1, 3](at[1].float())).double()
     assert torch.equal(found.top[0], gpt2.logits(mapped).topk(3).indices)
-    assert torch.equal(between.states(at[1]), jumps[1, 3](at[1].float()).double())
+    assert torch.equal(between.map_states(at[1]), jumps[1, 3](at[1].float()).double())
     assert torch.equal(lens.at(2, 4)(STORY).top, lens(STORY, levels=[2]).top)
     assert torch.equal(lj.Lens(gpt2).at(1, 3)(STORY).top, lj.Lens(gpt2)(STORY, levels=[1]).top)
     with pytest.raises(BadJumps, match="fit with pairs='2:3,3:4'"):
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_said_in_one_line(gpt2, jumps, data_folder):
     for action, error, message in (
         (lambda: lens("ball " * 200), BadText, rf"reads at most {longest}; shorten"),
         (lambda: lens(""), BadText, "no tokens"),
-        (lambda: lens("a", k=0), BadText, "give 1 or more"),
+        (lambda: lens("a", k=0), BadText, "1 or more, got 0"),
         (lambda: lens("a", levels=[]), BadText, "at least one"),
         (lambda: lens("a", levels=[9]), BadModel, "levels 0 to 4"),
         (lambda: lens("a", tokens=["once upon"]), BadText, r"makes \d of it \('.*'\)"),

@@ -12,8 +12,7 @@ from helpers.server_process import serving
 
 import layerjump as lj
 from layerjump.errors import LayerjumpError
-from layerjump.lens.lens import Lens
-from layerjump.lens.trajectory import read_trajectory
+from layerjump.lens.lens import Lens, read_trajectories
 from layerjump.server.model_registry import ModelRegistry, jump_sets
 
 model = fitted_gpt2.model  # a fixture
@@ -51,7 +50,7 @@ def test_answers_are_the_librarys(server, model, jumps):
     status, answer = lens(server, lenses=["identity", "own"], k=7, tokens=[5, 9], js=True)
     assert status == 200
     lenses = {"identity": Lens(model), "own": Lens(model, lj.Jumps.from_pretrained(jumps))}
-    wanted = read_trajectory(model, lenses, TEXT, k=7, tokens=[5, 9], jensen_shannon=True)
+    (wanted,) = read_trajectories(lenses, [TEXT], k=7, tokens=[5, 9], jensen_shannon=True)
     assert list(answer["lenses"]) == ["identity", "own"]
     for name, trajectory in wanted.items():
         ours, theirs = answer["lenses"][name], json.loads(json.dumps(trajectory.to_dict()))

@@ -86,7 +86,7 @@ def test_one_block_is_the_suffix_of_the_last_block(setup):
     model, part = setup.model, "attn"
     jumps = fit_all_positions(setup, "mat", "submodules")
     rerun = Rerun(model, budgeted(setup)[0])
-    (pair,) = submodules.pairs_of(model, 4, part)
+    (pair,) = submodules.submodule_pairs(model, 4, part)
     alone = rerun.from_level(3, changes={pair: replace_by_map(jumps[pair])})
     later = rerun.from_level(3, changes=submodules._changes(model, jumps, part))
     assert torch.equal(alone, later)

@@ -23,7 +23,7 @@ from layerjump.cli._options import (
 
 if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps
-    from layerjump.lens.lens import Reader
+    from layerjump.lens.lens import Lens
     from layerjump.models.model import Model
 
 
@@ -67,7 +67,7 @@ def lens(
     [bold]layerjump lens MODEL "…" --jumps jumps --levels 0,4.mid,8-12[/]    a set fitted before, sub-module sites
     [bold]layerjump lens MODEL - --json < text.txt[/]                        one object for every lens
     """
-    from layerjump.lens.trajectory import read_trajectory
+    from layerjump.lens.lens import read_trajectories
     from layerjump.models.loading import load
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -81,7 +81,7 @@ def lens(
     )
     lenses = _lenses(loaded, compare, jumps, allow_other_weights)
     sites = None if levels is None else _sites(levels)
-    found = read_trajectory(loaded, lenses, text, k=k, levels=sites, tokens=token or ())
+    (found,) = read_trajectories(lenses, [text], k=k, levels=sites, tokens=token or ())
     if as_json:
         print(json.dumps([each.to_dict() for each in found.values()], allow_nan=False))
         return
@@ -93,14 +93,14 @@ def lens(
 
 def _lenses(
     model: Model, compare: str | None, folder: Path | None, other_weights: bool
-) -> dict[str, Reader]:
+) -> dict[str, Lens]:
     from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Lens
 
     names = [] if compare is None and folder else (compare or "mat").split(",")
     names = [name.strip() for name in names]
     fitted = _kept(model, [name for name in names if name != "identity"])
-    lenses: dict[str, Reader] = {name: Lens(model, fitted.get(name)) for name in names}
+    lenses: dict[str, Lens] = {name: Lens(model, fitted.get(name)) for name in names}
     if folder is not None:
         read = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
         given = Lens(model, read)

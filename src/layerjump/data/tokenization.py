@@ -1,5 +1,6 @@
 """A tokenizer with the special tokens that the model was trained to see."""
 
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,10 @@ _AT_ONCE = 1_000  # texts a call: enough to keep the tokenizer's threads busy
 _UNLIMITED = 10**9  # tokenizers write "no limit" as a number of about 1e30
 _known: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]]" = WeakKeyDictionary()
 """Texts of tokens looked up before: a trajectory names thousands of them, and decoding is slow."""
+
+_WHITESPACE = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
+_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
+"""Unicode categories of invisible characters: controls, direction marks, joiners, unusual spaces."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,22 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Iterable[int]) -> lis
 def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     """One token as it stands within a text."""
     return token_texts(tokenizer, [token])[0]
+
+
+def escape_token(text: str) -> str:
+    """A token's text with visible whitespace and escaped control characters; ∅ for an empty one."""
+    escaped = "".join(map(_escape_character, text)) or "∅"
+    # A combining mark would join the character before it, such as a table's border.
+    return f"◌{escaped}" if unicodedata.combining(escaped[0]) else escaped
+
+
+def _escape_character(character: str) -> str:
+    if character in _WHITESPACE:
+        return _WHITESPACE[character]
+    if unicodedata.category(character) not in _INVISIBLE:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def _encode(

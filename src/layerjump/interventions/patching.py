@@ -1,17 +1,14 @@
-"""Replace activations at sites of a running model; rerun it from a level.
+"""Patch hidden states at sites of a running model; rerun it from any level.
 
-What can take the place of a state: its map's prediction, noise, a constant, or one of these on some coordinates.
+    pair = "3.attn.in", "3.attn.out"
+    with patch(model, {pair: replace_by_map(jumps[pair])}):
+        model.hf(input_ids)                       # the attention of block 3 is a linear map here
 
-Operations on a running model: a site's state is changed on the way, and nothing stays behind.
+    rerun = Rerun(model, batch)                   # one ordinary forward pass, recorded
+    rerun.from_level(3)                           # blocks 4 to L once more, with identical bits
+    rerun.from_level(3, changes=changes)          # the same with sub-modules replaced
 
-    with replaced(model, {("3.attn.in", "3.attn.out"): mapped(jumps["3.attn.in", "3.attn.out"])}):
-        model.hf(input_ids)                       # attention of block 3 is a matrix here
-
-    rerun = Rerun(model, batch)                   # one ordinary pass, remembered
-    rerun.from_level(3)                           # blocks 4 to L once more: the same to the last bit
-    rerun.from_level(3, changes=changes)          # the same with parts replaced
-
-A part that is replaced is still computed and its result thrown away: this is for measuring, not for speed.
+A replaced sub-module still runs and its output is discarded: this is for measurements, not for speed.
 """
 
 from __future__ import annotations
@@ -35,35 +32,32 @@ from layerjump.models.model import Model
 from layerjump.models.structure import Site, Tap
 
 Map = Callable[[Tensor], Tensor]
-"""States at a source → states at a target; a jump, for example."""
+"""A function of hidden states, such as a jump."""
 Change = Callable[[Tensor, Tensor], Tensor]
-"""(the states at the source, the target's own states) → the states that go on instead."""
+"""(states at the source, exact states at the target) → states that replace those at the target."""
+Changes = Mapping[Pair, Change]
+"""(source, target) → the change of the states at the target."""
 
 
-def apply(module: Map, states: Tensor) -> Tensor:
-    """A map of states, in the states' own precision (jumps are kept in float32)."""
-    return apply_map(module, states) if isinstance(module, nn.Module) else module(states).to(states)
-
-
-def replace_by_map(module: Map) -> Change:
-    """What a map makes of the source."""
-    return lambda source, exact: apply(module, source)
+def replace_by_map(jump: Map) -> Change:
+    """A change to the output of a map of the source."""
+    return lambda source, exact: apply_map(jump, source)
 
 
 def replace_by_constant(vector: Tensor) -> Change:
-    """The same vector at every position: zeros, or a mean."""
+    """A change to the same vector at every position, such as zeros or the mean."""
     return lambda source, exact: vector.to(exact).expand_as(exact)
 
 
-def add_noise(module: Map, *, seed: int) -> Change:
-    """The exact states, off in a random direction by as much as the map is off at that position.
+def add_noise(jump: Map, *, seed: int) -> Change:
+    """A change that adds noise in a random direction, as long as the error of a map at the same position.
 
-    Beside the map itself it tells errors that do no harm from errors that are merely small.
+    Compared with the map itself, it separates harmless errors from errors that are merely small.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def change(source: Tensor, exact: Tensor) -> Tensor:
-        error = (apply(module, source).to(exact) - exact).norm(dim=-1, keepdim=True)
+        error = (apply_map(jump, source).to(exact) - exact).norm(dim=-1, keepdim=True)
         noise = torch.randn(exact.shape, generator=generator).to(exact)
         return exact + noise * (error / noise.norm(dim=-1, keepdim=True))
 
@@ -71,37 +65,33 @@ def add_noise(module: Map, *, seed: int) -> Change:
 
 
 def restrict_to(columns: slice, change: Change) -> Change:
-    """A change of some coordinates (a head's), the others as they are; it sees those coordinates alone."""
+    """A change of some coordinates only, such as those of one attention head; it sees only these of the target."""
 
-    def changed(source: Tensor, exact: Tensor) -> Tensor:
-        made = exact.clone()
-        made[..., columns] = change(source, exact[..., columns]).to(exact)
-        return made
+    def change_columns(source: Tensor, exact: Tensor) -> Tensor:
+        states = exact.clone()
+        states[..., columns] = change(source, exact[..., columns]).to(exact)
+        return states
 
-    return changed
-
-
-Changes = Mapping[Pair, Change]
-"""(source, target) → what takes the target's place, made from the source's states."""
+    return change_columns
 
 
 @contextmanager
 def patch(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
-    """Run the model, any way you like, with the targets' states changed; it is whole again afterwards.
+    """Change hidden states in every forward pass inside the `with` block, however the model is called.
 
-    Pairs are given as to `Jumps`: sites, their names or levels' numbers. A level as a target works too, and stands
-    for a jump over the blocks in between.
+    Keys are pairs of sites as in `Jumps`: `Site` objects, names or level numbers. A level as the target replaces what
+    the blocks between source and target compute.
     """
-    # Two entries: OPT's whole model runs its decoder past the module that our own passes enter by.
-    with _Operation(_cuts(model, changes), entries=(model.hf, model.stack)):
+    # Two entries: the full OPT model bypasses the module that `Model.body` calls.
+    with _ChangeHooks(_edits(model, changes), entries=(model.hf, model.stack)):
         yield model
 
 
 class Rerun:
-    """One batch, run once in the ordinary way; from any level on it can be run again and again.
+    """One recorded forward pass over a batch, which can be run again from any level.
 
-    The calls of the blocks (masks, rotary embeddings, biases) are those that Hugging Face made, so every family
-    works. All L + 1 levels of all positions are held: keep batches small.
+    Blocks get the arguments (masks, rotary embeddings, biases) that Hugging Face passed, so every family works. The
+    hidden states of all L + 1 levels at all positions stay in memory: use small batches.
     """
 
     def __init__(self, model: Model, batch: Batch) -> None:
@@ -115,7 +105,7 @@ class Rerun:
         ):
             model.body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
         self.levels = [call.states for call in self._calls] + [capture.take()[last]]
-        """(rows, positions, d) at levels 0 to L."""
+        """(rows, positions, d_model) at levels 0 to L."""
 
     @torch.no_grad()
     def from_level(
@@ -126,94 +116,88 @@ class Rerun:
         changes: Changes | None = None,
         to: int | None = None,
     ) -> Tensor:
-        """The states at level `to` (L unless told), from those at a level (the ordinary pass's unless given).
+        """Run the blocks after `level` and return the hidden states at level `to` (default: L).
 
-        Changes are of parts of the blocks that are run; those of other blocks have no say.
+        `states` replace the recorded hidden states at `level`. `changes` apply inside single blocks; those of blocks
+        that do not run are ignored.
         """
-        hidden = self.levels[level] if states is None else states
-        last = self.model.n_blocks if to is None else to
+        states = self.levels[level] if states is None else states
         by_block: dict[int, dict[Pair, Change]] = defaultdict(dict)
         for pair, change in (changes or {}).items():
             by_block[_block_of(pair)][pair] = change
-        for block in range(level + 1, last + 1):
-            hidden = self._run(block, hidden, by_block.get(block))
-        return hidden
+        for block in range(level + 1, (self.model.n_blocks if to is None else to) + 1):
+            module, call = self.model.structure.blocks[block - 1], self._calls[block - 1]
+            if block not in by_block:
+                states = call.repeat(module, states)
+                continue
+            # A single block runs, so this is the first call of its modules, even of those that blocks share.
+            edits = [edit.at_first_call() for edit in _edits(self.model, by_block[block])]
+            with _ChangeHooks(edits):
+                states = call.repeat(module, states)
+        return states
 
-    def picked(self, states: Tensor) -> Tensor:
-        """The states of the batch's picks, (picks, d)."""
+    def pick(self, states: Tensor) -> Tensor:
+        """(picks, d_model) hidden states at the batch's picked positions."""
         return states[self.batch.row.to(states.device), self.batch.position.to(states.device)]
-
-    def _run(self, block: int, hidden: Tensor, changes: Changes | None) -> Tensor:
-        module = self.model.structure.blocks[block - 1]
-        call = self._calls[block - 1]
-        if not changes:
-            return call.repeat(module, hidden)
-        # One block runs, so each of its modules is called for the first time, even where blocks share them.
-        cuts = [
-            replace(cut, source=replace(cut.source, call=0), target=replace(cut.target, call=0))
-            for cut in _cuts(self.model, changes)
-        ]
-        with _Operation(cuts):
-            return call.repeat(module, hidden)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """One change: where its source is read, where its target is replaced."""
+class _Edit:
+    """One change, with the taps where its source is captured and its target is replaced."""
 
     source: Tap
     target: Tap
     change: Change
 
+    def at_first_call(self) -> _Edit:
+        source, target = replace(self.source, call=0), replace(self.target, call=0)
+        return replace(self, source=source, target=target)
 
-class _Operation(Hooks):
-    """Hooks that carry out cuts while the model runs; they are gone when the `with` ends."""
 
-    def __init__(self, cuts: Sequence[_Cut], *, entries: Iterable[nn.Module] = ()) -> None:
-        self._by_target: dict[Tap, list[_Cut]] = defaultdict(list)
-        for cut in cuts:
-            self._by_target[cut.target].append(cut)
-        self._sources = {cut.source for cut in cuts}
-        self._seen: dict[Tap, Tensor] = {}
-        super().__init__([*self._sources, *self._by_target], entries=entries)
+class _ChangeHooks(Hooks):
+    """Hooks that apply edits while the model runs."""
+
+    def __init__(self, edits: Sequence[_Edit], *, entries: Iterable[nn.Module] = ()) -> None:
+        self._edits_at: dict[Tap, list[_Edit]] = defaultdict(list)
+        for edit in edits:
+            self._edits_at[edit.target].append(edit)
+        self._sources = {edit.source for edit in edits}
+        self._captured: dict[Tap, Tensor] = {}
+        super().__init__([*self._sources, *self._edits_at], entries=entries)
 
     def start(self) -> None:
         super().start()
-        self._seen.clear()
+        self._captured.clear()
 
     def visit(self, tap: Tap, states: Tensor) -> Tensor | None:
-        """Replace, then remember for others: what is read downstream is what was put there."""
-        cuts = self._by_target.get(tap, [])
-        for cut in cuts:
-            states = self._changed(cut, states)
-        if tap in self._sources:
+        """Replace first, then capture: an edit downstream sees the replaced states."""
+        edits = self._edits_at.get(tap, [])
+        for edit in edits:
+            if edit.source not in self._captured:
+                raise BadModel(
+                    "expected pairs whose source comes before their target, got a source that the model computes only "
+                    "later than the target; swap or change the sites"
+                )
+            changed = edit.change(self._captured[edit.source].to(states.device), states)
             # Copies, here and below: Falcon adds to its feed-forward output in place.
-            self._seen[tap] = states.clone()
-        return states if cuts else None
-
-    def _changed(self, cut: _Cut, states: Tensor) -> Tensor:
-        if cut.source not in self._seen:
-            raise BadModel(
-                "a state was to be replaced by a map of one that the model computes only later; give pairs whose "
-                "source comes before their target"
-            )
-        made = cut.change(self._seen[cut.source].to(states.device), states)
-        return made.to(states).reshape(states.shape).clone()
+            states = changed.to(states).reshape(states.shape).clone()
+        if tap in self._sources:
+            self._captured[tap] = states.clone()
+        return states if edits else None
 
 
-def _cuts(model: Model, changes: Mapping[Any, Change]) -> list[_Cut]:
-    structure = model.structure
-    cuts = []
-    for given, change in changes.items():
-        source, target = parse_pair(given)
-        cuts.append(_Cut(structure.tap(source), structure.tap(target), change))
-    return cuts
+def _edits(model: Model, changes: Mapping[Any, Change]) -> list[_Edit]:
+    edits = []
+    for pair, change in changes.items():
+        source, target = (model.structure.tap(site) for site in parse_pair(pair))
+        edits.append(_Edit(source, target, change))
+    return edits
 
 
 def _block_of(pair: Pair) -> int:
     source, target = parse_pair(pair)
     if source.between_blocks or target.between_blocks or source.index != target.index:
         raise BadModel(
-            f"the change {source} → {target} is not inside one block; give the states at a level instead"
+            f"expected changes inside one block, got {source} → {target}; pass the states at a level instead"
         )
     return target.index

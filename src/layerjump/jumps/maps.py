@@ -7,7 +7,7 @@ Fitted maps as plain torch modules, and back again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -160,7 +160,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def apply_map(jump: nn.Module, states: Tensor) -> Tensor:
-    """Apply a jump in its own dtype and on its own device; return the result in those of the states."""
-    weight = next(jump.parameters(), None)
+def apply_map(jump: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Apply a map, a module in its own dtype and on its own device; return the result in those of the states."""
+    weight = next(jump.parameters(), None) if isinstance(jump, nn.Module) else None
     return jump(states if weight is None else states.to(weight)).to(states)

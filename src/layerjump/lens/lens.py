@@ -1,58 +1,42 @@
-"""Lens: hidden states at a site to logits, through a jump and the model's own unembedding.
+"""Lens: hidden states at any site of a model to logits, through a jump and the model's own unembedding.
 
 lens = Lens(model, jumps)             # without jumps: the logit lens
 trajectory = lens("The capital of")   # every position at every level
-lens.at(5, 20)("The capital of")      # level 5 read as if it were level 20
-lens.direction(" Paris", 20)          # what the lens looks for at level 20
+lens.at(5, 20)("The capital of")      # level 5 mapped to level 20, then decoded from there
+lens.direction(" Paris", 20)          # the direction at level 20 that the lens decodes as " Paris"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, overload
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from layerjump.errors import BadJumps, BadModel, argument
+from layerjump.errors import BadJumps, BadText, argument
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
+from layerjump.lens.token_direction import DirectionAblation, ablate_directions, token_direction
+from layerjump.lens.trajectory import (
+    LensQuery,
+    Readout,
+    Trajectory,
+    capture_prompts,
+    compute_stats,
+    token_id,
+    tokenize_prompts,
+)
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import FINAL, Site
 
-if TYPE_CHECKING:
-    from layerjump.lens.token_direction import DirectionAblation
-    from layerjump.lens.trajectory import Trajectory
-
 SiteName = Site | str | int
-Route = Callable[[Tensor], Tensor]
-"""From states at a site to the states just before the vocabulary product."""
-
-
-class Reader(Protocol):
-    """What a trajectory is read through."""
-
-    @property
-    def model(self) -> Model: ...
-
-    @property
-    def fitted_from(self) -> int:
-        """The first position that its maps were fitted on."""
-        ...
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The levels that it can read."""
-        ...
-
-    def route(self, site: SiteName) -> Route:
-        """How a site is read; an error if it cannot be."""
-        ...
 
 
 @dataclass(frozen=True)
 class Lens:
-    """Reads any level of a model. Without jumps it is the logit lens: norm and head of the state as it is."""
+    """Decodes any level of a model. Without jumps it is the logit lens: final norm and unembedding of the raw state."""
 
     model: Model
     jumps: Jumps | None = None
@@ -62,11 +46,11 @@ class Lens:
         self.model.require_predictions()
         if self.jumps is None:
             return
-        known = self.jumps.provenance
-        if (known.n_blocks, known.width) != (self.model.n_blocks, self.model.d_model):
+        fitted = self.jumps.provenance
+        if (fitted.n_blocks, fitted.width) != (self.model.n_blocks, self.model.d_model):
             raise BadJumps(
-                f"{self.jumps} are of a model with {known.n_blocks} blocks, but {self.model} was given; fit jumps on "
-                f"it, or give the model they were fitted on"
+                f"expected jumps of {self.model}, got {self.jumps}, fitted on a model with {fitted.n_blocks} blocks "
+                f"and d_model {fitted.width}; fit jumps on this model, or pass the model they were fitted on"
             )
 
     @overload
@@ -97,176 +81,196 @@ class Lens:
         tokens: Sequence[str | int] = (),
         jensen_shannon: bool = False,
     ) -> Trajectory | list[Trajectory]:
-        """Read a text, or each of several: the k best tokens and more at every position and level.
+        """Return the trajectory of a text, or a list with one for each of several texts.
 
-        `levels` are levels or other sites (all levels that it reads unless told), `tokens` are followed through them,
-        `jensen_shannon` asks for the Jensen–Shannon divergence too.
+        It holds the `k` most probable tokens, entropy, KL and more at every position and level. `levels` selects
+        levels or other sites (default: all levels that have a jump). `tokens` are tracked: their probability and
+        rank are recorded too. `jensen_shannon` adds the Jensen–Shannon divergence from the model.
         """
-        from layerjump.lens.trajectory import read_trajectories
-
-        texts = [text] if isinstance(text, str) else text
-        found = read_trajectories(
-            self.model,
+        trajectories = read_trajectories(
             {self.name: self},
-            texts,
+            [text] if isinstance(text, str) else text,
             k=k,
             levels=levels,
             tokens=tokens,
             jensen_shannon=jensen_shannon,
         )
-        trajectories = [each[self.name] for each in found]
-        return trajectories[0] if isinstance(text, str) else trajectories
+        by_text = [by_lens[self.name] for by_lens in trajectories]
+        return by_text[0] if isinstance(text, str) else by_text
 
     @property
     def name(self) -> str:
-        """The estimator of its jumps, or `identity`."""
+        """The estimator of the jumps, or `identity`."""
         return "identity" if self.jumps is None else self.jumps.provenance.estimator
 
     @property
     def fitted_from(self) -> int:
-        """The first position that its jumps were fitted on; 0 where nothing was fitted."""
+        """The first position that the jumps were fitted on; 0 without jumps."""
         return 0 if self.jumps is None else self.jumps.provenance.skip_first
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels that it can read: other tools' lenses, and jumps of chosen pairs, need not lead from every one."""
-        last, jumps = self.model.n_blocks, self.jumps
+        """The levels that this lens can decode; a foreign lens, or a selection of pairs, may lack some."""
+        return tuple(site.index for site in self.default_sites if site.part == "level")
+
+    @property
+    def default_sites(self) -> tuple[Site, ...]:
+        """The sites of a trajectory for which no levels are selected: every level that the lens can decode."""
+        last, jumps = Site(self.model.n_blocks), self.jumps
+        levels = [Site(level) for level in range(self.model.n_blocks)]
         if jumps is None:
-            return tuple(range(last + 1))
-        ends = (Site(last), FINAL)
-        found = [level for level in range(last) if any((Site(level), end) in jumps for end in ends)]
-        if not found:
+            return (*levels, last)
+        levels = [level for level in levels if (level, last) in jumps or (level, FINAL) in jumps]
+        if not levels:
             raise BadJumps(
-                f"{jumps} has no jump from a level to the last one or to `final`, so no level can be read; fit with "
-                f"{argument('pairs', 'to-last')}"
+                f"{jumps} has no jump from a level to the last level or to `final`, so no level can be decoded; fit "
+                f"with {argument('pairs', 'to-last')}"
             )
-        return (*found, last)
+        return (*levels, last)
 
-    def logits(self, site: SiteName, states: Tensor) -> Tensor:
-        """Logits of states at a level or another site; at level L they are the model's own."""
-        return self.model.structure.decode(self.route(site)(states))
+    def readout(self, site: SiteName) -> Readout:
+        """How this lens decodes a site: through a jump to level L, through a jump to `final`, or without a map.
 
-    def route(self, site: SiteName) -> Route:
-        """How states at a site come before the vocabulary product: by a jump to level L or to `final`, or as they are.
-
-        Level L and `final` need no jump. Without jumps, any site as wide as the model is taken for a level L.
+        Level L and `final` need no jump. Without jumps, every site of width d_model is decoded as if it were level L.
         """
         site, last = Site.parse(site), Site(self.model.n_blocks)
-        structure = self.model.structure
-        structure.tap(site)  # an error where the model has no such site
+        structure, jumps = self.model.structure, self.jumps
+        structure.tap(site)  # raises if the model has no such site
         if site == FINAL:
-            return lambda states: states
-        if site == last or self.jumps is None:
-            return lambda states: structure.to_final(self._as_wide(site, states))
-        if (site, last) in self.jumps:
-            to_last = self.jumps[site, last]
-            return lambda states: structure.to_final(apply_map(to_last, states))
-        if (site, FINAL) in self.jumps:
-            to_final = self.jumps[site, FINAL]
-            return lambda states: apply_map(to_final, states)
-        where, pairs = f"{site}", f"{site}:{last}"
-        if site.part == "level":
-            where, pairs = f"level {site}", "to-last"
+            return Readout(structure, site, needs_final_norm=False)
+        if site == last or jumps is None:
+            return Readout(structure, site)
+        if (site, last) in jumps:
+            return Readout(structure, site, (jumps[site, last],))
+        if (site, FINAL) in jumps:
+            return Readout(structure, site, (jumps[site, FINAL],), needs_final_norm=False)
+        is_level = site.part == "level"
+        pairs = argument("pairs", "to-last" if is_level else f"{site}:{last}")
         raise BadJumps(
-            f"{self.jumps} has no jump from {where} to the last level or to `final`, so nothing can be read there; "
-            f"fit with {argument('pairs', pairs)}"
+            f"{jumps} has no jump from {'level ' if is_level else ''}{site} to the last level or to `final`, so the "
+            f"lens cannot decode it; fit with {pairs}"
         )
 
-    def at(self, source: SiteName, target: SiteName) -> CrossLevelLens:
-        """A reader of one site as another: jump from the source to the target, then this lens as it reads the target.
+    def logits(self, site: SiteName, states: Tensor) -> Tensor:
+        """Logits of hidden states at a site; at level L they are the model's own."""
+        return self.readout(site).logits(states)
 
-        Read so, level i shows what it has of level j. For the last level it is the lens itself.
+    def at(self, source: SiteName, target: SiteName) -> CrossLevelLens:
+        """A lens that maps one site to another and decodes the result as this lens decodes the target.
+
+        It shows what level i already holds of level j. With the last level as the target it equals this lens.
         """
-        return CrossLevelLens(self, Site.parse(source), Site.parse(target))
+        return CrossLevelLens(
+            self.model, self.jumps, source=Site.parse(source), target=Site.parse(target)
+        )
 
     def direction(self, token: str | int, site: SiteName) -> Tensor:
-        """The direction at a site, of unit length, along which the lens reads more of a token."""
-        from layerjump.lens.token_direction import direction
-
-        return direction(self, token, site)
+        """The unit vector at a site along which the lens' logit of a token grows."""
+        return token_direction(self.model, self.readout(site), token)
 
     def ablate_direction(
         self, tokens: str | int | Sequence[str | int], level: int, texts: str | Sequence[str]
     ) -> DirectionAblation:
-        """Take tokens' directions out of a level and run on: does the model change as the lens says?"""
-        from layerjump.lens.token_direction import remove
-
-        tokens = [tokens] if isinstance(tokens, str | int) else tokens
-        return remove(self, tokens, level, [texts] if isinstance(texts, str) else texts)
-
-    def _as_wide(self, site: Site, states: Tensor) -> Tensor:
-        if states.shape[-1] != self.model.d_model:
-            raise BadModel(
-                f"{site} is {states.shape[-1]} wide and the model {self.model.d_model}, so its norm and head cannot "
-                f"read it; give a site of the stream, such as {site.index}.mid"
-            )
-        return states
+        """Project tokens' directions out of a level, run the rest of the model, and compare with the lens."""
+        return ablate_directions(
+            self.model,
+            self.readout(level),
+            [tokens] if isinstance(tokens, str | int) else tokens,
+            [texts] if isinstance(texts, str) else texts,
+        )
 
 
-@dataclass(frozen=True)
-class CrossLevelLens:
-    """Reads one site as another; made by `Lens.at`."""
+@dataclass(frozen=True, kw_only=True)
+class CrossLevelLens(Lens):
+    """A lens that decodes one site as another; `Lens.at` makes it."""
 
-    lens: Lens
     source: Site
     target: Site
 
     @property
-    def model(self) -> Model:
-        return self.lens.model
-
-    @property
     def name(self) -> str:
-        return f"{self.lens.name} {self.source}→{self.target}"
+        return f"{super().name} {self.source}→{self.target}"
 
     @property
-    def fitted_from(self) -> int:
-        return self.lens.fitted_from
+    def default_sites(self) -> tuple[Site, ...]:
+        return (self.source,)
 
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return (self.source.index,) if self.source.part == "level" else ()
-
-    def __call__(
-        self, text: str, k: int = 10, tokens: Sequence[str | int] = (), jensen_shannon: bool = False
-    ) -> Trajectory:
-        """Read a text at the source; the trajectory has this one level."""
-        from layerjump.lens.trajectory import read_trajectory
-
-        found = read_trajectory(
-            self.model,
-            {self.name: self},
-            text,
-            k=k,
-            levels=[self.source],
-            tokens=tokens,
-            jensen_shannon=jensen_shannon,
-        )
-        return found[self.name]
-
-    def states(self, states: Tensor) -> Tensor:
-        """States at the source as states at the target."""
-        jumps = self.lens.jumps
-        if jumps is None or self.source == self.target:
-            return states
-        if (self.source, self.target) not in jumps:
-            last = Site(self.model.n_blocks)
-            pairs = [(self.source, self.target), (self.target, last)]
-            fit = ",".join(f"{a}:{b}" for a, b in pairs if a != b)
-            raise BadJumps(
-                f"{jumps} has no jump {self.source} → {self.target}; fit with {argument('pairs', fit)}"
-            )
-        return apply_map(jumps[self.source, self.target], states)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits of states at the source."""
-        return self.model.structure.decode(self.route(self.source)(states))
-
-    def route(self, site: SiteName) -> Route:
-        """How the source is read; no other site is."""
+    def readout(self, site: SiteName) -> Readout:
+        """How the source is decoded: mapped to the target, and from there as a plain lens does."""
         if Site.parse(site) != self.source:
-            raise BadJumps(f"this lens reads {self.source} alone, but {site} was given")
+            raise BadJumps(f"this lens decodes {self.source} only, got {site}; use the lens itself")
         if self.target == Site(self.model.n_blocks):
-            return self.lens.route(self.source)
-        onward = self.lens.route(self.target)
-        return lambda states: onward(self.states(states))
+            return super().readout(self.source)
+        readout = super().readout(self.target)
+        is_mapped = self.jumps is not None and self.source != self.target
+        maps = (self._jump(), *readout.maps) if is_mapped else readout.maps
+        return replace(readout, site=self.source, maps=maps)
+
+    def map_states(self, states: Tensor) -> Tensor:
+        """Hidden states at the source mapped to the target."""
+        if self.jumps is None or self.source == self.target:
+            return states
+        return apply_map(self._jump(), states)
+
+    def _jump(self) -> nn.Module:
+        assert self.jumps is not None
+        if (self.source, self.target) in self.jumps:
+            return self.jumps[self.source, self.target]
+        last = Site(self.model.n_blocks)
+        pairs = [(self.source, self.target), (self.target, last)]
+        missing = ",".join(f"{a}:{b}" for a, b in pairs if a != b)
+        raise BadJumps(
+            f"{self.jumps} has no jump {self.source} → {self.target}; fit with {argument('pairs', missing)}"
+        )
+
+
+@torch.no_grad()
+def read_trajectories(
+    lenses: Mapping[str, Lens],
+    texts: Sequence[str],
+    *,
+    k: int = 10,
+    levels: Sequence[SiteName] | None = None,
+    tokens: Sequence[str | int] = (),
+    jensen_shannon: bool = False,
+    last: int | None = None,
+) -> list[dict[str, Trajectory]]:
+    """For each text, the trajectory of every lens by name. Lenses of one model share its forward passes.
+
+    The options are those of `Lens.__call__`. `last` reads only this many positions, the last ones of each text; the
+    model still runs the whole text. Without `levels`, the levels are those that every lens can decode.
+    """
+    if k < 1:
+        raise BadText(f"expected {argument('k')} of 1 or more, got {k}")
+    model = next(iter(lenses.values())).model
+    if levels is None:
+        sites = tuple(
+            sorted(set.intersection(*(set(lens.default_sites) for lens in lenses.values())))
+        )
+    else:
+        sites = tuple(dict.fromkeys(Site.parse(site) for site in levels))
+    if not sites:
+        raise BadText(f"expected at least one level in {argument('levels')}, got none")
+    # Before the model runs, so that a site that cannot be decoded is an error at once.
+    readouts = {name: tuple(lens.readout(site) for site in sites) for name, lens in lenses.items()}
+    tracked = tuple(dict.fromkeys(token_id(model, token) for token in tokens))
+    query = LensQuery(min(k, model.structure.vocab_size), tracked, jensen_shannon)
+    prompts = tokenize_prompts(model, texts, last)
+    trajectories: list[dict[str, Trajectory]] = [{} for _ in texts]
+    for index, states in capture_prompts(model, prompts, sites):
+        model_top, stats = compute_stats(model, readouts, states, query)
+        trajectories[index] = {
+            name: Trajectory(
+                model=model,
+                name=name,
+                fitted_from=lens.fitted_from,
+                readouts=readouts[name],
+                prompt=prompts[index],
+                states=states,
+                query=query,
+                model_top=model_top,
+                stats=stats[name],
+            )
+            for name, lens in lenses.items()
+        }
+    return trajectories

@@ -1,152 +1,139 @@
-"""The direction at a site that a lens reads as a token, and the effect of removing it.
+"""The direction at a site that a lens decodes as a token, and the effect of ablating it.
 
-A lens reads token t at a site as ⟨u_t, norm(W h)⟩, with u_t the head's row. Up to the norm's division by the length
-this is linear in h, along Wᵀ (w ⊙ (u_t − ū)): w is the norm's weight, ū the mean row, because a change of all logits
-alike changes no prediction. That the lens reads a direction does not mean that the model uses it. So the check takes it
-out of the state and runs the rest of the model.
+A lens computes the logit of token t at a site as ⟨u_t, norm(W h)⟩, with u_t a row of the unembedding. Up to the norm's
+division by the length this is linear in h, along Wᵀ (w ⊙ (u_t − ū)). Here w is the norm's weight and ū the mean row: a
+shift of all logits changes no probability. That the lens reads a direction does not mean that the model uses it, so
+`ablate_directions` projects it out of the hidden state and runs the rest of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadJumps, BadModel, argument
-from layerjump.jumps.maps import to_affine
-from layerjump.lens.lens import Lens, SiteName
-from layerjump.lens.trajectory import CELLS, Prompt, prompts, token_id
+from layerjump.jumps.maps import Features, to_affine
+from layerjump.lens.trajectory import BATCH_TOKENS, Prompt, Readout, token_id, tokenize_prompts
 from layerjump.metrics.logits import upcast
 from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Patch
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.model import Model
+from layerjump.models.structure import Site
 from layerjump.models.unembedding import norm_weight
 
 
 @dataclass(frozen=True)
 class DirectionAblation:
-    """How the logit of each token (beside the mean of all) changed when its direction was taken out of a level."""
+    """How each token's logit changes when its direction is projected out of a level.
+
+    Logits are relative to their mean over the vocabulary.
+    """
 
     level: int
     tokens: tuple[int, ...]
     predicted: Tensor
-    """(texts, tokens) by the lens, from the changed state alone."""
+    """(texts, tokens) changes by the lens, from the ablated state alone."""
     actual: Tensor
-    """(texts, tokens) by the model, run on from the changed state."""
+    """(texts, tokens) changes by the model, run on from the ablated state."""
 
     @property
     def correlation(self) -> float:
-        """Pearson's, over all texts and tokens; NaN where there are too few, or nothing changed."""
+        """Pearson correlation over all texts and tokens; NaN for fewer than two values or without any change."""
         both = torch.stack([self.predicted.flatten(), self.actual.flatten()]).double()
         return float(torch.corrcoef(both)[0, 1]) if both.shape[1] > 1 else float("nan")
 
 
 @torch.no_grad()
-def direction(lens: Lens, token: str | int, site: SiteName) -> Tensor:
-    """The direction at a site, of unit length, along which the lens reads more of a token."""
-    model, site = lens.model, Site.parse(site)
-    lens.route(site)  # an error if it cannot be read at all
-    embedding = model.structure.unembedding.get_parameter("weight").double()
-    found = embedding[token_id(model, token)] - embedding.mean(0)
-    target = _target(lens, site)
-    if target != FINAL:
-        found = _before_norm(lens, found)
-    if lens.jumps is not None and site != target:
-        if lens.jumps.info[site, target].features != "raw":
+def token_direction(model: Model, readout: Readout, token: str | int) -> Tensor:
+    """The unit vector at the readout's site along which the logit of a token grows."""
+    unembedding = model.structure.unembedding.get_parameter("weight").double()
+    direction = unembedding[token_id(model, token)] - unembedding.mean(0)
+    if readout.needs_final_norm:
+        direction = _pull_through_norm(model, direction)
+    for jump in reversed(readout.maps):
+        if any(isinstance(step, Features) for step in jump.modules()):
             raise BadJumps(
-                f"the jump {site} → {target} reads more than the raw state, so no one direction is a token; fit it on "
-                f"raw states"
+                f"the jump from {readout.site} reads more than the raw state, so no single direction stands for a "
+                f"token; fit it with {argument('features', 'raw')}"
             )
-        for factor in to_affine(lens.jumps[site, target]).factors:
-            found = factor.to(found).mT @ found
-    return found / found.norm()
+        for factor in to_affine(jump).factors:
+            direction = factor.to(direction).mT @ direction
+    return direction / direction.norm()
 
 
-def _target(lens: Lens, site: Site) -> Site:
-    """Where the lens lands that reads this site."""
-    last = Site(lens.model.n_blocks)
-    if site == FINAL:
-        return FINAL
-    lands_last = site == last or lens.jumps is None or (site, last) in lens.jumps
-    return last if lands_last else FINAL
-
-
-def _before_norm(lens: Lens, found: Tensor) -> Tensor:
-    weight = norm_weight(lens.model)
+def _pull_through_norm(model: Model, direction: Tensor) -> Tensor:
+    weight = norm_weight(model)
     if weight is None:
         raise BadModel(
-            f"{lens.model.name} has more than one norm between level L and the vocabulary product, so no one direction "
-            f"there is a token; fit jumps to `final` ({argument('pairs', '3:final')}) and give those"
+            f"{model.name} has more than one norm between level L and the unembedding, so no single direction at "
+            f"level L stands for a token; use jumps to `final`, fitted with {argument('pairs', '3:final')} for "
+            f"example"
         )
-    found = weight * found
-    # A layer norm takes the mean off, so what is common to all coordinates is not read.
-    centres = isinstance(lens.model.structure.final_steps[0], nn.LayerNorm)
-    return found - found.mean() if centres else found
+    direction = weight * direction
+    # A layer norm subtracts the mean, so it ignores what all coordinates have in common.
+    subtracts_mean = isinstance(model.structure.final_steps[0], nn.LayerNorm)
+    return direction - direction.mean() if subtracts_mean else direction
 
 
 @torch.no_grad()
-def remove(
-    lens: Lens, tokens: Sequence[str | int], level: int, texts: Sequence[str]
+def ablate_directions(
+    model: Model, readout: Readout, tokens: Sequence[str | int], texts: Sequence[str]
 ) -> DirectionAblation:
-    """Take each token's direction out of a level, at the last position read of each text, and run the model on.
+    """Project each token's direction out of a level, at the last position read of each text, and run the model on.
 
-    The prediction is what the lens reads of the changed state, less what it reads of the state as it was.
+    The predicted change is the lens' logit for the ablated state, less its logit for the original state.
     """
-    model = lens.model
-    if not 0 <= level <= model.n_blocks:
-        raise BadModel(f"level {level} was given; give one from 0 to {model.n_blocks}")
     ids = [token_id(model, token) for token in tokens]
-    directions = torch.stack([direction(lens, token, level) for token in ids])
-    predicted, real = [], []
-    for prompt in prompts(model, texts):
-        at_once = max(1, CELLS // len(prompt.ids) - 1)
-        starts = range(0, len(ids), at_once)
-        parts = [
-            _changes(lens, level, prompt, directions[i : i + at_once], ids[i : i + at_once])
-            for i in starts
+    directions = torch.stack([token_direction(model, readout, token) for token in ids])
+    predicted, actual = [], []
+    for prompt in tokenize_prompts(model, texts):
+        at_once = max(1, BATCH_TOKENS // len(prompt.ids) - 1)
+        chunks = [
+            _logit_changes(
+                model, readout, prompt, directions[i : i + at_once], ids[i : i + at_once]
+            )
+            for i in range(0, len(ids), at_once)
         ]
-        predicted.append(torch.cat([part[0] for part in parts]))
-        real.append(torch.cat([part[1] for part in parts]))
-    return DirectionAblation(level, tuple(ids), torch.stack(predicted), torch.stack(real))
+        predicted.append(torch.cat([by_lens for by_lens, _ in chunks]))
+        actual.append(torch.cat([by_model for _, by_model in chunks]))
+    level = readout.site.index
+    return DirectionAblation(level, tuple(ids), torch.stack(predicted), torch.stack(actual))
 
 
-def _changes(
-    lens: Lens, level: int, prompt: Prompt, directions: Tensor, ids: Sequence[int]
+def _logit_changes(
+    model: Model, readout: Readout, prompt: Prompt, directions: Tensor, ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Predicted and real changes of one text: its first row is run as it is, the others each with a change."""
-    model, site, last = lens.model, Site(level), Site(lens.model.n_blocks)
+    """Changes by the lens and by the model: row 0 of the batch runs unchanged, row i + 1 without direction i."""
+    site, last = readout.site, Site(model.n_blocks)
     position = prompt.positions[-1]
     rows = torch.arange(len(ids) + 1)
     inputs = torch.tensor(prompt.ids).repeat(len(rows), 1)
-    where = torch.full_like(rows, position)
-    batch = Batch(inputs, torch.ones_like(inputs), rows, where, rows, inputs[rows, where])
-    # Entered first, so that what is recorded is the state after the change.
-    change = partial(_without, position=position, directions=directions)
-    with Patch({model.structure.tap(site): change}):
-        (found,) = capture_states(model, [batch], [site, last])
+    positions = torch.full_like(rows, position)
+    batch = Batch(inputs, torch.ones_like(inputs), rows, positions, rows, inputs[rows, positions])
+
+    def ablate(states: Tensor) -> Tensor:
+        states = states.clone()
+        rows = states[1:, position].double()
+        unit = directions.to(rows)
+        ablated = rows - (rows * unit).sum(-1, keepdim=True) * unit
+        states[1:, position] = ablated.to(states.dtype)
+        return states
+
+    # Entered first, so that the captured state is the ablated one.
+    with Patch({model.structure.tap(site): ablate}):
+        (states,) = capture_states(model, [batch], [site, last])
     return (
-        _change(upcast(lens.logits(site, found[site])), ids),
-        _change(upcast(model.logits(found[last])), ids),
+        _token_changes(upcast(readout.logits(states[site])), ids),
+        _token_changes(upcast(model.logits(states[last])), ids),
     )
 
 
-def _change(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Row i + 1's change from row 0 of token i's logit, beside the mean of all logits."""
+def _token_changes(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Token i's logit in row i + 1 less the one in row 0, both relative to their row's mean."""
     centred = (logits - logits.mean(-1, keepdim=True)).cpu()
-    picked = torch.tensor(list(ids))
-    after = centred[1:].gather(1, picked[:, None])[:, 0]
-    return after - centred[0, picked]
-
-
-def _without(hidden: Tensor, position: int, directions: Tensor) -> Tensor:
-    """Hidden states with direction i projected out of row i + 1, at one position."""
-    hidden = hidden.clone()
-    state = hidden[1:, position].double()
-    along = directions.to(state)
-    share = (state * along).sum(-1, keepdim=True)
-    hidden[1:, position] = (state - share * along).to(hidden.dtype)
-    return hidden
+    tokens = torch.tensor(list(ids))
+    return centred[1:].gather(1, tokens[:, None])[:, 0] - centred[0, tokens]

@@ -1,26 +1,24 @@
 """Trajectory: what a lens predicts at every level and position of one text.
 
-A text as a lens reads it: its ids, the positions that are read, and batches of several.
-
-What lenses read in every cell (a level at a position) of one text, in one sweep and within a memory budget.
-
-A trajectory: what a lens reads at every level of every position of one text.
+`tokenize_prompts` turns texts into ids, `capture_prompts` runs them and yields states, and `compute_stats` decodes
+the states of all levels through several lenses within a memory budget. `read_trajectories` in lens.py combines them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerjump.data.batches import Batch
 from layerjump.data.tokenization import token_texts
 from layerjump.errors import BadModel, BadText
-from layerjump.lens.lens import Reader, Route, SiteName
+from layerjump.jumps.maps import apply_map
 from layerjump.metrics.logits import (
     LOGITS_MEMORY,
     LogitStats,
@@ -31,436 +29,290 @@ from layerjump.metrics.logits import (
 )
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.structure import Site, Structure
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects as go
     from rich.console import RenderableType
 
-CELLS = 4096
-"""Cells of a batch, padding included, unless one text alone has more."""
-_SHOWN = 20
+BATCH_TOKENS = 4096
+"""Tokens of a batch, padding included; a longer text is a batch of its own."""
+_CHUNK_POSITIONS = 64  # positions decoded at once, at all levels
+_EXCERPT = 20  # characters of a text in an error message
+_DIGITS = 5  # significant digits of numbers in `Trajectory.to_dict`
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One text, special tokens and all, and where it is read."""
+class Readout:
+    """How a lens decodes one site: linear maps, then the final norm unless the maps land after it."""
 
-    ids: tuple[int, ...]
-    positions: tuple[int, ...]
-    targets: Tensor
-    """(positions,) the token that really comes next; −1 where none does."""
+    structure: Structure
+    site: Site
+    maps: tuple[nn.Module, ...] = ()
+    needs_final_norm: bool = True
 
+    def to_final(self, states: Tensor) -> Tensor:
+        """The input of the unembedding, for hidden states at the site."""
+        for jump in self.maps:
+            states = apply_map(jump, states)
+        if not self.needs_final_norm:
+            return states
+        if states.shape[-1] != self.structure.d_model:
+            raise BadModel(
+                f"{self.site} has width {states.shape[-1]}, but the final norm and the unembedding expect d_model "
+                f"{self.structure.d_model}; read a site of the residual stream, such as {self.site.index}.mid"
+            )
+        return self.structure.to_final(states)
 
-def prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list[Prompt]:
-    """Tokenize texts. A causal model is read everywhere, a masked one at its masks, or everywhere if there is none.
-
-    `last` asks for no more than so many positions, the last ones; the model sees the whole text all the same.
-    """
-    if model.task not in ("causal", "masked"):
-        raise BadModel(
-            f"{model.name} is an encoder–decoder, and one text does not say what each of the two reads; read its "
-            f"levels with `lens.evaluate.evaluate_lenses` and batches that hold both"
-        )
-    tokens = model.tokenization
-    rows = [tuple(tokens.wrap(ids)) for ids in tokens.encode(list(texts))]
-    for text, ids in zip(texts, rows, strict=True):
-        _check(text, len(ids), tokens.max_length)
-    mask = tokens.mask if model.masked else None
-    return [_prompt(ids, mask, model.causal, last) for ids in rows]
-
-
-def _prompt(ids: tuple[int, ...], mask: int | None, causal: bool, last: int | None) -> Prompt:
-    masked = tuple(place for place, token in enumerate(ids) if token == mask)
-    following = [*ids[1:], -1] if causal else [-1] * len(ids)
-    positions = masked or tuple(range(len(ids)))
-    positions = positions if last is None else positions[-last:]
-    return Prompt(ids, positions, torch.tensor(following)[list(positions)])
-
-
-def _check(text: str, length: int, longest: int) -> None:
-    said = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
-    if length > longest:
-        raise BadText(
-            f"the text {said} has {length:,} tokens, but the model reads at most {longest:,}; shorten it"
-        )
-    if length == 0:
-        raise BadText(f"the text {said} has no tokens; give at least one word")
-
-
-def grouped(
-    found: Sequence[Prompt], padding: int, cells: int = CELLS
-) -> Iterator[tuple[list[int], Batch]]:
-    """Batches of prompts of like length, each with the prompts' indices; picks are the positions read."""
-    order = sorted(range(len(found)), key=lambda index: len(found[index].ids))
-    group: list[int] = []
-    for index in order:
-        if group and (len(group) + 1) * len(found[index].ids) > cells:
-            yield group, _batch([found[each] for each in group], padding)
-            group = []
-        group.append(index)
-    if group:
-        yield group, _batch([found[each] for each in group], padding)
-
-
-def _batch(found: Sequence[Prompt], padding: int) -> Batch:
-    longest = max(len(prompt.ids) for prompt in found)
-    ids = torch.full((len(found), longest), padding)
-    attention = torch.zeros_like(ids)
-    for place, prompt in enumerate(found):
-        ids[place, : len(prompt.ids)] = torch.tensor(prompt.ids)
-        attention[place, : len(prompt.ids)] = 1
-    position = torch.tensor([place for prompt in found for place in prompt.positions])
-    counts = torch.tensor([len(prompt.positions) for prompt in found])
-    row = torch.arange(len(found)).repeat_interleave(counts)
-    return Batch(ids, attention, row, position, row, ids[row, position])
-
-
-POSITIONS = 64
-"""Positions whose truth is held at once; products are of all levels' states there, stacked."""
-
-
-@dataclass(frozen=True)
-class TextStates:
-    """One text's states: what all lenses share."""
-
-    sites: tuple[Site, ...]
-    states: tuple[Tensor, ...]
-    """(positions, d) at each site."""
-    last: Tensor
-    """(positions, d) at level L: what the model itself says."""
-    targets: Tensor
-    """(positions,) the token that really comes next; −1 where none does."""
-
-    @property
-    def n_positions(self) -> int:
-        return len(self.last)
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of hidden states at the site."""
+        return self.structure.decode(self.to_final(states))
 
 
 @dataclass(frozen=True)
 class LensQuery:
-    """What is wanted of every cell."""
+    """Which statistics to compute at every level and position."""
 
     k: int
+    """Number of most probable tokens to keep."""
     tracked: tuple[int, ...] = ()
+    """Ids of tokens whose probability and rank to record."""
     jensen_shannon: bool = False
 
 
-@torch.no_grad()
-def read_cells(
-    model: Model,
-    routes: Mapping[str, Sequence[Route]],
-    text: TextStates,
-    query: LensQuery,
-    *,
-    memory: int = LOGITS_MEMORY,
-) -> tuple[Tensor, dict[str, LogitStats]]:
-    """The model's own best tokens, and every site of a text read through every lens.
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenized text with its special tokens, and the positions to read."""
 
-    Tensors of `Said` are (levels, positions, …) here. A lens is given by its route from each site of the text. At
-    level L all lenses are the model.
-    """
-    rows = chunk_rows(model, memory)
-    at_once = min(rows, POSITIONS)
-    best: list[Tensor] = []
-    parts: dict[str, list[LogitStats]] = {name: [] for name in routes}
-    for start in range(0, text.n_positions, at_once):
-        own, found = _read(model, routes, text, query, slice(start, start + at_once), rows)
-        best.append(own.top[:, 0])
-        for name, said in found.items():
-            parts[name].append(said)
-    return torch.cat(best), {name: _joined(found) for name, found in parts.items()}
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    targets: Tensor
+    """(positions,) the id of the next token in the text; −1 where there is none."""
 
 
-def _read(
-    model: Model,
-    routes: Mapping[str, Sequence[Route]],
-    text: TextStates,
-    query: LensQuery,
-    part: slice,
-    rows: int,
-) -> tuple[LogitStats, dict[str, LogitStats]]:
-    """What the model says at some positions, and all lenses at all sites there."""
-    true = reference_logits(upcast(model.logits(text.last[part])))
-    targets = text.targets[part].to(true.logits.device)
-    follow = torch.tensor(query.tracked, dtype=torch.long, device=true.logits.device)
+@dataclass(frozen=True)
+class PromptStates:
+    """Hidden states of one text, which all lenses share."""
 
-    sweep = LogitSweep(true, k=query.k, targets=targets, follow=follow, js=query.jensen_shannon)
-
-    def said(logits: Tensor) -> LogitStats:
-        return LogitStats(*(each.cpu() for each in sweep(logits)))
-
-    own = said(true.logits)
-    last = Site(model.n_blocks)
-    jobs = [
-        (name, place, route)
-        for name, mine in routes.items()
-        for place, (site, route) in enumerate(zip(text.sites, mine, strict=True))
-        if site != last
-    ]
-    cells = {(name, place): own for name in routes for place in range(len(text.sites))}
-    for group in _groups(jobs, max(1, rows // len(true.logits))):
-        # One product of many rows costs far less than many of few.
-        final = torch.cat([route(text.states[place][part]) for _, place, route in group])
-        logits = upcast(model.structure.decode(final)).split(len(true.logits))
-        for (name, place, _), mine in zip(group, logits, strict=True):
-            cells[name, place] = said(mine)
-    places = range(len(text.sites))
-    return own, {name: _stacked([cells[name, place] for place in places]) for name in routes}
-
-
-def _groups(
-    jobs: Sequence[tuple[str, int, Route]], size: int
-) -> Iterator[Sequence[tuple[str, int, Route]]]:
-    return (jobs[start : start + size] for start in range(0, len(jobs), size))
-
-
-def _stacked(levels: Sequence[LogitStats]) -> LogitStats:
-    return LogitStats(*(torch.stack(column) for column in zip(*levels, strict=True)))
-
-
-def _joined(parts: Sequence[LogitStats]) -> LogitStats:
-    """Positions beside each other."""
-    return LogitStats(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
-
-
-def read_trajectory(
-    model: Model,
-    lenses: Mapping[str, Reader],
-    text: str,
-    *,
-    k: int = 10,
-    levels: Sequence[SiteName] | None = None,
-    tokens: Sequence[str | int] = (),
-    jensen_shannon: bool = False,
-    last: int | None = None,
-) -> dict[str, Trajectory]:
-    """Read one text through several lenses, with one forward pass; `last` positions of it, or all."""
-    return read_trajectories(
-        model,
-        lenses,
-        [text],
-        k=k,
-        levels=levels,
-        tokens=tokens,
-        jensen_shannon=jensen_shannon,
-        last=last,
-    )[0]
-
-
-@torch.no_grad()
-def read_trajectories(
-    model: Model,
-    lenses: Mapping[str, Reader],
-    texts: Sequence[str],
-    *,
-    k: int = 10,
-    levels: Sequence[SiteName] | None = None,
-    tokens: Sequence[str | int] = (),
-    jensen_shannon: bool = False,
-    last: int | None = None,
-) -> list[dict[str, Trajectory]]:
-    """Read each of several texts through several lenses; texts of like length share a forward pass."""
-    if k < 1:
-        raise BadText(f"the number of best tokens given is {k}; give 1 or more")
-    chosen = _read_by_all(lenses.values()) if levels is None else levels
-    sites = tuple(dict.fromkeys(Site.parse(site) for site in chosen))
-    if not sites:
-        raise BadText("no level was given to read; give at least one")
-    # Before the model runs: what cannot be read is an error at once.
-    routes = {name: [lens.route(site) for site in sites] for name, lens in lenses.items()}
-    follow = tuple(dict.fromkeys(token_id(model, token) for token in tokens))
-    query = LensQuery(min(k, model.structure.vocab_size), follow, jensen_shannon)
-    found = prompts(model, texts, last)
-    level_l = Site(model.n_blocks)
-    made: list[dict[str, Trajectory]] = [{} for _ in texts]
-    for indices, batch in grouped(found, model.tokenization.pad):
-        (at,) = capture_states(model, [batch], [*sites, level_l])
-        counts = [len(found[index].positions) for index in indices]
-        split = {site: at[site].split(counts) for site in (*sites, level_l)}
-        for place, index in enumerate(indices):
-            mine = tuple(split[site][place] for site in sites)
-            text = TextStates(sites, mine, split[level_l][place], found[index].targets)
-            best, cells = read_cells(model, routes, text, query)
-            made[index] = {
-                name: Trajectory(lens, name, found[index], text, query, best, cells[name])
-                for name, lens in lenses.items()
-            }
-    return made
-
-
-def _read_by_all(lenses: Iterable[Reader]) -> list[int]:
-    """Trajectories that are held against each other have the same levels."""
-    return sorted(set.intersection(*(set(lens.levels) for lens in lenses)))
-
-
-def token_id(model: Model, token: str | int) -> int:
-    """A token by its text, which must be one token, or by its id."""
-    if isinstance(token, str):
-        return model.tokenization.one(token)
-    if not 0 <= token < model.structure.vocab_size:
-        raise BadText(
-            f"the token {token} was given, but the vocabulary has {model.structure.vocab_size:,}, counted from 0"
-        )
-    return token
+    sites: tuple[Site, ...]
+    states: tuple[Tensor, ...]
+    """(positions, d) at each site."""
+    last_level: Tensor
+    """(positions, d_model) at level L, from which the model itself predicts."""
+    targets: Tensor
+    """(positions,) the id of the next token in the text; −1 where there is none."""
 
 
 @dataclass(frozen=True)
 class TokenTrack:
-    """One token through all cells; both tensors are (levels, positions)."""
+    """One token at every level and position; both tensors are (levels, positions)."""
 
     id: int
     text: str
     probability: Tensor
     rank: Tensor
-    """How many tokens are better: 0 is the best."""
+    """Number of more probable tokens: 0 for the most probable."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What a lens reads in every cell of a text. Tensors are (levels, positions), `top` and `probability` with k more.
+    """What a lens predicts at every level and position of a text.
 
-    Logits are not kept, but the states are: whatever else is asked of a cell is read from them again.
+    Tensors are (levels, positions); `top` and `probability` have a third dimension of size k. Logits are not stored,
+    but the hidden states are: `track`, `jensen_shannon` and `distribution` decode them again when needed.
     """
 
-    lens: Reader
+    model: Model
     name: str
-    """The lens'."""
+    """The name of the lens."""
+    fitted_from: int
+    """The first position that the jumps were fitted on; predictions at earlier positions are unreliable."""
+    readouts: tuple[Readout, ...]
+    """How each site is decoded."""
     prompt: Prompt
-    states: TextStates
+    states: PromptStates
     query: LensQuery
     model_top: Tensor
-    """(positions,) the model's own answer."""
-    cells: LogitStats
-
-    @property
-    def model(self) -> Model:
-        return self.lens.model
+    """(positions,) the id of the model's own most probable token."""
+    stats: LogitStats
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The names of the sites read."""
+        """The names of the sites."""
         return tuple(str(site) for site in self.states.sites)
 
     @property
     def tokens(self) -> list[str]:
-        """The texts of all input tokens, special ones included."""
+        """The texts of all input tokens, with special tokens."""
         return self.decode(self.prompt.ids)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Which of the tokens were read."""
+        """The positions of the input tokens that were read."""
         return self.prompt.positions
 
     @property
-    def fitted_from(self) -> int:
-        """Cells at positions below this one were not fitted, so what they say is worth little."""
-        return self.lens.fitted_from
-
-    @property
     def top(self) -> Tensor:
-        """The k best tokens, the best first."""
-        return self.cells.top
+        """(levels, positions, k) ids of the most probable tokens, in descending order of probability."""
+        return self.stats.top
 
     @property
     def probability(self) -> Tensor:
-        """Theirs."""
-        return self.cells.probability
+        """(levels, positions, k) probabilities of the tokens in `top`."""
+        return self.stats.probability
 
     @property
     def confidence(self) -> Tensor:
-        """The best probability minus the second best."""
-        return self.cells.confidence
+        """The highest probability minus the second highest."""
+        return self.stats.confidence
 
     @property
     def entropy(self) -> Tensor:
-        """In nats, as all that follow."""
-        return self.cells.entropy
+        """The entropy of the lens' distribution in nats."""
+        return self.stats.entropy
 
     @property
     def kl(self) -> Tensor:
-        """KL(model ‖ lens): zero at level L."""
-        return self.cells.kl
+        """KL(model ‖ lens) in nats; zero at level L."""
+        return self.stats.kl
 
     @property
     def cross_entropy(self) -> Tensor:
-        """To the token that really comes next; NaN where none does: at the last position, and in masked models."""
-        return self.cells.cross_entropy
+        """−ln p of the next token in the text; NaN where there is none: at the last position and in masked models."""
+        return self.stats.cross_entropy
 
     @property
     def settled_level(self) -> Tensor:
-        """(positions,) the index of the first level from which on the best token is the model's own, and stays so.
+        """(positions,) the index of the first level from which on the top token is the model's, at all later levels.
 
-        −1 where even the last level read says something else; level L never does.
+        −1 where the last level read has another top token; level L never has.
         """
         return settled_level(self.top[:, :, 0], self.model_top)
 
     @property
     def tracked(self) -> tuple[TokenTrack, ...]:
-        """The tokens that were asked for."""
+        """The tokens of the `tokens` argument."""
         texts = self.decode(self.query.tracked)
-        probability, rank = self.cells.followed.unbind(-1), self.cells.rank.unbind(-1)
+        probability, rank = self.stats.followed.unbind(-1), self.stats.rank.unbind(-1)
         return tuple(map(TokenTrack, self.query.tracked, texts, probability, rank))
 
     def track(self, token: str | int) -> TokenTrack:
-        """Probability and rank of any token in all cells."""
-        wanted = token_id(self.model, token)
-        known = {each.id: each for each in self.tracked}
-        return known.get(wanted) or self._again(LensQuery(1, (wanted,))).tracked[0]
+        """Probability and rank of any token at every level and position."""
+        token = token_id(self.model, token)
+        tracks = {track.id: track for track in self.tracked}
+        return tracks.get(token) or self._recompute(LensQuery(1, (token,))).tracked[0]
 
     def jensen_shannon(self) -> Tensor:
-        """The Jensen–Shannon divergence between lens and model: 0 to ln 2."""
-        found = (
-            self if self.query.jensen_shannon else self._again(LensQuery(1, jensen_shannon=True))
-        )
-        return found.cells.js
+        """The Jensen–Shannon divergence between lens and model in nats: 0 to ln 2."""
+        if self.query.jensen_shannon:
+            return self.stats.js
+        return self._recompute(LensQuery(1, jensen_shannon=True)).stats.js
 
     @torch.no_grad()
-    def distribution(self, level: SiteName, position: int = -1) -> Tensor:
-        """The probabilities of all tokens in one cell; positions count in the text, from its end if negative."""
+    def distribution(self, level: Site | str | int, position: int = -1) -> Tensor:
+        """(vocab_size,) probabilities at one level and position; negative positions count from the end of the text."""
         site = Site.parse(level)
-        place = position + len(self.prompt.ids) if position < 0 else position
-        if site not in self.states.sites or place not in self.positions:
+        absolute = position + len(self.prompt.ids) if position < 0 else position
+        if site not in self.states.sites or absolute not in self.positions:
             raise BadText(
-                f"level {level} at position {position} was not read; levels are {', '.join(self.levels)}, positions "
-                f"{', '.join(map(str, self.positions))}"
+                f"level {level} at position {position} was not read; expected a level of {', '.join(self.levels)} and "
+                f"a position of {', '.join(map(str, self.positions))}"
             )
-        state = self.states.states[self.states.sites.index(site)]
-        row = self.positions.index(place)
-        logits = self.model.structure.decode(self.lens.route(site)(state[row : row + 1]))
+        index, row = self.states.sites.index(site), self.positions.index(absolute)
+        logits = self.readouts[index].logits(self.states.states[index][row : row + 1])
         return upcast(logits)[0].softmax(-1).cpu()
 
     def decode(self, ids: Sequence[int]) -> list[str]:
-        """The texts of tokens."""
-        assert self.model.tokenizer is not None  # or there would be no trajectory of a text
+        """The text of each token id."""
+        assert self.model.tokenizer is not None  # a trajectory is made from text
         return token_texts(self.model.tokenizer, ids)
 
-    def _again(self, query: LensQuery) -> Trajectory:
-        routes = {self.name: [self.lens.route(site) for site in self.states.sites]}
-        best, cells = read_cells(self.model, routes, self.states, query)
-        return replace(self, query=query, model_top=best, cells=cells[self.name])
+    def _recompute(self, query: LensQuery) -> Trajectory:
+        readouts = {self.name: self.readouts}
+        _, stats = compute_stats(self.model, readouts, self.states, query)
+        return replace(self, query=query, stats=stats[self.name])
 
     def to_dict(self) -> dict[str, Any]:
-        """The trajectory as JSON holds it: numbers with five digits, null where there is none."""
-        from layerjump.lens.render.tabular import to_dict
-
-        return to_dict(self)
+        """The trajectory as JSON values: lists by level, then position, then k; five digits, null for NaN."""
+        top = self.top.tolist()
+        ids = sorted(
+            {token for level in top for row in level for token in row} | {*self.query.tracked}
+        )
+        return {
+            "model": self.model.name,
+            "lens": self.name,
+            "task": self.model.task,
+            "levels": list(self.levels),
+            "n_blocks": self.model.n_blocks,
+            "tokens": [
+                {"id": token, "text": text}
+                for token, text in zip(self.prompt.ids, self.tokens, strict=True)
+            ],
+            "positions": list(self.positions),
+            "fitted_from": self.fitted_from,
+            "k": self.query.k,
+            "words": {str(token): text for token, text in zip(ids, self.decode(ids), strict=True)},
+            "top": top,
+            "probability": _rounded(self.probability),
+            "entropy": _rounded(self.entropy),
+            "kl": _rounded(self.kl),
+            "confidence": _rounded(self.confidence),
+            "cross_entropy": _rounded(self.cross_entropy),
+            "js": _rounded(self.stats.js) if self.query.jensen_shannon else None,
+            "decided_at": [None if level < 0 else level for level in self.settled_level.tolist()],
+            "followed": [
+                {
+                    "id": track.id,
+                    "text": track.text,
+                    "probability": _rounded(track.probability),
+                    "rank": track.rank.tolist(),
+                }
+                for track in self.tracked
+            ],
+        }
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row for every cell."""
-        from layerjump.lens.render.tabular import to_pandas
+        """A data frame with one row for each level and position; a tracked token adds two columns."""
+        import pandas
 
-        return to_pandas(self)
+        n_levels, k = len(self.levels), self.query.k
+        n_rows = n_levels * len(self.positions)
+        tokens, settled = self.tokens, self.settled_level.tolist()
+        top = self.decode(self.top.flatten().tolist())
+        columns: dict[str, Any] = {
+            "level": [level for level in self.levels for _ in self.positions],
+            "position": [*self.positions] * n_levels,
+            "token": [tokens[position] for position in self.positions] * n_levels,
+            "fitted": [position >= self.fitted_from for position in self.positions] * n_levels,
+            "top": top[::k],
+            "settled": [0 <= first <= level for level in range(n_levels) for first in settled],
+            "best": [top[k * row : k * (row + 1)] for row in range(n_rows)],
+            "probabilities": self.probability.reshape(n_rows, k).tolist(),
+        }
+        numbers = {
+            "probability": self.probability[:, :, 0],
+            "confidence": self.confidence,
+            "entropy": self.entropy,
+            "kl": self.kl,
+            "cross_entropy": self.cross_entropy,
+        }
+        if self.query.jensen_shannon:
+            numbers["jensen_shannon"] = self.stats.js
+        for track in self.tracked:
+            numbers[f"p({track.text!r})"] = track.probability
+            numbers[f"rank({track.text!r})"] = track.rank
+        columns |= {name: values.flatten().numpy() for name, values in numbers.items()}
+        return pandas.DataFrame(columns)
 
     def plot(self, value: str = "probability") -> go.Figure:
-        """A heat map of levels and positions; colour is the best token's probability, or entropy, kl, confidence …"""
+        """A heat map of levels and positions; its colour is the top token's probability, or `entropy`, `kl` …"""
         from layerjump.lens.render.html import plot
 
         return plot(self, value)
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """The heat map as one HTML page that needs no network; written to a file if a path is given."""
+        """The heat map as one HTML page that needs no network; written to `path` if there is one."""
         from layerjump.lens.render.html import to_html
 
         return to_html(self, path)
@@ -471,9 +323,9 @@ class Trajectory:
         return to_table(self)
 
     def __rich__(self) -> RenderableType:
-        from layerjump.lens.render.terminal import whole
+        from layerjump.lens.render.terminal import render
 
-        return whole(self)
+        return render(self)
 
     def __repr__(self) -> str:
         return (
@@ -482,8 +334,166 @@ class Trajectory:
         )
 
 
-def settled_level(top: Tensor, best: Tensor) -> Tensor:
-    """The first level from which on `top`, (levels, positions), is `best`, (positions,); −1 for none."""
-    right = (top == best).flip(0).long()
-    staying = right.cumprod(0).sum(0)
-    return torch.where(staying > 0, len(top) - staying, -1)
+def settled_level(top: Tensor, model_top: Tensor) -> Tensor:
+    """The first level from which on `top`, (levels, positions), equals `model_top`, (positions,); −1 for none."""
+    agrees = (top == model_top).flip(0).long()
+    n_agreeing = agrees.cumprod(0).sum(0)
+    return torch.where(n_agreeing > 0, len(top) - n_agreeing, -1)
+
+
+def token_id(model: Model, token: str | int) -> int:
+    """The id of a token, from the id itself or from a text that is one token."""
+    if isinstance(token, str):
+        return model.tokenization.one(token)
+    vocab_size = model.structure.vocab_size
+    if not 0 <= token < vocab_size:
+        raise BadText(
+            f"expected a token id from 0 to {vocab_size - 1:,}, got {token}; the vocabulary has {vocab_size:,}"
+        )
+    return token
+
+
+def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list[Prompt]:
+    """Tokenize texts and select the positions to read.
+
+    They are all positions of a causal model, and the masked positions of a masked model, or all if none is masked.
+    With `last`, only this many of them, the last ones.
+    """
+    if model.task not in ("causal", "masked"):
+        raise BadModel(
+            f"expected a causal or masked model, got the encoder–decoder {model.name}: one text does not say what "
+            f"each side reads; use `lens.evaluate.evaluate_lenses` with batches that hold both"
+        )
+    tokenization = model.tokenization
+    mask = tokenization.mask if model.masked else None
+    prompts = []
+    for text, bare_ids in zip(texts, tokenization.encode(list(texts)), strict=True):
+        ids = tuple(tokenization.wrap(bare_ids))
+        excerpt = repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…")
+        if len(ids) > tokenization.max_length:
+            raise BadText(
+                f"the text {excerpt} has {len(ids):,} tokens, but the model reads at most "
+                f"{tokenization.max_length:,}; shorten it"
+            )
+        if not ids:
+            raise BadText(f"the text {excerpt} has no tokens; pass at least one word")
+        masked = tuple(position for position, token in enumerate(ids) if token == mask)
+        positions = masked or tuple(range(len(ids)))
+        positions = positions if last is None else positions[-last:]
+        targets = torch.tensor([*ids[1:], -1] if model.causal else [-1] * len(ids))
+        prompts.append(Prompt(ids, positions, targets[list(positions)]))
+    return prompts
+
+
+def capture_prompts(
+    model: Model, prompts: Sequence[Prompt], sites: tuple[Site, ...]
+) -> Iterator[tuple[int, PromptStates]]:
+    """Run prompts of similar length together; yield each prompt's index and its hidden states at the sites."""
+    last = Site(model.n_blocks)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
+    while order:
+        size = 1
+        while size < len(order) and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS:
+            size += 1
+        indices, order = order[:size], order[size:]
+        batch = _pad([prompts[index] for index in indices], model.tokenization.pad)
+        (captured,) = capture_states(model, [batch], [*sites, last])
+        counts = [len(prompts[index].positions) for index in indices]
+        by_site = {site: captured[site].split(counts) for site in (*sites, last)}
+        for row, index in enumerate(indices):
+            states = tuple(by_site[site][row] for site in sites)
+            yield index, PromptStates(sites, states, by_site[last][row], prompts[index].targets)
+
+
+def _pad(prompts: Sequence[Prompt], padding: int) -> Batch:
+    """A batch of prompts whose picks are the positions to read."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), padding)
+    attention = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt.ids)] = torch.tensor(prompt.ids)
+        attention[row, : len(prompt.ids)] = 1
+    positions = torch.tensor([position for prompt in prompts for position in prompt.positions])
+    counts = torch.tensor([len(prompt.positions) for prompt in prompts])
+    rows = torch.arange(len(prompts)).repeat_interleave(counts)
+    return Batch(ids, attention, rows, positions, rows, ids[rows, positions])
+
+
+@torch.no_grad()
+def compute_stats(
+    model: Model,
+    readouts: Mapping[str, Sequence[Readout]],
+    states: PromptStates,
+    query: LensQuery,
+    *,
+    memory: int = LOGITS_MEMORY,
+) -> tuple[Tensor, dict[str, LogitStats]]:
+    """The model's own top token at each position, and each lens' statistics; tensors are (levels, positions, …).
+
+    `readouts` has one readout for each site by lens. At level L every lens is the model.
+    """
+    n_rows = chunk_rows(model, memory)
+    size = min(n_rows, _CHUNK_POSITIONS)
+    chunks = [
+        _chunk_stats(model, readouts, states, query, slice(start, start + size), n_rows)
+        for start in range(0, len(states.last_level), size)
+    ]
+    model_top = torch.cat([model_stats.top[:, 0] for model_stats, _ in chunks])
+    by_lens = {name: [stats[name] for _, stats in chunks] for name in readouts}
+    return model_top, {
+        name: LogitStats(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
+        for name, parts in by_lens.items()
+    }
+
+
+def _chunk_stats(
+    model: Model,
+    readouts: Mapping[str, Sequence[Readout]],
+    states: PromptStates,
+    query: LensQuery,
+    chunk: slice,
+    n_rows: int,
+) -> tuple[LogitStats, dict[str, LogitStats]]:
+    """Statistics at some positions: of the model, (positions, …), and of each lens, (levels, positions, …)."""
+    reference = reference_logits(upcast(model.logits(states.last_level[chunk])))
+    n_positions, device = len(reference.logits), reference.logits.device
+    sweep = LogitSweep(
+        reference,
+        k=query.k,
+        targets=states.targets[chunk].to(device),
+        follow=torch.tensor(query.tracked, dtype=torch.long, device=device),
+        js=query.jensen_shannon,
+    )
+
+    def measure(logits: Tensor) -> LogitStats:
+        return LogitStats(*(column.cpu() for column in sweep(logits)))
+
+    model_stats, last = measure(reference.logits), Site(model.n_blocks)
+    indices = range(len(states.sites))
+    cells = {(name, index): model_stats for name in readouts for index in indices}
+    pending = [(name, index) for name, index in cells if states.sites[index] != last]
+    # One product with the unembedding for many rows costs far less than many products for few.
+    per_product = max(1, n_rows // n_positions)
+    for start in range(0, len(pending), per_product):
+        group = pending[start : start + per_product]
+        final = torch.cat(
+            [readouts[name][index].to_final(states.states[index][chunk]) for name, index in group]
+        )
+        logits = upcast(model.structure.decode(final)).split(n_positions)
+        for cell, cell_logits in zip(group, logits, strict=True):
+            cells[cell] = measure(cell_logits)
+    return model_stats, {
+        name: LogitStats(
+            *map(torch.stack, zip(*(cells[name, index] for index in indices), strict=True))
+        )
+        for name in readouts
+    }
+
+
+def _rounded(values: Any) -> Any:
+    """Nested lists of numbers with five significant digits; None for NaN and infinity."""
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    return float(f"{values:.{_DIGITS}g}") if math.isfinite(values) else None

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning
-from layerjump.interventions.patching import apply
 from layerjump.jumps.collect import SplitMoments, product_dtype
 from layerjump.jumps.estimators.least_squares import Factor, uncentred
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.maps import apply_map
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments
 from layerjump.models.activations import capture_states
@@ -239,7 +239,7 @@ def attach_maps(model: Model, maps: Mapping[int, nn.Module]) -> None:
     A hook does it, so that the model's own code, its cache and its generation are as they were.
     """
     for level, jump in maps.items():
-        attach_map(model.structure.tap(Site(level)), jump, apply)
+        attach_map(model.structure.tap(Site(level)), jump, apply_map)
 
 
 def _sharpen(jump: nn.Module, sums: Moments, pair: Pair) -> None:

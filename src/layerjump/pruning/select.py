@@ -16,11 +16,11 @@ from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning
-from layerjump.interventions.patching import Rerun, apply
+from layerjump.interventions.patching import Rerun
 from layerjump.jumps.block_linearity import block_map, block_pair, explained
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.estimators.registry import solve
-from layerjump.jumps.maps import Affine, to_module
+from layerjump.jumps.maps import Affine, apply_map, to_module
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import residual
 from layerjump.jumps.statistics import Moments
@@ -278,7 +278,7 @@ class SpanTrials:
         """The mean loss with these runs cut out."""
         model = self._given.model
         each = [
-            token_losses_at(model, rerun.batch, rerun.picked(self._last(rerun, cuts)))[0]
+            token_losses_at(model, rerun.batch, rerun.pick(self._last(rerun, cuts)))[0]
             for rerun in self._reruns
         ]
         return float(torch.cat(each).mean())
@@ -289,7 +289,7 @@ class SpanTrials:
         hidden = rerun.levels[level]
         for i, j in cuts:
             hidden = rerun.from_level(level, hidden, to=i)
-            hidden = apply(self._maps[i, j], hidden) if self._maps else hidden
+            hidden = apply_map(self._maps[i, j], hidden) if self._maps else hidden
             level = j
         return rerun.from_level(level, hidden)
 

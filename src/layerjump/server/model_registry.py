@@ -22,8 +22,7 @@ from layerjump.errors import BadText, CannotServe, LayerjumpError, argument, one
 from layerjump.generation.calibration.serialization import FILE_NAME as EXIT_RULE
 from layerjump.jumps.cache import cache_folder, cached_jumps, has_cached_jumps
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens
-from layerjump.lens.trajectory import read_trajectory
+from layerjump.lens.lens import Lens, read_trajectories
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.loading import load
 from layerjump.models.model import Model
@@ -115,10 +114,9 @@ class ServedModel:
         _check_length(model, question.text)
         lenses = {name: self.lenses[name] for name in question.lenses}
         start = time.perf_counter()
-        found = read_trajectory(
-            model,
+        (found,) = read_trajectories(
             lenses,
-            question.text,
+            [question.text],
             k=question.k,
             tokens=question.tokens,
             jensen_shannon=question.js,

@@ -53,7 +53,7 @@ class Variants:
     @torch.no_grad()
     def start(self, rerun: Rerun) -> None:
         """Take the model's own predictions of a batch."""
-        exact = rerun.picked(rerun.levels[-1])
+        exact = rerun.pick(rerun.levels[-1])
         starts = range(0, len(exact), self._rows)
         parts = [slice(start, start + self._rows) for start in starts]
         self._truth = [
@@ -136,7 +136,7 @@ def announce(
     exact = rerun.from_level(0)
     ran = time.perf_counter()
     variants.start(rerun)
-    variants.add("exact", rerun.picked(exact))
+    variants.add("exact", rerun.pick(exact))
     read = time.perf_counter()
     block = (ran - start) / model.n_blocks / rerun.batch.n_tokens
     # `start` reads the vocabulary too, so this is two readings.

@@ -51,7 +51,7 @@ def run(setup: Setup) -> Result:
             block = key[0]
             pair = Site(block, "attn.in"), Site(block, "heads")
             last = rerun.from_level(block - 1, changes={pair: change})
-            variants.add(key, rerun.picked(last))
+            variants.add(key, rerun.pick(last))
     result = Result("heads", {"heads": _ranked(variants, list(changes))})
     result.settings = cost | {
         "budget_share": SHARE,

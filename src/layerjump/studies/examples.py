@@ -12,8 +12,7 @@ import torch
 
 from layerjump.data.batches import Batch
 from layerjump.data.positions import Positions
-from layerjump.data.tokenization import token_text
-from layerjump.lens.render.token_text import visible
+from layerjump.data.tokenization import escape_token, token_text
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.studies.charts import Panel, Study, listed, mean, number, safe
@@ -138,7 +137,7 @@ def _sentence(rows: Sequence[Row], lenses: Sequence[str]) -> str:
 
 def _tokens(tokens: Sequence[str], own: str) -> str:
     return " ".join(
-        f'<span class="token{" own" if token == own else ""}">{safe(visible(token))}</span>'
+        f'<span class="token{" own" if token == own else ""}">{safe(escape_token(token))}</span>'
         for token in tokens
     )
 

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.data.positions import MASKED_SHARE, Positions
-from layerjump.interventions.patching import Rerun, apply
+from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
-from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.maps import Affine, apply_map, to_affine
 from layerjump.jumps.scoring import r2
 from layerjump.studies.ablation import Variants, announce, budgeted, runs
 from layerjump.studies.charts import (
@@ -186,7 +186,7 @@ def follow(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
     states = rerun.levels[level]
     for source, target in schedule:
         states = rerun.from_level(level, states, to=source)
-        states = apply(jumps[source, target], states)
+        states = apply_map(jumps[source, target], states)
         level = target
     return rerun.from_level(level, states)
 
@@ -224,7 +224,7 @@ def _costs(setup: Setup, jumps: Jumps) -> tuple[dict[Jump, float], dict[str, Any
     variants = Variants(setup.model)
     for rerun in runs(setup, batches, variants):
         for pair in pairs:
-            variants.add(pair, rerun.picked(follow(rerun, (pair,), jumps)))
+            variants.add(pair, rerun.pick(follow(rerun, (pair,), jumps)))
     return {pair: variants.mean(pair) for pair in pairs}, cost
 
 
@@ -266,7 +266,7 @@ def _tried(
     variants = Variants(setup.model)
     for rerun in runs(setup, batches, variants):
         for schedule in distinct:
-            variants.add(schedule, rerun.picked(follow(rerun, schedule, jumps)))
+            variants.add(schedule, rerun.pick(follow(rerun, schedule, jumps)))
     return variants, cost
 
 

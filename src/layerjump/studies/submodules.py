@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batches
-from layerjump.interventions.linearize import PARTS, pairs_of
+from layerjump.interventions.linearize import PARTS, submodule_pairs
 from layerjump.interventions.patching import (
     Change,
     Changes,
@@ -69,7 +69,7 @@ def run_one_block(setup: Setup, jumps: Jumps) -> Result:
         for block in range(1, blocks + 1):
             for name, change in changes[block].items():
                 last = rerun.from_level(block - 1, changes=change)
-                variants.add((*name, block), rerun.picked(last))
+                variants.add((*name, block), rerun.pick(last))
     result = Result("submodules", {"one block": _one_block(variants, parts, blocks)})
     mass, note = attention_mass(model, batches)
     result.notes += [note] if note else []
@@ -230,7 +230,7 @@ def run(setup: Setup) -> Result:
 
 def parts_of(model: Model) -> list[str]:
     """The parts this model has."""
-    return [part for part in PARTS if pairs_of(model, 1, part)]
+    return [part for part in PARTS if submodule_pairs(model, 1, part)]
 
 
 def start_levels(blocks: int) -> list[int]:
@@ -258,8 +258,8 @@ def _suffix(setup: Setup, jumps: Jumps) -> tuple[list[Row], dict[str, object], l
         for level in levels:
             for part in parts:
                 last = rerun.from_level(level, changes=changes[part])
-                variants.add((part, level), rerun.picked(last))
-            state = rerun.picked(rerun.levels[level])
+                variants.add((part, level), rerun.pick(last))
+            state = rerun.pick(rerun.levels[level])
             for name, lens in named.items():
                 _read(variants, (name, level), lens, state)
     rows: list[Row] = [
@@ -278,7 +278,7 @@ def _changes(model: Model, jumps: Jumps, part: str) -> Changes:
     return {
         pair: replace_by_map(jumps[pair])
         for block in range(1, model.n_blocks + 1)
-        for pair in pairs_of(model, block, part)
+        for pair in submodule_pairs(model, block, part)
     }
 
 

@@ -8,38 +8,37 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from layerjump.data.tokenization import escape_token
 from layerjump.errors import BadText
 from layerjump.io import write_text
-from layerjump.lens.render.token_text import visible
-from layerjump.lens.trajectory import Trajectory
+from layerjump.lens.render.terminal import mark_unfitted, spread
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from layerjump.lens.trajectory import Trajectory
+
 VALUES = ("probability", "confidence", "entropy", "kl", "cross_entropy", "jensen_shannon")
-"""What colour may stand for."""
-POSITIONS = 128
-"""Positions that a picture shows: the last ones."""
+"""What the colour of the heat map can show."""
+_PLOT_POSITIONS = 128  # the heat map shows the last positions
 _TABLE_LEVELS, _TABLE_POSITIONS = 12, 16
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
-def plot(found: Trajectory, value: str = "probability") -> go.Figure:
-    """Levels upwards, positions across; cells say the best token, hovering shows the k best."""
+def plot(trajectory: Trajectory, value: str = "probability") -> go.Figure:
+    """A heat map: levels upwards, positions across, the top token in each cell, the k top tokens on hovering."""
     import plotly.graph_objects as go
 
-    shown = slice(max(0, len(found.positions) - POSITIONS), None)
-    places = found.positions[shown]
-    tokens = found.tokens
-    words = [[safe(word) for word in row] for row in _top(found, shown)]
+    rows = _last_rows(trajectory, _PLOT_POSITIONS)
+    positions, tokens = trajectory.positions[rows], trajectory.tokens
     figure = go.Figure(
         go.Heatmap(
-            z=_values(found, value)[:, shown].tolist(),
-            x=list(range(len(places))),
-            y=list(range(len(found.levels))),
-            text=words,
+            z=_values(trajectory, value)[:, rows].tolist(),
+            x=list(range(len(positions))),
+            y=list(range(len(trajectory.levels))),
+            text=[[_escape(token) for token in level] for level in _top_tokens(trajectory, rows)],
             texttemplate="%{text}",
-            hovertext=_hovers(found, shown),
+            hovertext=_hover_texts(trajectory, rows),
             hoverinfo="text",
             colorscale="Viridis",
             colorbar={"title": {"text": value.replace("_", " ")}},
@@ -50,98 +49,97 @@ def plot(found: Trajectory, value: str = "probability") -> go.Figure:
     figure.update_layout(
         template="plotly_white",
         font={"family": _FONT, "size": 12},
-        title={
-            "text": f"{safe(found.model.name)} through {safe(found.name)}{_notes(found, shown)}"
-        },
-        width=max(640, 90 + 78 * len(places)),
-        height=max(320, 140 + 24 * len(found.levels)),
+        title={"text": _title(trajectory, rows)},
+        width=max(640, 90 + 78 * len(positions)),
+        height=max(320, 140 + 24 * len(trajectory.levels)),
     )
-    labels = [f"{safe(tokens[place])}{_mark(found, place)}" for place in places]
-    figure.update_xaxes(title_text="token", tickvals=list(range(len(places))), ticktext=labels)
-    figure.update_yaxes(
-        title_text="level", tickvals=list(range(len(found.levels))), ticktext=list(found.levels)
-    )
+    labels = [f"{_escape(tokens[at])}{mark_unfitted(trajectory, at)}" for at in positions]
+    levels = list(trajectory.levels)
+    figure.update_xaxes(title_text="token", tickvals=list(range(len(positions))), ticktext=labels)
+    figure.update_yaxes(title_text="level", tickvals=list(range(len(levels))), ticktext=levels)
     return figure
 
 
-def to_html(found: Trajectory, path: str | Path | None = None) -> str:
-    """The heat map as one page that carries its own script."""
-    page: str = plot(found).to_html(include_plotlyjs=True, full_html=True)
+def to_html(trajectory: Trajectory, path: str | Path | None = None) -> str:
+    """The heat map as one page that includes plotly's script; written to `path` if there is one."""
+    page: str = plot(trajectory).to_html(include_plotlyjs=True, full_html=True)
     if path is not None:
         write_text(Path(path).expanduser(), page)
     return page
 
 
-def to_table(found: Trajectory) -> str:
-    """A plain HTML table of some levels and the last positions; a cell's title holds the k best."""
-    from layerjump.lens.render.terminal import spread
-
-    shown = slice(max(0, len(found.positions) - _TABLE_POSITIONS), None)
-    words, hovers = _top(found, shown), _hovers(found, shown, line="\n")
-    tokens, shares = found.tokens, found.probability[:, shown, 0].tolist()
+def to_table(trajectory: Trajectory) -> str:
+    """A plain HTML table of some levels and the last positions; the title of a cell lists its k top tokens."""
+    rows = _last_rows(trajectory, _TABLE_POSITIONS)
+    top, hovers = _top_tokens(trajectory, rows), _hover_texts(trajectory, rows, separator="\n")
+    tokens, probabilities = trajectory.tokens, trajectory.probability[:, rows, 0].tolist()
     head = "".join(
-        f"<th>{safe(tokens[place])}{_mark(found, place)}</th>" for place in found.positions[shown]
+        f"<th>{_escape(tokens[at])}{mark_unfitted(trajectory, at)}</th>"
+        for at in trajectory.positions[rows]
     )
-    rows = []
-    for level in reversed(spread(len(found.levels), _TABLE_LEVELS)):
+    body = []
+    for level in reversed(spread(len(trajectory.levels), _TABLE_LEVELS)):
         cells = "".join(
-            f'<td title="{hover}" style="background:rgba(0,114,178,{0.6 * share:.2f})">{safe(word)}</td>'
-            for word, hover, share in zip(words[level], hovers[level], shares[level], strict=True)
+            f'<td title="{hover}" style="background:rgba(0,114,178,{0.6 * p:.2f})">{_escape(token)}</td>'
+            for token, hover, p in zip(top[level], hovers[level], probabilities[level], strict=True)
         )
-        rows.append(f"<tr><th>{found.levels[level]}</th>{cells}</tr>")
-    caption = f"{safe(found.model.name)} through {safe(found.name)}{_notes(found, shown)}"
+        body.append(f"<tr><th>{trajectory.levels[level]}</th>{cells}</tr>")
     return (
-        f'<table style="font-size:12px"><caption>{caption}</caption><thead><tr><th>level</th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f'<table style="font-size:12px"><caption>{_title(trajectory, rows)}</caption>'
+        f"<thead><tr><th>level</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     )
 
 
-def safe(text: str) -> str:
-    """A text that plotly and browsers show as it is: they would take `<` for markup."""
-    return escape(visible(text), quote=True)
+def _escape(text: str) -> str:
+    """A text that plotly and browsers show as it is: both interpret `<` as markup."""
+    return escape(escape_token(text), quote=True)
 
 
-def _values(found: Trajectory, value: str) -> Tensor:
+def _last_rows(trajectory: Trajectory, limit: int) -> slice:
+    return slice(max(0, len(trajectory.positions) - limit), None)
+
+
+def _values(trajectory: Trajectory, value: str) -> Tensor:
     if value not in VALUES:
-        raise BadText(f"colour was to stand for {value!r}; give one of {', '.join(VALUES)}")
+        raise BadText(f"expected a value to plot of {', '.join(VALUES)}, got {value!r}")
     if value == "jensen_shannon":
-        return found.jensen_shannon()
-    tensor: Tensor = getattr(found, value)
-    return tensor[:, :, 0] if value == "probability" else tensor
+        return trajectory.jensen_shannon()
+    values: Tensor = getattr(trajectory, value)
+    return values[:, :, 0] if value == "probability" else values
 
 
-def _top(found: Trajectory, shown: slice) -> list[list[str]]:
-    """The best token of each cell, by level."""
-    return [found.decode(level) for level in found.top[:, shown, 0].tolist()]
+def _top_tokens(trajectory: Trajectory, rows: slice) -> list[list[str]]:
+    """The top token at each position, by level."""
+    return [trajectory.decode(level) for level in trajectory.top[:, rows, 0].tolist()]
 
 
-def _hovers(found: Trajectory, shown: slice, line: str = "<br>") -> list[list[str]]:
-    """What is said about each cell: where it is, and its k best tokens."""
-    tokens, rows = found.tokens, range(len(found.positions))[shown]
+def _hover_texts(trajectory: Trajectory, rows: slice, separator: str = "<br>") -> list[list[str]]:
+    """By level and position: where the cell is, its k top tokens, its entropy and KL."""
+    tokens = trajectory.tokens
+
+    def lines(level: int, row: int) -> list[str]:
+        position = trajectory.positions[row]
+        top = trajectory.decode(trajectory.top[level, row].tolist())
+        probabilities = trajectory.probability[level, row].tolist()
+        entropy, kl = float(trajectory.entropy[level, row]), float(trajectory.kl[level, row])
+        return [
+            f"level {trajectory.levels[level]}, position {position} ({_escape(tokens[position])})",
+            *(f"{p:.3f} {_escape(token)}" for token, p in zip(top, probabilities, strict=True)),
+            f"entropy {entropy:.2f}, KL to the model {kl:.2f}",
+        ]
+
+    row_indices = range(len(trajectory.positions))[rows]
     return [
-        [line.join(_lines(found, level, row, tokens[found.positions[row]])) for row in rows]
-        for level in range(len(found.levels))
+        [separator.join(lines(level, row)) for row in row_indices]
+        for level in range(len(trajectory.levels))
     ]
 
 
-def _lines(found: Trajectory, level: int, row: int, token: str) -> list[str]:
-    where = f"level {found.levels[level]}, position {found.positions[row]} ({safe(token)})"
-    words = found.decode(found.top[level, row].tolist())
-    shares = found.probability[level, row].tolist()
-    best = [f"{share:.3f} {safe(word)}" for word, share in zip(words, shares, strict=True)]
-    entropy, kl = (float(each[level, row]) for each in (found.entropy, found.kl))
-    return [where, *best, f"entropy {entropy:.2f}, KL to the model {kl:.2f}"]
-
-
-def _mark(found: Trajectory, place: int) -> str:
-    return "*" if place < found.fitted_from else ""
-
-
-def _notes(found: Trajectory, shown: slice) -> str:
-    """What a reader must know of what is not shown as the rest is."""
-    notes = ""
-    if any(place < found.fitted_from for place in found.positions[shown]):
-        notes += " (* not fitted at this position)"
-    if shown.start:
-        notes += f" (the last {len(found.positions) - shown.start} positions)"
-    return notes
+def _title(trajectory: Trajectory, rows: slice) -> str:
+    """Model and lens, with notes on unfitted positions and on positions that are not shown."""
+    title = f"{_escape(trajectory.model.name)} through {_escape(trajectory.name)}"
+    if any(position < trajectory.fitted_from for position in trajectory.positions[rows]):
+        title += " (* not fitted at this position)"
+    if rows.start:
+        title += f" (the last {len(trajectory.positions) - rows.start} positions)"
+    return title

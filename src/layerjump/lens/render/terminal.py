@@ -2,128 +2,137 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from layerjump.lens.render.token_text import visible
-from layerjump.lens.trajectory import Trajectory
+from layerjump.data.tokenization import escape_token
 
-COLUMN = 9
-"""Cells of a column of the grid."""
-_TOKEN = 10  # cells of the column that names the position's token
-_EDGE = 17  # cells that the other columns and the gaps take
-POSITIONS = 40
-"""Positions that the grid shows: the last ones."""
-_LONGEST = 24  # cells of a token among the best
+if TYPE_CHECKING:
+    from layerjump.lens.trajectory import Trajectory
+
+_LEVEL_WIDTH = 9  # characters of a level's column in the grid
+_TOKEN_WIDTH = 10  # characters of the grid's column of input tokens
+_EDGE_WIDTH = 17  # characters of the grid's other columns and of the gaps
+_GRID_POSITIONS = 40  # the grid shows the last positions
+_TOP_WIDTH = 24  # characters of one of the top tokens
 _BAR = " ▏▎▍▌▋▊▉█"
 _BAR_WIDTH = 8
-# Unsure to sure; on a terminal without colour the table reads the same.
-_SHADES = ((0.1, "dim"), (0.35, ""), (0.7, "cyan"), (1.01, "bold green"))
+# Styles by probability, up to a bound; without colour the table reads the same.
+_STYLES = ((0.1, "dim"), (0.35, ""), (0.7, "cyan"), (1.01, "bold green"))
 
 
-def whole(found: Trajectory) -> RenderableType:
-    """The grid of all positions, then the best tokens at the last."""
-    place = found.positions[-1]
-    where = f"{'After' if found.model.causal else 'At'} position {place}{_mark(found, place)}, "
+def render(trajectory: Trajectory) -> RenderableType:
+    """The grid of all positions, then the top tokens at the last position."""
+    position = trajectory.positions[-1]
+    preposition = "After" if trajectory.model.causal else "At"
     return Group(
-        Text(f"{visible(found.model.name)} through {found.name}, {found.model.n_blocks} blocks"),
-        Grid(found),
-        Text(where + visible(found.tokens[place])),
-        best(found),
+        Text(
+            f"{escape_token(trajectory.model.name)} through {trajectory.name}, {trajectory.model.n_blocks} blocks"
+        ),
+        _Grid(trajectory),
+        Text(
+            f"{preposition} position {position}{mark_unfitted(trajectory, position)}, "
+            f"{escape_token(trajectory.tokens[position])}"
+        ),
+        top_table(trajectory),
     )
 
 
-class Grid:
-    """The best token at every position, at as many levels as the terminal is wide enough for."""
+class _Grid:
+    """The grid with as many levels as fit the width of the terminal."""
 
-    def __init__(self, found: Trajectory) -> None:
-        self._found = found
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield grid(self._found, options.max_width)
+        yield grid(self._trajectory, options.max_width)
 
 
-def grid(found: Trajectory, width: int) -> Table:
-    """Positions down, levels across: the best token in each cell, and the level at which the answer is decided."""
-    levels = spread(len(found.levels), max(2, (width - _TOKEN - _EDGE) // (COLUMN + 1)))
-    first = max(0, len(found.positions) - POSITIONS)
+def grid(trajectory: Trajectory, width: int) -> Table:
+    """Positions down, levels across: the top token in each cell, and the level at which the prediction settles."""
+    n_levels = max(2, (width - _TOKEN_WIDTH - _EDGE_WIDTH) // (_LEVEL_WIDTH + 1))
+    levels = spread(len(trajectory.levels), n_levels)
+    first = max(0, len(trajectory.positions) - _GRID_POSITIONS)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("", "token", *(found.levels[level] for level in levels), "settled at"):
+    for name in ("", "token", *(trajectory.levels[level] for level in levels), "settled at"):
         table.add_column(name, no_wrap=True)
     if first:
         table.add_row("…", Text(f"{first} before", style="dim"))
-    tokens, decided = found.tokens, found.settled_level.tolist()
-    for row in range(first, len(found.positions)):
-        place = found.positions[row]
-        cells = [_cell(found, level, row) for level in levels]
-        level = "–" if decided[row] < 0 else found.levels[decided[row]]
-        token = Text(_cut(visible(tokens[place]), _TOKEN))
-        table.add_row(f"{place}{_mark(found, place)}", token, *cells, level)
-    if any(place < found.fitted_from for place in found.positions[first:]):
+    tokens, settled = trajectory.tokens, trajectory.settled_level.tolist()
+    for row in range(first, len(trajectory.positions)):
+        position = trajectory.positions[row]
+        cells = []
+        for level in levels:
+            (token,) = trajectory.decode([int(trajectory.top[level, row, 0])])
+            style = _style(float(trajectory.probability[level, row, 0]))
+            cells.append(Text(_truncate(escape_token(token), _LEVEL_WIDTH), style=style))
+        table.add_row(
+            f"{position}{mark_unfitted(trajectory, position)}",
+            Text(_truncate(escape_token(tokens[position]), _TOKEN_WIDTH)),
+            *cells,
+            "–" if settled[row] < 0 else trajectory.levels[settled[row]],
+        )
+    if any(position < trajectory.fitted_from for position in trajectory.positions[first:]):
         table.caption = "* the lens was not fitted at this position"
         table.caption_justify = "left"
     return table
 
 
-def best(found: Trajectory, position: int = -1) -> Table:
-    """Levels down, the k best tokens across, at one of the positions read (the last unless told)."""
+def top_table(trajectory: Trajectory, row: int = -1) -> Table:
+    """Levels down, the k most probable tokens across, at one of the positions read (default: the last)."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("level", "", *(visible(each.text) for each in found.tracked)):
+    for name in ("level", "", *(escape_token(track.text) for track in trajectory.tracked)):
         table.add_column(Text(name), no_wrap=True)
-    table.add_column("best tokens and their probabilities")
-    for level, name in enumerate(found.levels):
-        shares = found.probability[level, position].tolist()
-        words = found.decode(found.top[level, position].tolist())
-        followed = [
-            f"{share(float(each.probability[level, position]))} #{int(each.rank[level, position]) + 1}"
-            for each in found.tracked
+    table.add_column("top tokens and their probabilities")
+    for level, name in enumerate(trajectory.levels):
+        probabilities = trajectory.probability[level, row].tolist()
+        tokens = trajectory.decode(trajectory.top[level, row].tolist())
+        tracks = [
+            f"{_short(float(track.probability[level, row]))} #{int(track.rank[level, row]) + 1}"
+            for track in trajectory.tracked
         ]
-        said = Text("  ").join(map(_word, words, shares))
-        table.add_row(name, bar(shares[0]), *followed, said)
+        # A no-break space, so that lines break between tokens.
+        top = [
+            Text(f"{_truncate(escape_token(token), _TOP_WIDTH)}\u00a0{_short(p)}", style=_style(p))
+            for token, p in zip(tokens, probabilities, strict=True)
+        ]
+        table.add_row(name, bar(probabilities[0]), *tracks, Text("  ").join(top))
     return table
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most so many indices below `count`, evenly spaced, the first and the last among them."""
-    if count <= most:
+def spread(count: int, limit: int) -> list[int]:
+    """At most `limit` indices below `count`, evenly spaced, with the first and the last."""
+    if count <= limit:
         return list(range(count))
-    return sorted({round(step * (count - 1) / (most - 1)) for step in range(most)})
+    return sorted({round(step * (count - 1) / (limit - 1)) for step in range(limit)})
 
 
-def bar(part: float) -> str:
-    """A bar as long as a share of the whole, in eighths of a cell."""
-    eighths = round(min(max(part, 0.0), 1.0) * 8 * _BAR_WIDTH) if part == part else 0
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (_BAR[rest] if rest else "")).ljust(_BAR_WIDTH)
+def bar(probability: float) -> str:
+    """A bar whose length shows a probability, in eighths of a character; empty for NaN."""
+    clipped = min(max(probability, 0.0), 1.0) if probability == probability else 0.0
+    full, eighths = divmod(round(clipped * 8 * _BAR_WIDTH), 8)
+    return ("█" * full + (_BAR[eighths] if eighths else "")).ljust(_BAR_WIDTH)
 
 
-def share(part: float) -> str:
+def mark_unfitted(trajectory: Trajectory, position: int) -> str:
+    """An asterisk where the jumps were not fitted at a position."""
+    return "*" if position < trajectory.fitted_from else ""
+
+
+def _short(probability: float) -> str:
     """A probability in four characters."""
-    return f"{part:.2f}" if part >= 0.005 else "<.01"
+    return f"{probability:.2f}" if probability >= 0.005 else "<.01"
 
 
-def _cell(found: Trajectory, level: int, row: int) -> Text:
-    part = float(found.probability[level, row, 0])
-    (word,) = found.decode([int(found.top[level, row, 0])])
-    return Text(_cut(visible(word), COLUMN), style=_shade(part))
+def _style(probability: float) -> str:
+    return next((style for bound, style in _STYLES if probability < bound), "")
 
 
-def _word(word: str, part: float) -> Text:
-    # Unbreakable, so that a line ends between tokens.
-    return Text(f"{_cut(visible(word), _LONGEST)}\u00a0{share(part)}", style=_shade(part))
-
-
-def _mark(found: Trajectory, place: int) -> str:
-    return "*" if place < found.fitted_from else ""
-
-
-def _shade(part: float) -> str:
-    return next((style for below, style in _SHADES if part < below), "")
-
-
-def _cut(text: str, cells: int) -> str:
-    """The text, or as much of it as fits with a sign that there is more."""
-    return text if cell_len(text) <= cells else f"{set_cell_size(text, cells - 1).rstrip()}…"
+def _truncate(text: str, width: int) -> str:
+    """The text, or as much of it as fits before an ellipsis."""
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
