@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,54 @@ from layerjump.models.model import Model
 SAMPLES = 1024
 
 
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model something was fitted on. Fields are named as in jumps.json."""
+
+    model: str
+    """Hub id, folder or file that the model was loaded from."""
+    revision: str | None
+    fingerprint: str
+    tokenizer: str | None
+    """The tokenizer's hash; None for a model without one."""
+    family: str
+    """Hugging Face's `model_type`."""
+    n_blocks: int
+    width: int
+    """d_model."""
+
+
+def identify_model(model: Model) -> ModelIdentity:
+    """The identity of a model; reads all its weights once."""
+    return ModelIdentity(
+        model=model.name,
+        revision=model.revision,
+        fingerprint=fingerprint(model.hf),
+        tokenizer=tokenizer_hash(model.tokenizer),
+        family=model.hf.config.model_type,
+        n_blocks=model.n_blocks,
+        width=model.d_model,
+    )
+
+
+def describe_model(model: Model) -> dict[str, Any]:
+    """`identify_model` as a dict."""
+    return vars(identify_model(model))
+
+
 def fingerprint(hf: PreTrainedModel, *, attached: bool = True) -> str:
     """The sha256 of every parameter's name, shape and up to 1,024 of its values.
 
-    It tells checkpoints apart, base from fine-tuned too. It does not detect every change: one of a few values outside
-    the sample goes unnoticed. Maps attached to the model (`prune --method linear`) count, unless `attached` is False.
+    It tells checkpoints apart, also a base model from its fine-tuned one. It does not detect every change: one of a
+    few values outside the sample goes unnoticed. Attached maps (`hooks.attach_map`) count unless `attached` is False.
     """
-    parameters = dict(hf.named_parameters())
-    for module, attachment in attached_maps(hf) if attached else ():
-        parameters |= {
-            f"{module}/attached.{name}": parameter
-            for name, parameter in attachment.state_dict().items()
-        }
+    parameters: dict[str, Tensor] = dict(hf.named_parameters())
+    if attached:
+        for module, attachment in attached_maps(hf):
+            parameters |= {
+                f"{module}/attached.{name}": tensor
+                for name, tensor in attachment.state_dict().items()
+            }
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         if parameter.is_meta:
@@ -45,9 +82,9 @@ def _sample(tensor: Tensor) -> bytes:
     flat = tensor.reshape(-1)
     # An odd step does not fall on the same few columns again and again: widths are even.
     step = -(-flat.numel() // SAMPLES) | 1
-    # Rounded to bfloat16, the shortest type models are loaded in: widening is exact, so one checkpoint
+    # Rounded to bfloat16, the shortest type models are loaded in: upcasting is exact, so one checkpoint
     # gives the same values here whether it was loaded as float64, float32 or bfloat16. (float16
-    # rounds elsewhere: a float32 checkpoint loaded so counts as other weights.)
+    # rounds elsewhere: a float32 checkpoint loaded as float16 counts as other weights.)
     rounded = flat[::step].to(torch.bfloat16).cpu()
     return bytes(rounded.view(torch.int16).numpy().astype("<i2").tobytes())
 
@@ -56,21 +93,12 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """The sha256 of a tokenizer's vocabulary, special tokens and rules; None for no tokenizer."""
     if tokenizer is None:
         return None
-    said = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, _rules(tokenizer)]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def describe_model(model: Model) -> dict[str, Any]:
-    """What is remembered of the model that something was fitted on."""
-    return {
-        "model": model.name,
-        "revision": model.revision,
-        "fingerprint": fingerprint(model.hf),
-        "tokenizer": tokenizer_hash(model.tokenizer),
-        "family": model.hf.config.model_type,
-        "n_blocks": model.n_blocks,
-        "width": model.d_model,
-    }
+    content = [
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer.special_tokens_map,
+        _rules(tokenizer),
+    ]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
@@ -78,5 +106,5 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     if backend is None:
         return None
     rules: dict[str, Any] = json.loads(backend.to_str())
-    # These two are left over from the last call that cut or padded, and say nothing about the tokenizer.
+    # These two depend on the last call that truncated or padded, not on the tokenizer.
     return {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
