@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
         ["families", "--help"],
         ["families"],
         ["fit", "--help"],
-        ["show", "-h"],
+        ["inspect", "-h"],
         ["lens", "--help"],
         ["study", "--help"],
         ["report", "-h"],
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
         ["prune", "-h"],
         ["eval", "--help"],
         ["pretrain", "--help"],
-        ["plausibility", "score", "--help"],
+        ["human-eval", "score", "--help"],
     ],
 )
 def test_help_imports_neither_torch_nor_transformers(arguments):
@@ -137,11 +137,13 @@ def test_fit_then_show_then_solve_again_without_the_model(data_folder, tmp_path)
     )
     rows = json.loads(fitted.stdout)
     assert [row["jump"] for row in rows] == [f"{level} → 4" for level in range(4)]
-    shown = json.loads(run("show", folder, "--json").stdout)
+    shown = json.loads(run("inspect", folder, "--json").stdout)
     assert shown[0]["R²"] == rows[0]["R²"]
     assert shown[0]["effective rank"] > 1
     moments = f"{folder}/moments.safetensors"
-    assert {"what": "family", "value": "gpt2"} in json.loads(run("show", moments, "--json").stdout)
+    assert {"what": "family", "value": "gpt2"} in json.loads(
+        run("inspect", moments, "--json").stdout
+    )
     again = run("fit", "--from-moments", moments, "-o", str(tmp_path / "b"), "--estimator", "mat")
     assert again.returncode == 0, again.stderr
     one, other = ((tmp_path / name / "jumps.safetensors").read_bytes() for name in "ab")
@@ -169,7 +171,7 @@ def _wide():
 def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
     from layerjump.cli import _options
 
-    monkeypatch.setattr(_options, "BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(_options, "LOG_INTERVAL", 0.0)
     with _options.progress_bar("collecting") as update:
         update(900, 1000)  # a run that is taken up: these were done before
         time.sleep(0.2)
@@ -192,7 +194,7 @@ def test_tuned_jumps_are_shown_with_their_kl_and_no_number_is_cut(capsys, monkey
     text = layerjump.load_text("pydoc", limit=100)
     monkeypatch.setenv("COLUMNS", "80")
     ridge = layerjump.fit(model, text, estimator="ridge", tokens=2_000)
-    print_jumps(ridge, as_json=False, structure=True)
+    print_jumps(ridge, as_json=False, spectrum=True)
     plain = capsys.readouterr().out
     assert "…" not in plain.split(")", 1)[1]
     assert "3 → 4" in plain

@@ -35,7 +35,7 @@ def run(home):
 
 def test_json_is_the_trajectories_own_and_jumps_are_fitted_once(run, data_folder):
     folder, text = str(data_folder / "tiny-gpt2"), "Once upon a time, there was"
-    settings = ["--compare", "identity,mat", "--k", "3", "--token", " a", "--json"]
+    settings = ["--compare", "identity,mat", "--top-k", "3", "--token", " a", "--json"]
     first = run(folder, text, *settings)
     assert "fitting mat on 16,000 tokens" in first.stderr
     plain, mapped = json.loads(first.stdout)

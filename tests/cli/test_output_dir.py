@@ -160,9 +160,9 @@ def test_what_torch_cannot_write_is_one_line(tmp_path):
     ("command", "left", "said"),
     [
         ("fit {model}", "jumps.safetensors", "holds jumps already"),
-        ("fit {model}", "unfinished-0-of-1.safetensors", "which --resume goes on with"),
-        ("fit {model} --refine kl", "unfinished-refine.pt", "which --resume goes on with"),
-        ("study {model} --study r2", "results.json", "which --resume adds to"),
+        ("fit {model}", "unfinished-0-of-1.safetensors", "which --resume continues"),
+        ("fit {model} --refine", "unfinished-refine.pt", "which --resume continues"),
+        ("study {model} r2", "results.json", "which --resume adds to"),
         ("fit {model} --resume", "jumps.safetensors", "holds jumps already"),
         ("import lens.pt --model {model}", "jumps.safetensors", "holds jumps already"),
         ("export jumps --model {model} --format mat", "anything", "would be overwritten"),

@@ -20,7 +20,7 @@ def model(data_folder) -> str:
 def test_it_writes_a_checkpoint_that_it_can_read(model, tmp_path):
     folder = tmp_path / "out"
     done = run(
-        "prune", model, "--drop", "25%", *SMALL, "--distil", "2", "--json", "-o", str(folder)
+        "prune", model, "--drop", "25%", *SMALL, "--distill-steps", "2", "--json", "-o", str(folder)
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
@@ -62,11 +62,11 @@ def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys)
     ("arguments", "said"),
     [
         ([], "give one of"),
-        (["--drop", "1", "--first", "2"], "give one of"),
+        (["--drop", "1", "--keep-first", "2"], "give one of"),
         (["--drop", "4"], "leaves none"),
         (["--drop", "-1"], "less than one"),
         (["--max-loss", "lots"], "1.05x"),
-        (["--drop", "1", "--protect", "one"], "give numbers"),
+        (["--drop", "1", "--protect", "one"], "expected numbers"),
         (["--drop", "1", "--method", "rotation"], "give fold"),
     ],
 )

@@ -29,7 +29,7 @@ from layerjump.cli import main
 
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "tiny-gpt2"
 OUT, TEXT, LOG = "out", "stories.txt", "log.txt"
-_SHAPE = " --layers 2 --hidden 32 --vocab 300 --length 32 --batch 4 --steps 12 --every 3"
+_SHAPE = " --layers 2 --hidden-size 32 --vocab-size 300 --length 32 --batch-size 4 --steps 12 --eval-every 3"
 _TIMES = ("seconds", "minutes", "machine", "command", "log")
 """What two runs of one command may differ in: how long they took, and whether they were resumed."""
 _PAGES = (".html", ".md")
@@ -55,10 +55,10 @@ def _of(name: str, arguments: str, *resume: str) -> Command:
 
 COMMANDS = (
     _of("fit", "fit --pairs all --positions all --save-every 0", "--resume"),
-    _of("refine", "fit --estimator affine --save-every 0 --refine kl --steps 75", "--resume"),
-    _of("study", "study --tokens 1500 --score 60 --study r2,predictions", "--resume"),
+    _of("refine", "fit --estimator affine --save-every 0 --refine --refine-steps 75", "--resume"),
+    _of("study", "study --tokens 1500 --score-positions 60 r2 predictions", "--resume"),
     _of("prune", "prune --drop 1 --method replaceme --criterion deepest"),
-    _of("distil", "prune --drop 1 --method linear --criterion deepest --distil 8"),
+    _of("distil", "prune --drop 1 --method linear --criterion deepest --distill-steps 8"),
     _of("pretrain", "pretrain" + _SHAPE),
 )
 

@@ -161,7 +161,7 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
     text.write_text("\n".join(json.dumps({"text": d}) for d in stories(300, seed=4).documents))
     folder = str(tmp_path / "jumps")
     given = ("fit", name, "--text", str(text), "-o", folder, "--estimator", "calibrated")
-    done = run(*given, "--refine", "kl", "--steps", "25", "--json")
+    done = run(*given, "--refine", "--refine-steps", "25", "--json")
     assert done.returncode == 0, done.stderr
     assert "held-out KL" in done.stderr
     about = lj.Jumps.from_pretrained(folder).provenance
@@ -172,11 +172,11 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
         "jumps.safetensors",
     ]
     wrong_ones = (
-        "--refine magic",
+        "--pooling magic",
         "--features magic",
         "--pairs to-last",
-        "--how to-tune",
-        "--refine kl --how pooled",
+        "--pooling to-tune",
+        "--refine --pooling pooled",
     )
     for extra in map(str.split, wrong_ones):
         wrong = run(*given, *extra)

@@ -200,7 +200,7 @@ def test_the_command(setup, copy):
 
     def run(*arguments):
         return subprocess.run(
-            [sys.executable, "-m", "layerjump", "plausibility", "score", *map(str, arguments)],
+            [sys.executable, "-m", "layerjump", "human-eval", "score", *map(str, arguments)],
             capture_output=True,
             text=True,
             check=False,

@@ -143,7 +143,7 @@ def command(monkeypatch, *arguments) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--study", "magic"], "no study 'magic'"),
+        (["magic"], "no study 'magic'"),
         (["--estimators", "mat,magic"], "no estimator 'magic'"),
         (["--protocol", "theirs"], "give ours or paper"),
         (["--positions", "some"], "positions given are 'some'"),
@@ -171,11 +171,11 @@ def test_a_run_from_the_command_line(data_folder, tmp_path, monkeypatch, capsys)
     out = tmp_path / "out"
     arguments = [
         data_folder / "tiny-gpt2",
-        "--study",
-        "r2,exits",
+        "r2",
+        "exits",
         "--tokens",
         "4000",
-        "--score",
+        "--score-positions",
         "60",
         "-o",
         out,

@@ -94,8 +94,8 @@ def test_a_strong_penalty_ends_lower_than_a_weak_one(penalty, tokenizers, tmp_pa
 def test_two_processes_are_one_and_write_one_model(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXT.documents))
-    options = "--layers 2 --hidden 16 --heads 2 --vocab-size 300 --length 16 --steps 8 --batch-size 8 --eval-every 4"
-    options += " --learning-rate 3e-3 --penalty jump --device cpu --json"
+    options = "--layers 2 --hidden-size 16 --heads 2 --vocab-size 300 --length 16"
+    options += " --steps 8 --batch-size 8 --eval-every 4 --learning-rate 3e-3 --penalty jump --device cpu --json"
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

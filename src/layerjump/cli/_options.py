@@ -1,50 +1,88 @@
-"""Options and output shared by several commands."""
+"""Options, tables and progress bars that several commands share."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+
+def option_group(heading: str) -> Callable[..., Any]:
+    """Return a `typer.Option` whose options `--help` shows under a heading of their own."""
+    return functools.partial(typer.Option, rich_help_panel=heading)
+
+
+text_option, output_option = option_group("Text"), option_group("Output")
+loading_option = option_group("Model loading")
 ModelName = Annotated[
-    str, typer.Argument(help="A hub id, a folder, a GGUF file, or the built-in `smollm2`.")
+    str, typer.Argument(help="A hub id, a folder, a GGUF file, or the bundled `smollm2`.")
 ]
-Revision = Annotated[str | None, typer.Option(help="Hub revision: a branch, tag or commit.")]
+
+TextSource = Annotated[
+    str,
+    text_option(help="A file, a hub dataset, `-` for standard input, or `pydoc`."),
+]
+TextSources = Annotated[
+    list[str] | None,
+    text_option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated."),
+]
+Column = Annotated[
+    str | None,
+    text_option(help="Column of a CSV, JSON or Parquet text."),
+]
+Tokens = Annotated[
+    int | None,
+    text_option(help="Number of tokens to use (default: the whole text)."),
+]
+Split = Annotated[
+    str,
+    text_option(help="Fit/validation/test split, in percent or in documents."),
+]
+Seed = Annotated[int, text_option(help="Seed of the split and of sampled positions.")]
+
+OutputFolder = Annotated[Path, output_option("-o", "--output", help="Output folder.")]
+Force = Annotated[bool, output_option("--force", help="Overwrite the output.")]
+AsJson = Annotated[bool, output_option("--json", help="Print JSON instead of a table.")]
+
+Revision = Annotated[
+    str | None,
+    loading_option(help="Hub revision: a branch, tag or commit."),
+]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, … (default: a GPU where there is one).")
+    str | None,
+    loading_option(help="cpu, cuda, … (default: a GPU if available)."),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, float64, bfloat16, float16 (default: float32 on a CPU)."),
+    loading_option(help="float32, float64, bfloat16 or float16 (default: float32 on a CPU)."),
 ]
 DeviceMap = Annotated[
     str | None,
-    typer.Option(help="`auto` spreads a large model over devices (needs accelerate)."),
+    loading_option(help="`auto` spreads a large model over devices (needs accelerate)."),
 ]
-Trust = Annotated[
+TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run code that comes with the model. Off by default."),
+    loading_option("--trust-remote-code", help="Run code from the model's repository."),
 ]
-OtherWeights = Annotated[
+AllowOtherWeights = Annotated[
     bool,
-    typer.Option(
-        "--allow-other-weights", help="Take jumps fitted on other weights, e.g. a base model's."
+    loading_option(
+        "--allow-other-weights",
+        help="Accept jumps fitted on other weights, e.g. those of a base model.",
     ),
 ]
-Column = Annotated[str | None, typer.Option(help="Column of a table to read.")]
-Split = Annotated[str, typer.Option(help="fit/select/test: percentages or documents.")]
-Seed = Annotated[int, typer.Option(help="Seed of splits and positions.")]
-Force = Annotated[bool, typer.Option("--force", help="Write over what the output holds.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-BETWEEN_LINES = 30.0
+
+LOG_INTERVAL = 30.0
 """Seconds between two lines of progress in a log."""
-SHORT = 16
-"""Characters of a cell that stay on one line."""
+NO_WRAP_WIDTH = 16
+"""Cells of at most this many characters stay on one line."""
 
 
 def print_table(title: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
@@ -59,21 +97,21 @@ def print_table(title: str, rows: list[dict[str, Any]], *, as_json: bool) -> Non
 
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for name in rows[0]:
-        # Half a number is worse than a wide table; long words may be cut anywhere.
-        whole = all(len(_cell(row[name])) <= SHORT for row in rows)
-        head = name.replace(" − ", "−").replace(" ", "\n") if whole else name
-        table.add_column(head, no_wrap=whole)
+        # A truncated number is worse than a wide table; long words may be cut anywhere.
+        no_wrap = all(len(_format_cell(row[name])) <= NO_WRAP_WIDTH for row in rows)
+        header = name.replace(" − ", "−").replace(" ", "\n") if no_wrap else name
+        table.add_column(header, no_wrap=no_wrap)
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(_format_cell(value) for value in row.values()))
     console = Console()
     if all(column.no_wrap for column in table.columns):
-        wide = console.options.update(max_width=1000)
-        console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+        unbounded = console.options.update(max_width=1000)
+        console.width = max(console.width, Measurement.get(console, unbounded, table).maximum)
     console.print(title, style="italic", markup=False, highlight=False)
     console.print(table)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -85,15 +123,23 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+def parse_numbers(text: str, error: type[Exception]) -> tuple[int, ...]:
+    """The integers of a list such as `1,30`; raise `error` for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise error(f"expected numbers such as 3,4, got {text!r}") from None
+
+
 @contextmanager
-def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error with tokens a second and the time left; a line now and then where that is no terminal."""
+def progress_bar(label: str, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
+    """Show progress on standard error: a bar in a terminal, a line every 30 seconds in a log."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(what, unit)
+        yield _log_progress(label, unit)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -103,7 +149,7 @@ def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=1, rate="")
+        task = progress.add_task(label, total=1, rate="")
 
         def update(done: int, total: int) -> None:
             speed = progress.tasks[task].speed
@@ -113,24 +159,22 @@ def progress_bar(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int
         yield update
 
 
-def _lines(what: str, unit: str) -> Callable[[int, int], None]:
-    """Progress for a log: how far it is, every half a minute."""
-    last = began = time.monotonic()
-    # Done when this pass began (by the run that is taken up), and at the last update.
-    first = before = 0
+def _log_progress(label: str, unit: str) -> Callable[[int, int], None]:
+    """Return a callback that prints progress and the time left at most every `LOG_INTERVAL` seconds."""
+    last_line = start = time.monotonic()
+    # A resumed run starts with tokens done: they do not count towards its speed.
+    done_at_start = previous = 0
 
     def update(done: int, total: int) -> None:
-        nonlocal last, began, first, before
+        nonlocal last_line, start, done_at_start, previous
         now = time.monotonic()
-        if before == 0 or done < before:
-            began, first = now, done
-        before = done
-        if now - last >= BETWEEN_LINES and done > first:
-            last, left = now, (now - began) / (done - first) * (total - done)
-            print(
-                f"{what}: {done:,} of {total:,} {unit}, about {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+        if previous == 0 or done < previous:
+            start, done_at_start = now, done
+        previous = done
+        if now - last_line >= LOG_INTERVAL and done > done_at_start:
+            last_line = now
+            left = (now - start) / (done - done_at_start) * (total - done)
+            line = f"{label}: {done:,} of {total:,} {unit}, about {left:.0f} s left"
+            print(line, file=sys.stderr, flush=True)
 
     return update

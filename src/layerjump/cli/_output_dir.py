@@ -1,4 +1,4 @@
-"""Decorator for commands that write a directory: exclusive lock; on Ctrl-C print how to resume."""
+"""Decorator for commands that write a folder: take an exclusive lock; on Ctrl-C print how to resume."""
 
 from __future__ import annotations
 
@@ -8,66 +8,67 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from layerjump.errors import BadArtifact, RunStopped
 
 Command = Callable[..., None]
+Options = dict[str, Any]
 JUMPS = {"jumps.safetensors": "jumps already"}
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_FILES: Mapping[str, str] = {}
 
 
-def writes_folder(
-    go_on: Callable[[dict[str, Any]], str],
+def locks_output(
+    resume_hint: str | Callable[[Options], str],
     *,
-    replaced: bool = False,
+    is_replaced: bool = False,
     option: str = "output",
-    holds: Mapping[str, str] = NOTHING,
+    refuses: Mapping[str, str] = NO_FILES,
 ) -> Callable[[Command], Command]:
-    """Hold the folder (or file) given as `option` while a command runs.
+    """Lock the folder (or file) that `option` names while a command runs.
 
-    `go_on` says, from the options given, what a user who has stopped the command should do. Of several processes the
-    first one holds the folder for all. Files that it `holds` (pattern → what they are) are not
-    written over unasked.
+    `resume_hint` tells a user who stops the command what to do next; it may depend on the options. `is_replaced`: the
+    command replaces the whole folder at its end. `refuses` maps patterns of files to descriptions: without `--force`
+    the command does not overwrite them. In a distributed run the first process locks the folder for all.
     """
 
-    def decorated(command: Command) -> Command:
+    def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
+        def run(**options: Any) -> None:
             from layerjump.io import only_writer
 
-            first = os.environ.get("RANK", "0") == "0"
-            held = only_writer(given[option], replaced=replaced)
+            is_first = os.environ.get("RANK", "0") == "0"
+            lock = only_writer(options[option], replaced=is_replaced)
             try:
-                with held if first else contextlib.nullcontext():
-                    _require_free(given[option], holds, given)
-                    _deaf_once_stopped(command, given)
+                with lock if is_first else contextlib.nullcontext():
+                    _refuse_overwriting(options[option], refuses, options)
+                    _run_once_interruptible(command, options)
             except (KeyboardInterrupt, RunStopped) as stop:
                 if isinstance(stop, RunStopped) and stop.resumable:
                     raise
-                raise RunStopped(f"{str(stop) or 'stopped'}; {go_on(given)}") from None
+                hint = resume_hint if isinstance(resume_hint, str) else resume_hint(options)
+                raise RunStopped(f"{str(stop) or 'stopped'}; {hint}") from None
 
         return run
 
-    return decorated
+    return decorate
 
 
-def _require_free(folder: Path, holds: Mapping[str, str], given: dict[str, Any]) -> None:
-    """Refuse to write over what took somebody's time, unless told to, or to go on from the first of it."""
-    for place, (pattern, what) in enumerate(holds.items()):
-        if any(folder.expanduser().glob(pattern)) and not given["force"]:
-            if place == 0 and given.get("resume"):
+def _refuse_overwriting(folder: Path, refuses: Mapping[str, str], options: Options) -> None:
+    """Refuse to overwrite results without `--force`; `--resume` continues from the first kind of files."""
+    for index, (pattern, description) in enumerate(refuses.items()):
+        if any(folder.expanduser().glob(pattern)) and not options["force"]:
+            if index == 0 and options.get("resume"):
                 return
             raise BadArtifact(
-                f"{folder} holds {what}; give another folder with -o, or --force to write over it"
+                f"{folder} holds {description}; give another folder with -o, or --force to overwrite it"
             )
 
 
-def _deaf_once_stopped(command: Command, given: dict[str, Any]) -> None:
-    """Another Ctrl-C has nothing to stop: it would cut off the message, or leave the lock behind."""
+def _run_once_interruptible(command: Command, options: Options) -> None:
+    """Run the command; after the first Ctrl-C ignore others, which would cut off the message or keep the lock."""
     try:
-        command(**given)
+        command(**options)
     except (KeyboardInterrupt, RunStopped):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise

@@ -1,4 +1,4 @@
-"""`layerjump eval`."""
+"""`layerjump eval`: benchmark tasks through lm-eval, and perplexity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from layerjump.cli._options import (
     Dtype,
     ModelName,
     Revision,
-    Trust,
+    TrustRemoteCode,
+    option_group,
+    output_option,
     print_table,
     progress_bar,
 )
@@ -24,86 +26,92 @@ from layerjump.cli._options import (
 if TYPE_CHECKING:
     from layerjump.models.model import Model
 
-Folder = Annotated[Path | None, typer.Option("--jumps", help="Folder of jumps.")]
+task_option, perplexity_option = option_group("Tasks"), option_group("Perplexity")
+variant_option = option_group("Model variant")
 
 
 def evaluate(
     model: ModelName,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            help="arc_easy, boolq, cb, copa, lambada, piqa, rte, winograd: some, e.g. copa,piqa, or all."
+        task_option(
+            help="arc_easy, boolq, cb, copa, lambada, piqa, rte, winograd: a list such as copa,piqa, or all."
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with the tasks' files (see docs/evaluation.md).")
+        Path | None,
+        task_option(help="Folder of the tasks' files (see docs/evaluation.md)."),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Items of each task, and windows of --wikitext, at most.")
-    ] = None,
+    batch_size: Annotated[int, task_option(help="Requests a batch.")] = 1,
     wikitext: Annotated[
         Path | None,
-        typer.Option(help="A text, e.g. wiki.test.raw: perplexity with a sliding window."),
+        perplexity_option(help="A text file, e.g. wiki.test.raw."),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="--wikitext: tokens (default: the model's context).")
+        int | None,
+        perplexity_option(help="Tokens in a window (default: the model's context)."),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="--wikitext: tokens between windows (default: half of one).")
+        int | None,
+        perplexity_option(help="Tokens between windows (default: half a window)."),
     ] = None,
-    jumps: Folder = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Largest number of items of a task, and of windows.")
+    ] = None,
+    jumps: Annotated[Path | None, variant_option(help="Folder of jumps.")] = None,
     exit: Annotated[
         str | None,
-        typer.Option(
-            help="Read each position where this rule stops: fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3 "
-            "(default: what `calibrate` left in the folder of jumps)."
+        variant_option(
+            help="Exit rule: fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3 (default: the calibrated rule in "
+            "the jumps folder)."
         ),
     ] = None,
     parts: Annotated[
-        str | None, typer.Option(help="Put jumps in the place of attn, ffn, norms or block.")
+        str | None,
+        variant_option(help="Replace attn, ffn, norms or block by jumps."),
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help="--parts: which blocks, e.g. 3-5 or 1,4 (default: all).")
+        str | None,
+        variant_option(help="Blocks of --parts, e.g. 3-5 or 1,4 (default: all)."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests that are run at once.")] = 1,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="JSON file: scores, settings, items.")
+        Path | None,
+        output_option("-o", "--output", help="JSON file to write."),
     ] = None,
+    as_json: AsJson = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Score a model on benchmark tasks, through lm-eval, from local files; perplexity with a sliding window.
+    """Score a model on benchmark tasks (lm-eval, local files), or measure its perplexity with a sliding window.
 
-    [bold]layerjump eval smollm2 --tasks arc_easy,copa --data eval --limit 100[/]          the whole model
-    [bold]layerjump eval smaller --tasks all --data eval -o smaller.json[/]                one that `prune` wrote
-    [bold]layerjump eval smollm2 --tasks piqa --data eval --jumps jumps --exit gap:0.9[/]  stopping early
-    [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]    perplexity
+    [bold]layerjump eval smollm2 --tasks arc_easy,copa --data eval --limit 100[/]
+    [bold]layerjump eval smollm2 --tasks piqa --data eval --jumps jumps --exit gap:0.9[/]   with early exit
+    [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]     perplexity
     """
     from layerjump.evaluation.early_exit import make_variant
     from layerjump.models.loading import load
     from layerjump.studies.results import plain
 
     _check(tasks, data, limit, wikitext)
-    text = None if wikitext is None else _read(wikitext)
+    text = None if wikitext is None else _read_text(wikitext)
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    given: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
-    asked = make_variant(loaded, **given)
-    settings = given | {"tasks": tasks, "data": data, "limit": limit, "batch_size": batch_size}
-    settings |= {"wikitext": wikitext, "rule": str(asked.rule)}
-    record: dict[str, Any] = {"scores": [], **_about(loaded, settings)}
+    options: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
+    variant = make_variant(loaded, **options)
+    settings = options | {"tasks": tasks, "data": data, "limit": limit, "batch_size": batch_size}
+    settings |= {"wikitext": wikitext, "rule": str(variant.rule)}
+    record: dict[str, Any] = {"scores": [], **_describe_run(loaded, settings)}
     if tasks is not None and data is not None:
-        from layerjump.evaluation.lm_eval import evaluate as score
+        from layerjump.evaluation.lm_eval import evaluate as score_tasks
 
         with progress_bar("scoring", "requests") as update:
-            found = score(
-                loaded, tasks, data, limit=limit, batch_size=batch_size, progress=update, **given
+            scores = score_tasks(
+                loaded, tasks, data, limit=limit, batch_size=batch_size, progress=update, **options
             )
-        record |= asdict(found)
+        record |= asdict(scores)
     if text is not None:
         from layerjump.evaluation.perplexity import perplexity
 
@@ -114,12 +122,12 @@ def evaluate(
                 window=window,
                 stride=stride,
                 limit=limit,
-                variant=asked,
+                variant=variant,
                 progress=update,
             )
         record["wikitext"] = asdict(measured)
     record = plain(record)
-    _print(record, as_json=as_json)
+    _print_record(record, as_json=as_json)
     if output is not None:
         from layerjump.io import write_json
 
@@ -128,23 +136,23 @@ def evaluate(
 
 
 def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Path | None) -> None:
-    """What can be said before a model is loaded."""
+    """Raise what can be known before the model is loaded."""
     from layerjump.errors import BadEvaluation
     from layerjump.evaluation.lm_eval import require_lm_eval
     from layerjump.evaluation.tasks import load_items, select_tasks
 
     if tasks is None and wikitext is None:
-        raise BadEvaluation("nothing was asked for; give --tasks with --data, or --wikitext")
+        raise BadEvaluation("nothing to evaluate; give --tasks with --data, or --wikitext")
     if tasks is None:
         return
     if data is None:
-        raise BadEvaluation("--tasks were given, but not --data; give the folder with their files")
+        raise BadEvaluation("--tasks needs --data, the folder of the tasks' files")
     for task in select_tasks(tasks):
         load_items(task, data, limit)
     require_lm_eval()
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     from layerjump.data.corpus import shorten
     from layerjump.errors import BadEvaluation
 
@@ -152,12 +160,12 @@ def _read(path: Path) -> str:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadEvaluation(
-            f"{path} cannot be read as text ({shorten(error)}); give another"
+            f"{path} cannot be read as UTF-8 text ({shorten(error)}); give another file"
         ) from error
 
 
-def _about(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
-    """What was run, so that a result can be made again."""
+def _describe_run(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
+    """Model, settings, versions and machine, so that a result can be reproduced."""
     from importlib.metadata import PackageNotFoundError, version
 
     from layerjump import __version__
@@ -165,9 +173,9 @@ def _about(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     from layerjump.models.fingerprint import fingerprint
 
     try:
-        harness = version("lm_eval")
+        lm_eval_version = version("lm_eval")
     except PackageNotFoundError:
-        harness = None
+        lm_eval_version = None
     return {
         "model": {
             "name": model.name,
@@ -180,18 +188,12 @@ def _about(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
             for name, value in settings.items()
         },
         "layerjump": __version__,
-        "lm_eval": harness,
+        "lm_eval": lm_eval_version,
         "machine": describe_machine(),
     }
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3f}" if value < 1000 else f"{value:.4g}"
-
-
-def _print(record: dict[str, Any], *, as_json: bool) -> None:
+def _print_record(record: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(record, indent=2, ensure_ascii=False))
         return
@@ -199,27 +201,33 @@ def _print(record: dict[str, Any], *, as_json: bool) -> None:
         {
             "task": row["task"],
             "metric": row["metric"],
-            "value": _number(row["value"]),
-            "±": _number(row["stderr"]),
-            "95 %": f"{_number(row['low'])} to {_number(row['high'])}",
+            "value": _format(row["value"]),
+            "±": _format(row["stderr"]),
+            "95 %": f"{_format(row['low'])} to {_format(row['high'])}",
             "items": row["items"],
         }
         for row in record["scores"]
     ]
     if rows:
         print_table(record["model"]["name"], rows, as_json=False)
-    found = record.get("wikitext")
-    if found:
+    measured = record.get("wikitext")
+    if measured:
         print(
-            f"perplexity {found['value']:.3f} (95 % interval {found['low']:.3f} to {found['high']:.3f}): "
-            f"{found['tokens']:,} tokens in {found['windows']:,} windows of {found['window']:,}, stride "
-            f"{found['stride']:,}"
+            f"perplexity {measured['value']:.3f} (95 % interval {measured['low']:.3f} to {measured['high']:.3f}): "
+            f"{measured['tokens']:,} tokens in {measured['windows']:,} windows of {measured['window']:,}, stride "
+            f"{measured['stride']:,}"
         )
-    level = record.get("mean_level") or (found or {}).get("mean_level")
+    level = record.get("mean_level") or (measured or {}).get("mean_level")
     if level is not None:
-        print(f"read at level {level:.1f} of {record['model']['blocks']} on average")
+        print(f"mean exit level {level:.1f} of {record['model']['blocks']}")
     if record.get("truncated"):
         print(
-            f"{record['truncated']:,} requests were longer than the model's context and lost their beginning",
+            f"{record['truncated']:,} requests were longer than the model's context and were truncated on the left",
             file=sys.stderr,
         )
+
+
+def _format(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if value < 1000 else f"{value:.4g}"

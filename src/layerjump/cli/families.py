@@ -1,4 +1,4 @@
-"""`layerjump families`: the table, or one model's self-check."""
+"""`layerjump families`: list the model families, or run the self-check of one model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import AsJson, Device, Dtype, Revision, Trust, print_table
+from layerjump.cli._options import AsJson, Device, Dtype, Revision, TrustRemoteCode, print_table
 
 
 def families(
     model: Annotated[
-        str | None, typer.Argument(help="Check this model: a hub id, folder, GGUF file, `smollm2`.")
+        str | None,
+        typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`."),
     ] = None,
+    as_json: AsJson = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """List the model families, or check that one model is understood.
+    """List the supported model families, or check that layerjump captures one model's hidden states exactly.
 
-    [bold]layerjump families[/]                  the table
-    [bold]layerjump families smollm2[/]          load the built-in model and run the self-check
+    [bold]layerjump families[/]                    the table of families
+    [bold]layerjump families smollm2[/]            load the bundled model and run the self-check
     [bold]layerjump families ./my-bert --json[/]
     """
     if model is None:
@@ -53,12 +54,12 @@ def _print_families(as_json: bool) -> None:
     rows = [
         {
             "family": name,
-            "task": row.task,
-            "kind": row.kind,
-            "blocks": row.blocks,
-            "level L to logits": " → ".join([*row.to_final, row.head]),
-            "before level 0": row.before,
+            "task": family.task,
+            "kind": family.kind,
+            "blocks": family.blocks,
+            "level L to logits": " → ".join([*family.to_final, family.head]),
+            "before level 0": family.before,
         }
-        for name, row in FAMILIES.items()
+        for name, family in FAMILIES.items()
     ]
     print_table("Model families", rows, as_json=as_json)

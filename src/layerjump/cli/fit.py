@@ -1,7 +1,4 @@
-"""The part of `layerjump fit` that tunes: `--refine kl`.
-
-`layerjump fit`.
-"""
+"""`layerjump fit`: fit jumps, and refine them."""
 
 from __future__ import annotations
 
@@ -19,122 +16,55 @@ from layerjump.cli._options import (
     DeviceMap,
     Dtype,
     Force,
+    OutputFolder,
     Revision,
     Seed,
     Split,
-    Trust,
+    TextSource,
+    Tokens,
+    TrustRemoteCode,
+    option_group,
     progress_bar,
+    text_option,
 )
-from layerjump.cli._output_dir import JUMPS, writes_folder
+from layerjump.cli._output_dir import JUMPS, Options, locks_output
 from layerjump.cli.inspect import print_jumps
 from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
 
 if TYPE_CHECKING:
     from layerjump.data.corpus import Corpus
-    from layerjump.jumps.collect import RunPlan, SplitMoments
+    from layerjump.jumps.collect import Checkpoint, RunPlan, SplitMoments
     from layerjump.jumps.jumps import Jumps
     from layerjump.models.model import Model
 
-
-def check_refine(
-    refine: str | None, steps: int, how: str | None, from_moments: list[Path] | None, world: int
-) -> None:
-    """Refuse what a tuning cannot do, before any work."""
-    from layerjump.jumps.fit import TO_TUNE
-
-    if how == TO_TUNE:
-        raise LayerjumpError(
-            f"--how {TO_TUNE} was given; --refine kl takes it by itself, leave it out"
-        )
-    if refine is None:
-        return
-    if refine != "kl":
-        raise LayerjumpError(f"--refine was given {refine!r}; the one way there is is kl")
-    if from_moments or world > 1:
-        raise LayerjumpError(
-            "--refine runs the model in one process; give a model, without torchrun"
-        )
-    if steps < 1:
-        raise LayerjumpError(f"--steps given is {steps}; give 1 or more")
-
-
-def tuned(
-    model: Model,
-    jumps: Jumps,
-    corpus: Corpus,
-    steps: int,
-    tokens: int | None,
-    seed: int,
-    output: Path,
-    resume: bool,
-) -> Jumps:
-    """Tune jumps, and say how each level's KL falls."""
-    from layerjump.lens.tuning import refine
-
-    if not resume:
-        forget_tuning(output)
-    with progress_bar("tuning", unit="steps") as update:
-
-        def told(done: int, whole: int, kl: list[float]) -> None:
-            update(done, whole)
-            levels = " ".join(f"{one:.3f}" for one in kl)
-            mean = sum(kl) / len(kl)
-            print(f"step {done}: held-out KL {mean:.4f} (mean); by level {levels}", file=sys.stderr)
-
-        found = refine(
-            model,
-            jumps,
-            corpus,
-            steps=steps,
-            tokens=tokens,
-            seed=seed,
-            progress=told,
-            folder=output,
-        )
-    said = found.provenance.settings["refine"]
-    before, after = (_mean(said[name]) for name in ("kl_before", "kl_after"))
-    print(f"held-out KL {before:.4f} → {after:.4f}, mean over levels", file=sys.stderr)
-    return found
-
-
-def _mean(values: list[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else float("nan")
-
-
-def forget_tuning(output: Path) -> None:
-    """Remove what an earlier tuning has left to be taken up."""
-    from layerjump.lens.tuning import NAME
-
-    (output / NAME).unlink(missing_ok=True)
-
-
 BY_GRADIENTS = {"jacobian": (), "n-njtc-trained": ("rank",)}
-"""What is not solved from sums, and the options that it shares with what is."""
+"""Estimators that are not solved from second moments, and the options of closed-form estimators that they take."""
+estimator_option = option_group("Estimator settings")
+moments_option = option_group("Moments and checkpoints")
 
 
-def _go_on(given: dict[str, Any]) -> str:
-    if given["estimator"] in BY_GRADIENTS:
-        return "nothing was saved: run the same command to start anew"
-    return "run the same command with --resume to go on"
+def _resume_hint(options: Options) -> str:
+    if options["estimator"] in BY_GRADIENTS:
+        return "nothing was saved: run the same command to start again"
+    return "run the same command with --resume to continue"
 
 
-@writes_folder(
-    _go_on,
-    holds={"unfinished-*": "an unfinished run, which --resume goes on with", **JUMPS},
+@locks_output(
+    _resume_hint,
+    refuses={"unfinished-*": "an unfinished run, which --resume continues", **JUMPS},
 )
 def fit(
     model: Annotated[
         str | None,
-        typer.Argument(help="A hub id, a folder, a GGUF file, or the built-in `smollm2`."),
+        typer.Argument(help="A hub id, a folder, a GGUF file, or the bundled `smollm2`."),
     ] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
-        "jumps"
-    ),
-    text: Annotated[
-        str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
-    ] = "pydoc",
-    column: Column = None,
+    estimator: Annotated[
+        str,
+        typer.Option(
+            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; by "
+            "gradients: jacobian, n-njtc-trained."
+        ),
+    ] = "mat",
     pairs: Annotated[
         str | None,
         typer.Option(
@@ -142,140 +72,158 @@ def fit(
             "calibrated: predictions, which is to-final, and from the last levels to the last as well)."
         ),
     ] = None,
-    estimator: Annotated[
-        str,
-        typer.Option(
-            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; or by "
-            "gradients: jacobian, n-njtc-trained."
-        ),
-    ] = "mat",
-    strength: Annotated[
-        float | None, typer.Option(help="ridge: its strength (default: chosen on select).")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="low-rank, ojfa, n-njtc-trained: the rank.")
-    ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="low-rank: `unembedding` weighs errors as logits see them.")
-    ] = None,
-    how: Annotated[str | None, typer.Option(help="ojfa: pooled or best-level.")] = None,
-    features: Annotated[
-        str | None,
-        typer.Option(
-            help="What maps onto `final` read of a state h: raw, rms (h/rms(h)) or both (default: raw; calibrated: "
-            "the best of them)."
-        ),
-    ] = None,
     refine: Annotated[
-        str | None, typer.Option(help="kl: tune the maps by KL to the model's output.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of --refine, at most.")] = 200,
+        bool,
+        typer.Option(
+            "--refine", help="Then tune the maps by KL divergence from the model's output."
+        ),
+    ] = False,
+    refine_steps: Annotated[int, typer.Option(help="Largest number of steps of --refine.")] = 200,
+    text: TextSource = "pydoc",
+    column: Column = None,
+    tokens: Tokens = None,
+    split: Split = "80/10/10",
     positions: Annotated[
         str | None,
-        typer.Option(help="one, all, sample=8, 15% (default: all; all pairs: a sample)."),
+        text_option(
+            help="Positions to fit on: one, all, sample=8 or 15% (default: all; --pairs all: a sample)."
+        ),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens to run (default: the whole text).")
-    ] = None,
-    split: Split = "80/10/10",
     seed: Seed = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")] = False,
-    save_every: Annotated[float, typer.Option(help="Seconds between saves of the sums.")] = 60.0,
+    strength: Annotated[
+        float | None,
+        estimator_option(
+            help="ridge: regularisation strength (default: chosen on the validation split)."
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        estimator_option(help="low-rank, ojfa, n-njtc-trained: rank."),
+    ] = None,
+    pooling: Annotated[str | None, estimator_option(help="ojfa: pooled or best-level.")] = None,
+    features: Annotated[
+        str | None,
+        estimator_option(
+            help="What maps to `final` read of a state h: raw, rms (h/rms(h)) or both (default: raw; calibrated: the "
+            "best of them)."
+        ),
+    ] = None,
+    output: OutputFolder = Path("jumps"),
+    force: Force = False,
+    as_json: AsJson = False,
+    resume: Annotated[
+        bool,
+        moments_option("--resume", help="Continue an unfinished run."),
+    ] = False,
+    save_every: Annotated[float, moments_option(help="Seconds between checkpoints.")] = 60.0,
     save_moments: Annotated[
-        bool, typer.Option("--save-moments", help="Keep the sums too.")
+        bool,
+        moments_option("--save-moments", help="Save the second moments too."),
     ] = False,
     from_moments: Annotated[
         list[Path] | None,
-        typer.Option(help="Solve saved sums instead of running a model; several are merged."),
+        moments_option(
+            help="Solve saved moments instead of running the model; repeat to merge several."
+        ),
     ] = None,
-    force: Force = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Fit jumps in one pass over some text.
+    """Fit jumps in one pass over a text.
 
-    [bold]layerjump fit smollm2 -o jumps[/]                                   every level to the last
-    [bold]layerjump fit gpt2 --text wiki.txt --positions one --estimator mat[/]   the paper's protocol
-    [bold]layerjump fit MODEL --pairs all --estimator ridge --save-moments[/]
-    [bold]layerjump fit MODEL --estimator calibrated --refine kl --steps 200[/]   the best lens
-    [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   no model needed
-    [bold]layerjump fit MODEL --estimator jacobian --tokens 4000[/]           by backward passes, d for each batch
-    [bold]layerjump fit MODEL --estimator n-njtc-trained[/]                   narrow jumps as published, by descent
-    [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]             several processes
+    [bold]layerjump fit smollm2 --text wiki.txt -o jumps[/]                      every level to the last
+    [bold]layerjump fit MODEL --estimator calibrated --refine[/]                 the most accurate lens
+    [bold]layerjump fit gpt2 --text wiki.txt --positions one[/]                  the protocol of the mat paper
+    [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   merged, without a model
+    [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]                several processes
     """
-    from layerjump.jumps.collect import Checkpoint, ProcessGroup, SplitMoments, merge_moments
+    from layerjump.jumps.collect import (
+        Checkpoint,
+        ProcessGroup,
+        SplitMoments,
+        merge_moments,
+        plan_run,
+    )
     from layerjump.jumps.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
+    from layerjump.jumps.maps import FEATURES
 
-    settings: dict[str, Any] = {"strength": strength, "rank": rank, "metric": metric, "how": how}
-    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    where |= {"device": device, "dtype": dtype, "device_map": device_map}
+    if features is not None and features not in FEATURES:
+        raise LayerjumpError(f"expected --features {', '.join(FEATURES)}, got {features!r}")
+    loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    loading |= {"device": device, "dtype": dtype, "device_map": device_map}
+    settings: dict[str, Any] = {"strength": strength, "rank": rank}
     if estimator in BY_GRADIENTS:
-        settings |= {"pairs": pairs, "positions": positions, "resume": resume, "features": features}
-        sums = {"save-moments": save_moments, "from-moments": from_moments, "refine": refine}
-        _refuse(estimator, settings | sums)
-        given = {"tokens": tokens, "rank": rank, "split": split, "seed": seed}
-        opened = _opened(model, where, text, column)
-        _write(_by_gradients(estimator, *opened, given), output, as_json=as_json)
+        closed_form = settings | {"pooling": pooling, "pairs": pairs, "positions": positions}
+        closed_form |= {"features": features, "resume": resume, "refine": refine}
+        closed_form |= {"save-moments": save_moments, "from-moments": from_moments}
+        _refuse_closed_form_options(estimator, closed_form)
+        loaded, corpus = _load(model, loading, text, column)
+        jumps = _fit_by_gradients(
+            estimator, loaded, corpus, tokens=tokens, rank=rank, split=split, seed=seed
+        )
+        _write(jumps, output, as_json=as_json)
         Checkpoint(output).clear()
         return
-    wanted, loaded, group = (
-        plan_settings(estimator, strength),
-        None,
-        ProcessGroup.from_environment(),
-    )
-    wanted |= {k: v for k, v in {"pairs": pairs, "features": _features(features)}.items() if v}
-    check_refine(refine, steps, how, from_moments, group.world)
+    if pooling is not None and estimator != "ojfa":
+        raise BadEstimator(f"{estimator} has no option --pooling; only ojfa has")
+    plan: dict[str, Any] = plan_settings(estimator, strength)
+    plan |= {name: value for name, value in (("pairs", pairs), ("features", features)) if value}
+    group = ProcessGroup.from_environment()
+    if refine:
+        _check_refine(refine_steps, from_moments, group.world)
+    model_or_none: Model | None = None
     if from_moments:
-        collected = merge_moments([SplitMoments.load(path) for path in from_moments])
-        loaded = None if model is None else _same_model(model, where, collected)
+        moments = merge_moments([SplitMoments.load(path) for path in from_moments])
+        if model is not None:
+            model_or_none = _load_fitted_model(model, loading, moments)
     else:
-        from layerjump.jumps.collect import plan_run
-
-        loaded, corpus = _opened(model, where, text, column)
-        wanted |= {"select": wanted["select"] or save_moments or refine is not None}
-        wanted |= {"positions": positions, "tokens": tokens, "split": split, "seed": seed}
-        chosen = plan_run(loaded, corpus, **wanted)
-        collected = _run(chosen, Checkpoint(output, save_every, resume, group), estimator, refine)
+        model_or_none, corpus = _load(model, loading, text, column)
+        plan |= {"select": plan["select"] or save_moments or refine}
+        plan |= {"positions": positions, "tokens": tokens, "split": split, "seed": seed}
+        run = plan_run(model_or_none, corpus, **plan)
+        moments = _collect(run, Checkpoint(output, save_every, resume, group), estimator, refine)
     group.leave()
     if group.rank != 0:
         return
-    if refine is not None and estimator == TO_PREDICTIONS:
-        settings["how"] = how or TO_TUNE
-    jumps = solve_jumps(collected, estimator, **settings, model=loaded)
-    if refine is not None:
-        assert loaded is not None
-        jumps = tuned(loaded, jumps, corpus, steps, tokens, seed, output, resume)
+    if refine and estimator == TO_PREDICTIONS:
+        pooling = TO_TUNE
+    jumps = solve_jumps(moments, estimator, **settings, how=pooling, model=model_or_none)
+    if refine:
+        assert model_or_none is not None
+        jumps = _refine(
+            model_or_none, jumps, corpus, refine_steps, tokens, seed, output, resume=resume
+        )
     _write(jumps, output, as_json=as_json)
     if save_moments:
-        collected.save(output / "moments.safetensors")
+        moments.save(output / "moments.safetensors")
     Checkpoint(output).clear()
 
 
-def _opened(
-    model: str | None, where: dict[str, Any], text: str, column: str | None
+def _load(
+    model: str | None, loading: dict[str, Any], text: str, column: str | None
 ) -> tuple[Model, Corpus]:
     from layerjump.data.corpus import load_text
     from layerjump.models.loading import load
 
     if model is None:
-        raise LayerjumpError("give a model to run, or --from-moments with saved sums to solve")
-    return load(model, **where), load_text(text, column=column)
+        raise LayerjumpError("give a model to run, or --from-moments with saved moments to solve")
+    return load(model, **loading), load_text(text, column=column)
 
 
-def _same_model(model: str, where: dict[str, Any], collected: SplitMoments) -> Model:
-    """The model that sums are of; loaded, since some estimators hold their maps against it."""
+def _load_fitted_model(model: str, loading: dict[str, Any], moments: SplitMoments) -> Model:
+    """Load the model of saved moments: some estimators compare their maps with it."""
     from layerjump.errors import WrongModel
     from layerjump.models.fingerprint import fingerprint
     from layerjump.models.loading import load
 
-    loaded = load(model, **where)
-    if fingerprint(loaded.hf) != collected.about["fingerprint"]:
+    loaded = load(model, **loading)
+    if fingerprint(loaded.hf) != moments.about["fingerprint"]:
         raise WrongModel(
-            f"these sums are of {collected.about['model']}, and {model} has other weights; give the model they are of"
+            f"these moments are of {moments.about['model']}, but {model} has other weights; give the model that they "
+            f"are of"
         )
     return loaded
 
@@ -286,51 +234,107 @@ def _write(jumps: Jumps, output: Path, *, as_json: bool) -> None:
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _refuse(estimator: str, closed_form: dict[str, Any]) -> None:
-    """What gradients make has none of the options of estimators in closed form."""
+def _refuse_closed_form_options(estimator: str, options: dict[str, Any]) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise BadEstimator(f"{estimator} runs in one process; start it without torchrun")
-    allowed = BY_GRADIENTS[estimator]
-    for name, value in closed_form.items():
-        if name not in allowed and value is not None and value is not False:
+    for name, value in options.items():
+        if name not in BY_GRADIENTS[estimator] and value is not None and value is not False:
             raise BadEstimator(
-                f"--{name} was given, but {estimator} has no such option: it leads from every level to the last, at "
-                f"all positions but the first or first few; leave it out"
+                f"{estimator} has no option --{name}: it maps every level to the last, at all positions but the first "
+                f"ones; leave --{name} out"
             )
 
 
-def _by_gradients(estimator: str, model: Model, corpus: Corpus, given: dict[str, Any]) -> Jumps:
+def _fit_by_gradients(
+    estimator: str,
+    model: Model,
+    corpus: Corpus,
+    *,
+    tokens: int | None,
+    rank: int | None,
+    split: str,
+    seed: int,
+) -> Jumps:
     from layerjump.jumps.estimators.gradient import fit_jacobian, train_n_njtc
 
-    makes: Any = {"jacobian": fit_jacobian, "n-njtc-trained": train_n_njtc}[estimator]
-    known = {name: value for name, value in given.items() if value is not None}
-    with progress_bar("going backwards") as update:
-        return makes(model, corpus, **known, progress=update)
+    settings: dict[str, Any] = {"split": split, "seed": seed}
+    settings |= {name: value for name, value in (("tokens", tokens), ("rank", rank)) if value}
+    fit_maps: Any = {"jacobian": fit_jacobian, "n-njtc-trained": train_n_njtc}[estimator]
+    with progress_bar("backward passes") as update:
+        return fit_maps(model, corpus, **settings, progress=update)  # type: ignore[no-any-return]
 
 
-def _run(chosen: RunPlan, checkpoint: Any, estimator: str, refine: str | None) -> SplitMoments:
+def _collect(run: RunPlan, checkpoint: Checkpoint, estimator: str, refine: bool) -> SplitMoments:
+    """Check what the estimator and `--refine` need, then collect the second moments."""
     from layerjump.jumps.fit import check_pairs
     from layerjump.lens.tuning import check_tunable
 
-    pairs, group = chosen.moments["fit"].pairs, checkpoint.group
-    check_pairs(estimator, pairs, chosen.model.n_blocks)
-    if refine is not None:
-        check_tunable(estimator, pairs, chosen.model.n_blocks)
-        if not any(part.n_tokens for name, part in chosen.batches.items() if name != "fit"):
+    pairs, group = run.moments["fit"].pairs, checkpoint.group
+    check_pairs(estimator, pairs, run.model.n_blocks)
+    if refine:
+        check_tunable(estimator, pairs, run.model.n_blocks)
+        if not any(part.n_tokens for name, part in run.batches.items() if name != "fit"):
             raise TextTooShort(
-                "--refine watches documents that are not fitted on, and this text and --split leave it none; give more "
-                "text, or --split 80/10/10"
+                "--refine needs held-out documents, and this text and --split leave none; give more text, or --split "
+                "80/10/10"
             )
-    if group.rank == 0:
-        print(chosen.bill, file=sys.stderr)
+    is_first = group.rank == 0
+    if is_first:
+        print(run.bill, file=sys.stderr)
     with progress_bar("collecting") as update:
-        report = update if group.rank == 0 else None
-        return chosen.run(progress=report, checkpoint=checkpoint, group=group)
+        progress = update if is_first else None
+        return run.run(progress=progress, checkpoint=checkpoint, group=group)
 
 
-def _features(given: str | None) -> str | None:
-    from layerjump.jumps.maps import FEATURES
+def _check_refine(steps: int, from_moments: list[Path] | None, world: int) -> None:
+    if from_moments or world > 1:
+        raise LayerjumpError(
+            "--refine runs the model in one process; give a model, without --from-moments and torchrun"
+        )
+    if steps < 1:
+        raise LayerjumpError(f"expected --refine-steps of 1 or more, got {steps}")
 
-    if given is not None and given not in FEATURES:
-        raise LayerjumpError(f"features given are {given!r}; give {', '.join(FEATURES)}")
-    return given
+
+def _refine(
+    model: Model,
+    jumps: Jumps,
+    corpus: Corpus,
+    steps: int,
+    tokens: int | None,
+    seed: int,
+    output: Path,
+    *,
+    resume: bool,
+) -> Jumps:
+    """Refine the jumps, and print the held-out KL of every level as it falls."""
+    from layerjump.lens.tuning import NAME, refine
+
+    if not resume:
+        (output / NAME).unlink(missing_ok=True)
+    with progress_bar("refining", unit="steps") as update:
+
+        def report(done: int, total: int, kl: list[float]) -> None:
+            update(done, total)
+            levels = " ".join(f"{value:.3f}" for value in kl)
+            line = f"step {done}: held-out KL {_mean(kl):.4f} (mean); by level {levels}"
+            print(line, file=sys.stderr)
+
+        refined = refine(
+            model,
+            jumps,
+            corpus,
+            steps=steps,
+            tokens=tokens,
+            seed=seed,
+            progress=report,
+            folder=output,
+        )
+    record = refined.provenance.settings["refine"]
+    before, after = (_mean(record[name]) for name in ("kl_before", "kl_after"))
+    print(f"held-out KL {before:.4f} → {after:.4f}, mean over levels", file=sys.stderr)
+    return refined
+
+
+def _mean(values: list[float | None] | list[float]) -> float:
+    finite = [value for value in values if value is not None]
+    return sum(finite) / len(finite) if finite else float("nan")

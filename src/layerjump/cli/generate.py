@@ -1,4 +1,4 @@
-"""`layerjump generate` and `layerjump calibrate`."""
+"""`layerjump generate`: generate text with early exit."""
 
 from __future__ import annotations
 
@@ -11,252 +11,178 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerjump.cli._options import (
+    AllowOtherWeights,
     AsJson,
-    Column,
     Device,
     Dtype,
     ModelName,
-    OtherWeights,
     Revision,
-    Seed,
-    Trust,
-    print_table,
+    TrustRemoteCode,
+    option_group,
 )
-from layerjump.cli._output_dir import writes_folder
 
 if TYPE_CHECKING:
-    from layerjump.generation.calibration.calibrate import Calibration
     from layerjump.generation.generate import Generated
     from layerjump.jumps.jumps import Jumps
     from layerjump.models.model import Model
 
-Folder = Annotated[
-    Path | None,
-    typer.Option("--jumps", help="Folder of jumps (default: levels are read as they stand)."),
-]
+exit_option, sampling_option = option_group("Early exit"), option_group("Sampling")
 
 
 def generate(
     model: ModelName,
-    prompt: Annotated[
-        list[str], typer.Argument(help="What to go on with; `-` reads it from standard input.")
+    prompts: Annotated[
+        list[str],
+        typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads standard input."),
     ],
-    jumps: Folder = None,
-    allow_other_weights: OtherWeights = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 64,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print tokens as they are generated (one prompt).")
+    ] = False,
+    colour: Annotated[
+        bool, typer.Option("--colour", help="Colour tokens by the level at which they exit.")
+    ] = False,
+    jumps: Annotated[
+        Path | None,
+        exit_option(help="Folder of jumps (default: the logit lens reads all levels)."),
+    ] = None,
     exit: Annotated[
         str | None,
-        typer.Option(
-            help="never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; with levels: gap:0.9@8,16 "
-            "(default: what `calibrate` left in the folder of jumps, else never)."
+        exit_option(
+            help="Exit rule: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; at given levels: "
+            "gap:0.9@8,16 (default: the calibrated rule in the jumps folder, else never)."
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Lossless: the full model's own text.")
+        bool,
+        exit_option(
+            "--verify",
+            help="Verify early-exit drafts with the full model: the text is the full model's own.",
+        ),
     ] = False,
     max_draft_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens that may wait for --verify (default: calibrated, or 4)."),
+        exit_option(
+            help="Largest number of draft tokens before --verify (default: calibrated, or 4)."
+        ),
     ] = None,
     cache: Annotated[
-        str, typer.Option(help="Skipped blocks: exact, jump (predicted) or copy.")
+        str,
+        exit_option(
+            help="KV cache of skipped blocks: exact (computed later), jump (from a state that a jump predicts) or "
+            "copy (from the exit state)."
+        ),
     ] = "exact",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random.")] = False,
-    temperature: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="With --sample.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print tokens as they come (one prompt).")
+    do_sample: Annotated[
+        bool,
+        sampling_option("--do-sample", help="Sample tokens (default: greedy)."),
     ] = False,
-    colour: Annotated[
-        bool, typer.Option("--colour", help="Colour tokens by the level they left at.")
-    ] = False,
+    temperature: Annotated[float, sampling_option(help="Sampling temperature.")] = 1.0,
+    top_p: Annotated[float, sampling_option(help="Nucleus sampling probability.")] = 1.0,
+    seed: Annotated[int, sampling_option(help="Sampling seed.")] = 0,
+    as_json: AsJson = False,
+    allow_other_weights: AllowOtherWeights = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write text, each token leaving at the first level that is sure.
+    """Generate text with early exit: each token exits at the first level where the exit rule is satisfied.
 
-    [bold]layerjump generate smollm2 "The capital of France is"[/]                        the whole model
-    [bold]layerjump generate smollm2 "Once" --jumps jumps --exit gap:0.9@20,25 --colour[/]  stop early
-    [bold]layerjump generate smollm2 "Once" --jumps jumps --verify --stream[/]              calibrated, lossless
+    [bold]layerjump generate smollm2 "The capital of France is"[/]                         the full model
+    [bold]layerjump generate smollm2 "Once" --jumps jumps --exit gap:0.9@20,25 --colour[/]   early exit
+    [bold]layerjump generate smollm2 "Once" --jumps jumps --verify --stream[/]               calibrated, lossless
     """
     import torch
 
     from layerjump.generation.generate import check_ranges
-    from layerjump.generation.generate import generate as write
+    from layerjump.generation.generate import generate as generate_text
     from layerjump.models.loading import load
 
-    drawn = {"temperature": temperature, "top_p": top_p}
-    check_ranges({"max_new_tokens": max_new_tokens, **drawn})  # before a model is loaded
+    sampling = {"temperature": temperature, "top_p": top_p}
+    check_ranges({"max_new_tokens": max_new_tokens, **sampling})  # before the model is loaded
     loaded = load(
         model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    read, rule, most = _rule(loaded, jumps, exit, verify, allow_other_weights)
+    fitted, rule, calibrated_draft_tokens = _load_rule(
+        loaded, jumps, exit, verify, allow_other_weights
+    )
     torch.manual_seed(seed)
-    prompts = [sys.stdin.read() if given == "-" else given for given in prompt]
-    made = write(
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    generated = generate_text(
         loaded,
-        read,
-        prompts,
+        fitted,
+        texts,
         exit=rule,
         verify=verify,
         cache=cache,  # type: ignore[arg-type]
-        max_draft_tokens=most if max_draft_tokens is None else max_draft_tokens,
-        streamer=_streamer(loaded, len(prompts)) if stream else None,
+        max_draft_tokens=calibrated_draft_tokens if max_draft_tokens is None else max_draft_tokens,
+        streamer=_make_streamer(loaded, len(texts)) if stream else None,
         max_new_tokens=max_new_tokens,
-        **({"do_sample": True, "top_k": 0, **drawn} if sample else {"do_sample": False}),
+        **({"do_sample": True, "top_k": 0, **sampling} if do_sample else {"do_sample": False}),
     )
     if as_json:
-        print(json.dumps(_record(prompts, made), indent=2, ensure_ascii=False))
+        print(json.dumps(_record(texts, generated), indent=2, ensure_ascii=False))
     elif not stream or colour:
-        for given, row in zip(prompts, range(len(prompts)), strict=True):
-            print(given + (_coloured(loaded, made, row) if colour else made.text[row]))
-    print(made, file=sys.stderr)
+        for row, text in enumerate(texts):
+            print(text + (_colour(loaded, generated, row) if colour else generated.text[row]))
+    print(generated, file=sys.stderr)
 
 
-@writes_folder(lambda given: "run the same command again", option="jumps")
-def calibrate(
-    model: ModelName,
-    jumps: Annotated[
-        Path, typer.Option("--jumps", help="Folder of jumps; the rule is saved there.")
-    ],
-    text: Annotated[
-        str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
-    ] = "pydoc",
-    column: Column = None,
-    target: Annotated[float, typer.Option(help="Agreement with the full model to keep.")] = 0.95,
-    confidence: Annotated[float, typer.Option(help="Confidence that it is kept.")] = 0.95,
-    rule_types: Annotated[
-        str, typer.Option(help="Rules that compete: gap, gate, two-stage.")
-    ] = "gap,gate,two-stage",
-    documents: Annotated[int, typer.Option(help="Documents to use at most.")] = 2_000,
-    self_generated_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Let the model go on with each document's first tokens by so many, and calibrate on that."
-        ),
-    ] = None,
-    seed: Seed = 0,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
-) -> None:
-    """Find the cheapest exit rule that keeps a target agreement with the full model, and save it with the jumps.
-
-    Cost is measured on this machine: blocks, vocabulary products and gates. The guarantee is for text like that
-    given, or, with --self-generated-tokens, for what the model writes behind its openings: closer to what generation
-    meets, slower to find.
-
-    [bold]layerjump fit smollm2 --text wiki.txt -o jumps[/]
-    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --target 0.95[/]
-    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --self-generated-tokens 64[/]
-    [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]
-    """
-    from layerjump.data.corpus import load_text
-    from layerjump.generation.calibration import serialization
-    from layerjump.generation.calibration.calibrate import calibrate as find
-    from layerjump.jumps.jumps import Jumps
-    from layerjump.models.loading import load
-
-    loaded = load(
-        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    fitted = Jumps.from_pretrained(jumps, model=loaded)
-    found = find(
-        loaded,
-        fitted,
-        load_text(text, column=column),
-        target=target,
-        confidence=confidence,
-        rule_types=tuple(kind.strip() for kind in rule_types.split(",")),
-        documents=documents,
-        self_generated_tokens=self_generated_tokens,
-        seed=seed,
-        log=lambda line: print(line, file=sys.stderr),
-    )
-    path = serialization.save_calibration(found, jumps)
-    print_table(str(found), _rows(found), as_json=as_json)
-    print(f"wrote {path}", file=sys.stderr)
-
-
-def _rule(
-    model: Model, folder: Path | None, given: str | None, verify: bool, other_weights: bool
+def _load_rule(
+    model: Model, folder: Path | None, exit: str | None, verify: bool, allow_other_weights: bool
 ) -> tuple[Jumps | None, Any, int]:
-    """The jumps, the rule asked for or calibrated, and how many tokens may wait for verification."""
+    """The jumps, the exit rule (given or calibrated), and the largest number of draft tokens."""
     from layerjump.generation.calibration import serialization
     from layerjump.generation.generate import MAX_DRAFT_TOKENS
     from layerjump.jumps.jumps import Jumps
 
     jumps = None
     if folder is not None:
-        jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
-    if given is not None or folder is None or not (folder / serialization.FILE_NAME).is_file():
-        return jumps, given or "never", MAX_DRAFT_TOKENS
-    found = serialization.load_calibration(folder, model=model)
-    return jumps, found.verified_exit if verify else found.exit, found.max_draft_tokens
+        jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=allow_other_weights)
+    if exit is not None or folder is None or not (folder / serialization.FILE_NAME).is_file():
+        return jumps, exit or "never", MAX_DRAFT_TOKENS
+    calibration = serialization.load_calibration(folder, model=model)
+    rule = calibration.verified_exit if verify else calibration.exit
+    return jumps, rule, calibration.max_draft_tokens
 
 
-def _streamer(model: Model, prompts: int) -> Any:
+def _make_streamer(model: Model, n_prompts: int) -> Any:
     from transformers import TextStreamer
 
     from layerjump.errors import BadExit
 
-    if prompts > 1:
-        raise BadExit(f"--stream prints one text, but {prompts} prompts were given; give one")
+    if n_prompts > 1:
+        raise BadExit(f"--stream expects one prompt, got {n_prompts}; give one, or drop --stream")
     return TextStreamer(model.tokenization.tokenizer, skip_special_tokens=True)
 
 
-def _record(prompts: list[str], made: Generated) -> dict[str, Any]:
+def _record(prompts: list[str], generated: Generated) -> dict[str, Any]:
     return {
         "texts": [
             {"prompt": prompt, "text": text, "ids": ids, "levels": levels}
             for prompt, text, ids, levels in zip(
-                prompts, made.text, made.ids, made.exit_levels, strict=True
+                prompts, generated.text, generated.ids, generated.exit_levels, strict=True
             )
         ],
-        "blocks": made.n_blocks,
-        "blocks_saved": made.blocks_saved,
-        "agreement": made.agreement,
-        "counts": asdict(made.counts),
+        "blocks": generated.n_blocks,
+        "blocks_saved": generated.blocks_saved,
+        "agreement": generated.agreement,
+        "counts": asdict(generated.counts),
     }
 
 
-def _coloured(model: Model, made: Generated, row: int) -> str:
-    """Tokens from green (left early) to grey (late); those of the whole model in the terminal's own colour."""
+def _colour(model: Model, generated: Generated, row: int) -> str:
+    """The text with tokens from green (early exit) to grey (late exit); full-depth tokens are not coloured."""
     tokenizer = model.tokenization.tokenizer
     pieces, before = [], ""
-    for end, level in enumerate(made.exit_levels[row], start=1):
-        text = str(tokenizer.decode(made.ids[row][:end], skip_special_tokens=True))
+    for end, level in enumerate(generated.exit_levels[row], start=1):
+        text = str(tokenizer.decode(generated.ids[row][:end], skip_special_tokens=True))
         piece, before = text[len(before) :], text
         # Dark enough for a light terminal, light enough for a dark one.
-        fade = round(130 * level / made.n_blocks)
-        early = level < made.n_blocks
+        fade = round(130 * level / generated.n_blocks)
+        early = level < generated.n_blocks
         pieces.append(f"\x1b[38;2;{fade};160;{fade}m{piece}\x1b[0m" if early else piece)
-    # Decoded without their prompt, tokens may have lost a first blank.
-    lost = max(0, len(made.text[row]) - len(before))
-    return made.text[row][:lost] + "".join(pieces)
-
-
-def _rows(found: Calibration) -> list[dict[str, Any]]:
-    about = found.about
-    rows = [
-        {"what": f"{rule} {name}", "value": about[rule][name]}
-        for rule in ("rule", "lossless")
-        for name in ("kind", "levels", "threshold")
-    ]
-    rows.append({"what": "lossless unverified", "value": about["unverified"]})
-    rows.append({"what": "lossless cost (select)", "value": about["lossless_cost"]})
-    rows += [
-        {"what": f"test {name.replace('_', ' ')}", "value": value}
-        for name, value in about["test"].items()
-    ]
-    rows += [
-        {"what": f"cost of {kind} (select)", "value": value}
-        for kind, value in about["select_cost"].items()
-    ]
-    return rows + [{"what": f"{name}, ms", "value": v} for name, v in about["costs"].items()]
+    # Decoded without their prompt, tokens may lose a first blank.
+    lost = max(0, len(generated.text[row]) - len(before))
+    return generated.text[row][:lost] + "".join(pieces)

@@ -1,4 +1,4 @@
-"""`layerjump plausibility score`: what a human's marks say."""
+"""`layerjump human-eval score`: score a sheet that a human annotator has marked."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import typer
 
 from layerjump.cli._options import AsJson, print_table
 
-plausibility = typer.Typer(
-    help="Score a sheet of `layerjump study --study plausibility` that a human has marked.",
-    no_args_is_help=True,
+human_eval = typer.Typer(
+    help="Score the human evaluation of the study `plausibility`.", no_args_is_help=True
 )
 
 
-@plausibility.callback()
+@human_eval.callback()
 def _group() -> None:
-    """Keeps `score` a command of its own name, alone as it is."""
+    """Keeps `score` a sub-command: typer would merge a single command into its group."""
 
 
-@plausibility.command()
+@human_eval.command()
 def score(
     sheet: Annotated[
         Path, typer.Argument(help="The folder that the study wrote, or the marked sheet.")
     ],
     key: Annotated[
-        Path | None, typer.Option(help="The key (default: plausibility-key.json beside the sheet).")
+        Path | None, typer.Option(help="Key file (default: plausibility-key.json next to it).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The share of readings that a human found plausible, through the map and through the identity.
+    """Print the share of predictions that the annotator marked plausible, for each lens.
 
-    [bold]layerjump study bert-large-cased --study plausibility -o study[/]
-    [bold]layerjump plausibility score study[/]           after study/plausibility.csv was marked
-    [bold]layerjump plausibility score marked.csv --key study/plausibility-key.json --json[/]
+    [bold]layerjump study bert-large-cased plausibility -o study[/]   writes study/plausibility.csv to mark
+    [bold]layerjump human-eval score study[/]
+    [bold]layerjump human-eval score marked.csv --key study/plausibility-key.json --json[/]
     """
     from layerjump.studies.human_evaluation import comparison, read_marks, shares, shares_by_level
 
@@ -46,8 +45,8 @@ def score(
         "Plausible by level": shares_by_level(marks),
     }
     if as_json:
-        named = dict(zip(("lenses", "cases", "levels"), tables.values(), strict=True))
-        print(json.dumps(named, indent=2, ensure_ascii=False))
+        by_name = dict(zip(("lenses", "cases", "levels"), tables.values(), strict=True))
+        print(json.dumps(by_name, indent=2, ensure_ascii=False))
         return
     for title, rows in tables.items():
         print_table(title, rows, as_json=False)

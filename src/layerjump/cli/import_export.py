@@ -1,4 +1,4 @@
-"""`layerjump import` and `layerjump export`."""
+"""`layerjump import` and `layerjump export`: lenses of other tools."""
 
 from __future__ import annotations
 
@@ -8,42 +8,50 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import AsJson, Device, DeviceMap, Dtype, Force, Revision, Trust
-from layerjump.cli._output_dir import JUMPS, writes_folder
+from layerjump.cli._options import (
+    AsJson,
+    Device,
+    DeviceMap,
+    Dtype,
+    Force,
+    Revision,
+    TrustRemoteCode,
+)
+from layerjump.cli._output_dir import JUMPS, locks_output
 from layerjump.cli.inspect import print_jumps
 
-GivenModel = Annotated[
+LensModel = Annotated[
     str,
     typer.Option(
-        "--model", help="The model of the lens: a hub id, a folder, a GGUF file, `smollm2`."
+        "--model", help="The lens's model: a hub id, a folder, a GGUF file, or `smollm2`."
     ),
 ]
 
 
-@writes_folder(lambda given: "run the same command again", holds=JUMPS)
+@locks_output("run the same command again", refuses=JUMPS)
 def import_lens(
-    source: Annotated[Path, typer.Argument(help="A lens of another tool: its file or folder.")],
-    model: GivenModel,
+    source: Annotated[Path, typer.Argument(help="File or folder of the lens.")],
+    model: LensModel,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of jumps to write.")],
     format: Annotated[
-        str | None, typer.Option(help="tuned-lens, mat, jacobian (default: told by the files).")
+        str | None, typer.Option(help="tuned-lens, mat or jacobian (default: detected).")
     ] = None,
     force: Force = False,
+    as_json: AsJson = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Make a lens of another tool into a folder of jumps, which every command takes.
+    """Convert a lens of another tool to a folder of jumps.
 
-    Nothing in the files is run. Sizes are compared with the model's; that the lens was fitted on just these weights is
-    for you to know.
+    No code in the files is executed. Only shapes are compared with the model: make sure that the lens was trained on
+    these weights.
 
-    [bold]layerjump import lens/gpt2 --model gpt2 -o jumps[/]                  a tuned lens: config.json and params.pt
-    [bold]layerjump import linreg/gpt2/wikipedia --model gpt2 -o jumps[/]      the mat paper's matrices: 0_12.pickle …
-    [bold]layerjump import gpt2_jacobian_lens.pt --model gpt2 -o jumps[/]      a Jacobian lens
+    [bold]layerjump import lens/gpt2 --model gpt2 -o jumps[/]                a tuned lens: config.json and params.pt
+    [bold]layerjump import linreg/gpt2/wikipedia --model gpt2 -o jumps[/]    matrices of the mat paper: 0_12.pickle …
+    [bold]layerjump import gpt2_jacobian_lens.pt --model gpt2 -o jumps[/]    a Jacobian lens
     """
     from layerjump.jumps.convert.convert import import_lens as read_lens
     from layerjump.models.loading import load
@@ -58,14 +66,14 @@ def import_lens(
     )
     jumps = read_lens(source, loaded, format=format)
     jumps.save_pretrained(output)
-    print_jumps(jumps, as_json=as_json, structure=True)
+    print_jumps(jumps, as_json=as_json, spectrum=True)
     print(f"wrote {output}", file=sys.stderr)
 
 
-@writes_folder(lambda given: "run the same command again", replaced=True)
+@locks_output("run the same command again", is_replaced=True)
 def export_lens(
-    jumps: Annotated[Path, typer.Argument(help="A folder of jumps.")],
-    model: GivenModel,
+    jumps: Annotated[Path, typer.Argument(help="Folder of jumps.")],
+    model: LensModel,
     format: Annotated[str, typer.Option(help="tuned-lens, mat or jacobian.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder (jacobian: file) to write.")
@@ -75,12 +83,12 @@ def export_lens(
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
-    trust_remote_code: Trust = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a folder of jumps as a lens of another tool.
+    """Convert a folder of jumps to a lens of another tool.
 
-    A tuned lens has a map from every level to the last; mat from any level to any later one; a Jacobian lens from
-    levels 1, 2, … to the last, without biases. Jumps that have no place are left out, and said so.
+    A tuned lens holds a map from every level to the last; mat from any level to any later one; a Jacobian lens from
+    levels 1, 2, … to the last, without biases. Jumps that the format cannot hold are skipped with a warning.
 
     [bold]layerjump export jumps --model gpt2 --format tuned-lens -o lens/gpt2[/]
     [bold]layerjump export jumps --model gpt2 --format mat -o linreg/gpt2[/]

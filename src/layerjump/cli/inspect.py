@@ -1,4 +1,4 @@
-"""`layerjump inspect`: print the contents of a jumps folder."""
+"""`layerjump inspect`: print the contents of a jumps folder or a moments file."""
 
 from __future__ import annotations
 
@@ -13,73 +13,72 @@ if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps, Pair
 
 
-def show(
-    path: Annotated[Path, typer.Argument(help="A folder of jumps, or a file of moments.")],
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A jumps folder, or a moments file.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say what a folder of jumps or a file of moments holds.
+    """Print scores, spectra and ranks of a jumps folder, or the settings of a moments file.
 
-    [bold]layerjump show jumps[/]
-    [bold]layerjump show jumps/moments.safetensors --json[/]
+    [bold]layerjump inspect jumps[/]                              a folder that `layerjump fit` wrote
+    [bold]layerjump inspect jumps/moments.safetensors --json[/]   second moments of `fit --save-moments`
     """
     from layerjump.jumps.collect import SplitMoments
     from layerjump.jumps.jumps import Jumps
 
-    if path.is_file():
-        collected = SplitMoments.load(path)
-        rows = [
-            {"what": name, "value": value}
-            for name, value in {
-                **collected.about,
-                **{f"positions ({split})": m.n for split, m in collected.splits.items()},
-            }.items()
-        ]
-        print_table(f"moments: {path}", rows, as_json=as_json)
+    if not path.is_file():
+        print_jumps(Jumps.from_pretrained(path), as_json=as_json, spectrum=True)
         return
-    print_jumps(Jumps.from_pretrained(path), as_json=as_json, structure=True)
+    moments = SplitMoments.load(path)
+    facts = moments.about | {
+        f"positions ({split})": part.n for split, part in moments.splits.items()
+    }
+    rows = [{"what": name, "value": value} for name, value in facts.items()]
+    print_table(f"moments: {path}", rows, as_json=as_json)
 
 
-def print_jumps(jumps: Jumps, *, as_json: bool, structure: bool = False) -> None:
-    """Print what is known about each jump of a set."""
+def print_jumps(jumps: Jumps, *, as_json: bool, spectrum: bool = False) -> None:
+    """Print one row a jump: test R², KL if refined, strength if regularised, and the spectrum on request."""
     rows = []
-    strengths = any(info.strength is not None for info in jumps.info.values())
-    tuned = _tuned(jumps)
-    all_tuned = all(info.r2 is None for info in jumps.info.values())
+    has_strengths = any(info.strength is not None for info in jumps.info.values())
+    refined_kl = _refined_kl(jumps)
+    has_r2 = any(info.r2 is not None for info in jumps.info.values())
     for source, target in jumps:
         info = jumps.info[source, target]
-        mapped, kept = info.r2 or (None, None), info.r2_identity or (None, None)
-        row: dict[str, Any] = {
-            "jump": f"{source} → {target}",
-            "R²": mapped[0],
-            "weighted": mapped[1],
-            "identity R²": kept[0],
-            "identity weighted": kept[1],
-        }
-        if tuned:
-            before, after = tuned.get((source, target), (None, None))
-            row = {"jump": row["jump"]} if all_tuned else row  # R² was that of the map before
-            row |= {"KL before": before, "KL tuned": after}
-        if strengths:
-            row["strength"] = info.strength
-        if structure:
-            found = jumps.spectrum(source, target)
+        r2, r2_identity = info.r2 or (None, None), info.r2_identity or (None, None)
+        row: dict[str, Any] = {"jump": f"{source} → {target}"}
+        if has_r2 or not refined_kl:  # R² of a refined map is unknown
             row |= {
-                "largest σ": float(found.singular_values[0]),
-                "effective rank": found.effective_rank,
-                "‖W − I‖/‖I‖": found.from_identity,
+                "R²": r2[0],
+                "weighted": r2[1],
+                "identity R²": r2_identity[0],
+                "identity weighted": r2_identity[1],
+            }
+        if refined_kl:
+            before, after = refined_kl.get((source, target), (None, None))
+            row |= {"KL before": before, "KL tuned": after}
+        if has_strengths:
+            row["strength"] = info.strength
+        if spectrum:
+            summary = jumps.spectrum(source, target)
+            row |= {
+                "largest σ": float(summary.singular_values[0]),
+                "effective rank": summary.effective_rank,
+                "‖W − I‖/‖I‖": summary.from_identity,
             }
         rows.append(row)
     print_table(repr(jumps), rows, as_json=as_json)
 
 
-def _tuned(jumps: Jumps) -> dict[Pair, tuple[float | None, float | None]]:
-    """Each tuned map's KL on held-out text, before and after; nothing where nothing was tuned."""
-    said = jumps.provenance.settings.get("refine")
-    found = [said.get(name) for name in ("kl_before", "kl_after")] if isinstance(said, dict) else []
-    if not found or not all(isinstance(one, list) for one in found):
+def _refined_kl(jumps: Jumps) -> dict[Pair, tuple[float | None, float | None]]:
+    """Held-out KL of each refined map before and after; empty if the jumps are not refined."""
+    record = jumps.provenance.settings.get("refine")
+    if not isinstance(record, dict):
+        return {}
+    columns = [record.get(name) for name in ("kl_before", "kl_after")]
+    if not all(isinstance(column, list) for column in columns):
         return {}
     from layerjump.models.structure import FINAL, Site
 
     ends = (FINAL, Site(jumps.provenance.n_blocks))
     by_source = {pair[0]: pair for pair in jumps if pair[1] in ends}
-    return dict(zip(by_source.values(), zip(*found, strict=False), strict=False))
+    return dict(zip(by_source.values(), zip(*columns, strict=False), strict=False))

@@ -1,4 +1,4 @@
-"""`layerjump lens`."""
+"""`layerjump lens`: print what every level predicts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layerjump.cli._options import (
+    AllowOtherWeights,
     AsJson,
     Device,
     DeviceMap,
     Dtype,
     ModelName,
-    OtherWeights,
     Revision,
-    Trust,
+    TrustRemoteCode,
     progress_bar,
 )
 
@@ -31,41 +31,39 @@ def lens(
     model: ModelName,
     prompt: Annotated[
         str,
-        typer.Argument(
-            help="The text to read; `-` for standard input. Masked models: with [MASK]."
-        ),
+        typer.Argument(help="The text; `-` for standard input. A masked model's has a [MASK]."),
     ],
     compare: Annotated[
         str | None,
         typer.Option(
-            help="Lenses to read through, e.g. identity,mat (default: mat, or the --jumps). Fitted on first use."
+            help="Lenses, e.g. identity,mat (default: mat, or --jumps). The first use of one fits it."
         ),
     ] = None,
     jumps: Annotated[
-        Path | None, typer.Option(help="A folder of jumps that `layerjump fit` wrote.")
+        Path | None, typer.Option(help="Folder of jumps that `layerjump fit` wrote.")
     ] = None,
-    allow_other_weights: OtherWeights = False,
     levels: Annotated[
-        str | None, typer.Option(help="Levels or other sites, e.g. 0,10-20,5.mid (default: all).")
+        str | None, typer.Option(help="Levels or sites, e.g. 0,10-20,5.mid (default: all levels).")
     ] = None,
-    k: Annotated[int, typer.Option(help="How many of the best tokens to show.")] = 5,
+    top_k: Annotated[int, typer.Option("-k", "--top-k", help="Tokens to show at a level.")] = 5,
     token: Annotated[
-        list[str] | None, typer.Option(help="Follow this token, e.g. ' Paris'; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A token to track, e.g. ' Paris': its rank and probability; repeatable."),
     ] = None,
+    as_json: AsJson = False,
+    allow_other_weights: AllowOtherWeights = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Show what every level would predict: the best next tokens at all positions.
+    """Print the top next tokens that every level predicts at every position.
 
-    [bold]layerjump lens smollm2 "The capital of France is"[/]
     [bold]layerjump lens smollm2 "The capital of France is" --compare identity,mat --token " Paris"[/]
-    [bold]layerjump lens bert-base-uncased "Paris is the [MASK] of France." --k 10[/]
-    [bold]layerjump lens MODEL "…" --jumps jumps --levels 0,4.mid,8-12[/]    a set fitted before, sub-module sites
-    [bold]layerjump lens MODEL - --json < text.txt[/]                        one object for every lens
+    [bold]layerjump lens bert-base-uncased "Paris is the [MASK] of France." --top-k 10[/]
+    [bold]layerjump lens MODEL "…" --jumps jumps --levels 0,4.mid,8-12[/]    fitted jumps, sub-module sites
+    [bold]layerjump lens MODEL - --json < text.txt[/]                        one JSON object for each lens
     """
     from layerjump.lens.lens import read_trajectories
     from layerjump.models.loading import load
@@ -79,56 +77,57 @@ def lens(
         device_map=device_map,
         trust_remote_code=trust_remote_code,
     )
-    lenses = _lenses(loaded, compare, jumps, allow_other_weights)
-    sites = None if levels is None else _sites(levels)
-    (found,) = read_trajectories(lenses, [text], k=k, levels=sites, tokens=token or ())
+    lenses = _make_lenses(loaded, compare, jumps, allow_other_weights)
+    sites = None if levels is None else _parse_sites(levels)
+    (by_lens,) = read_trajectories(lenses, [text], k=top_k, levels=sites, tokens=token or ())
     if as_json:
-        print(json.dumps([each.to_dict() for each in found.values()], allow_nan=False))
+        print(
+            json.dumps([trajectory.to_dict() for trajectory in by_lens.values()], allow_nan=False)
+        )
         return
     from rich.console import Console
 
-    for each in found.values():
-        Console().print(each)
+    for trajectory in by_lens.values():
+        Console().print(trajectory)
 
 
-def _lenses(
-    model: Model, compare: str | None, folder: Path | None, other_weights: bool
+def _make_lenses(
+    model: Model, compare: str | None, folder: Path | None, allow_other_weights: bool
 ) -> dict[str, Lens]:
+    """Lenses by name: those of `compare`, and the one of the jumps folder."""
     from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Lens
 
     names = [] if compare is None and folder else (compare or "mat").split(",")
     names = [name.strip() for name in names]
-    fitted = _kept(model, [name for name in names if name != "identity"])
+    fitted = _default_jumps(model, [name for name in names if name != "identity"])
     lenses: dict[str, Lens] = {name: Lens(model, fitted.get(name)) for name in names}
     if folder is not None:
-        read = Jumps.from_pretrained(folder, model=model, allow_other_weights=other_weights)
-        given = Lens(model, read)
-        name = given.name
-        lenses[f"{name} ({folder.name})" if name in lenses else name] = given
+        jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=allow_other_weights)
+        lens = Lens(model, jumps)
+        lenses[f"{lens.name} ({folder.name})" if lens.name in lenses else lens.name] = lens
     return lenses
 
 
-def _kept(model: Model, names: list[str]) -> dict[str, Jumps]:
+def _default_jumps(model: Model, estimators: list[str]) -> dict[str, Jumps]:
+    """Jumps from the cache of default jumps; missing ones are fitted."""
     from layerjump.jumps.cache import TEXT, TOKENS, cached_jumps, has_cached_jumps
     from layerjump.jumps.fit import selects
 
-    for name in names:
-        selects(name)  # an error if there is no such estimator, before anything is said or fitted
-    if not names:
+    for estimator in estimators:
+        selects(estimator)  # raises for an unknown estimator, before anything is fitted
+    if not estimators:
         return {}
-    model.require_predictions()  # before the fitting, which needs none
-    if not has_cached_jumps(model, names):
-        print(
-            f"fitting {', '.join(names)} on {TOKENS:,} tokens of {TEXT}; they are kept for the next time",
-            file=sys.stderr,
-        )
+    model.require_predictions()  # before the fit, which does not need them
+    if not has_cached_jumps(model, estimators):
+        line = f"fitting {', '.join(estimators)} on {TOKENS:,} tokens of {TEXT}; later runs use the cache"
+        print(line, file=sys.stderr)
     with progress_bar("collecting") as update:
-        return cached_jumps(model, names, progress=update)
+        return cached_jumps(model, estimators, progress=update)
 
 
-def _sites(text: str) -> list[str]:
-    """Read a list of sites, in which `3-6` stands for levels 3 to 6."""
+def _parse_sites(text: str) -> list[str]:
+    """The sites of a list such as `0,3-6,5.mid`, in which `3-6` stands for levels 3 to 6."""
     sites: list[str] = []
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")

@@ -1,24 +1,26 @@
-"""The command-line application, its commands and exit codes."""
+"""The command-line application: commands, exit codes and one-line errors."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
 from layerjump import __version__
+from layerjump.cli.calibrate import calibrate
 from layerjump.cli.evaluate import evaluate
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit
-from layerjump.cli.generate import calibrate, generate
-from layerjump.cli.human_evaluation import plausibility
+from layerjump.cli.generate import generate
+from layerjump.cli.human_evaluation import human_eval
 from layerjump.cli.import_export import export_lens, import_lens
-from layerjump.cli.inspect import show
+from layerjump.cli.inspect import inspect
 from layerjump.cli.lens import lens
 from layerjump.cli.pretrain import pretrain
 from layerjump.cli.prune import prune
@@ -27,12 +29,17 @@ from layerjump.cli.study import report, study
 from layerjump.errors import LayerjumpError, RunStopped, render_arguments_as
 
 OPTION_NAMES = {
-    "pretrain": {"vocabulary": "--vocab", "strength": "--penalty-weight"},
+    "pretrain": {"accumulate": "--gradient-accumulation-steps"},
     "study": {
+        "budget": "--score-tokens",
         "checkpoints": "--checkpoint",
         "runs": "--finetune-runs",
+        "score": "--score-positions",
         "steps": "--train-steps",
         "task": "--finetune-task",
+        "task_data": "--eval-data",
+        "task_limit": "--eval-limit",
+        "tasks": "--eval-tasks",
     },
 }
 """Library arguments whose option has another name, by command."""
@@ -60,7 +67,6 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="layerjump",
     cls=_Commands,
-    help="Linear shortcuts in transformers: fit them, read hidden layers with them, exit early, prune.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -69,38 +75,50 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"layerjump {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _set_up(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
-    options = OPTION_NAMES.get(context.invoked_subcommand or "", {})
-    context.with_resource(render_arguments_as(lambda name, value: _as_option(options, name, value)))
+    """Linear shortcuts in transformers: fit them, read hidden layers with them, exit early, prune."""
+    names = OPTION_NAMES.get(context.invoked_subcommand or "", {})
+    context.with_resource(render_arguments_as(functools.partial(_render_option, names)))
 
 
-for command in (study, report, fit, show, lens, serve, generate, calibrate, prune, pretrain):
-    app.command()(command)
-# Names that Python has for something else.
-app.command("eval")(evaluate)
-app.command("import")(import_lens)
-app.command("export")(export_lens)
-app.command()(families)
-app.add_typer(plausibility, name="plausibility")
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Jumps and lenses": {
+        "study": study,
+        "report": report,
+        "fit": fit,
+        "lens": lens,
+        "serve": serve,
+        "calibrate": calibrate,
+        "generate": generate,
+    },
+    "Models": {"prune": prune, "pretrain": pretrain, "eval": evaluate, "families": families},
+    "Files": {"inspect": inspect, "import": import_lens, "export": export_lens},
+}
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
+app.add_typer(human_eval, name="human-eval", rich_help_panel="Files")
 
 
-def _as_option(options: Mapping[str, str], name: str, value: object) -> str:
-    """A library argument as the option that sets it: `save_moments=True` is `--save-moments`."""
-    option = options.get(name, f"--{name.replace('_', '-')}")
+def _render_option(names: Mapping[str, str], name: str, value: object) -> str:
+    """Name the option that sets a library argument: `--save-moments` for `save_moments=True`."""
+    option = names.get(name, f"--{name.replace('_', '-')}")
     return option if value is None or value is True else f"{option} {value}"
 
 

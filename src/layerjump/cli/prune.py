@@ -1,7 +1,8 @@
-"""`layerjump prune`."""
+"""`layerjump prune`: drop blocks and write a checkpoint."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,178 +16,183 @@ from layerjump.cli._options import (
     Dtype,
     Force,
     ModelName,
+    OutputFolder,
     Revision,
     Seed,
     Split,
-    Trust,
+    TextSource,
+    Tokens,
+    TrustRemoteCode,
+    option_group,
+    parse_numbers,
     print_table,
 )
-from layerjump.cli._output_dir import writes_folder
+from layerjump.cli._output_dir import Options, locks_output
 from layerjump.errors import BadPruning
 
 if TYPE_CHECKING:
     from layerjump.pruning.prune import Pruned
 
-
-def _go_on(given: dict[str, Any]) -> str:
-    if given["distil"] is None:
-        return "nothing was written: run the same command to start anew"
-    return "run the same command to go on from the training's last checkpoint"
+distill_option = option_group("Distillation")
 
 
-@writes_folder(_go_on, replaced=True)
+def _resume_hint(options: Options) -> str:
+    if options["distill_steps"] is None:
+        return "nothing was written: run the same command to start again"
+    return "run the same command to continue from the last checkpoint of the distillation"
+
+
+@locks_output(_resume_hint, is_replaced=True)
 def prune(
     model: ModelName,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
-        "pruned"
-    ),
     drop: Annotated[
         str | None, typer.Option(help="Blocks to drop: a number, or a share such as 25%.")
     ] = None,
     max_loss: Annotated[
         str | None,
-        typer.Option(help="Drop as many as keep the loss within so many times, such as 1.05x."),
+        typer.Option(
+            help="Drop as many blocks as possible while the loss stays below this multiple of the original, e.g. 1.05x."
+        ),
     ] = None,
-    first: Annotated[
+    keep_first: Annotated[
         int | None,
-        typer.Option(help="Keep the first so many blocks, with the jump merged into the head."),
+        typer.Option(
+            help="Keep this many first blocks and merge a jump to the output into the LM head: a draft model."
+        ),
     ] = None,
     method: Annotated[
         str,
         typer.Option(
-            help="What stands in: remove, linear, replaceme, fold, rotation (default: the best that stores no more)."
+            help="Replacement of dropped blocks: remove, linear, replaceme, fold, rotation (default: the best that "
+            "stores no extra weights)."
         ),
     ] = "auto",
     criterion: Annotated[
         str,
-        typer.Option(help="loss, linearity, linearity-iterative, influence, angle, deepest."),
+        typer.Option(
+            help="How blocks are selected: loss, linearity, linearity-iterative, influence, angle, deepest."
+        ),
     ] = "loss",
     contiguous: Annotated[
-        bool, typer.Option("--contiguous", help="Drop one run of blocks.")
+        bool, typer.Option("--contiguous", help="Drop one contiguous range of blocks.")
     ] = False,
     protect: Annotated[
         str | None,
         typer.Option(
-            help="Blocks that must stay, e.g. 1,30 (default: first, last, those that form the attention sink)."
+            help="Blocks to keep, e.g. 1,30 (default: the first, the last, and those that form the attention sink)."
         ),
     ] = None,
-    distil: Annotated[
-        int | None, typer.Option(help="Then train the stand-ins for so many batches.")
-    ] = None,
-    distil_all: Annotated[
-        bool, typer.Option("--distil-all", help="Train every weight, not the stand-ins alone.")
-    ] = False,
-    distil_kl: Annotated[
-        float, typer.Option(help="Weight of the KL from the whole model's predictions.")
-    ] = 0.0,
-    learning_rate: Annotated[float, typer.Option(help="Of the training.")] = 1e-4,
-    text: Annotated[
-        str, typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")
-    ] = "pydoc",
+    text: TextSource = "pydoc",
     column: Column = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens to run (default: the whole text).")
-    ] = None,
+    tokens: Tokens = None,
     split: Split = "80/10/10",
     seed: Seed = 0,
+    distill_steps: Annotated[
+        int | None,
+        distill_option(help="Train the replacement maps afterwards, for this many batches."),
+    ] = None,
+    distill_all_weights: Annotated[
+        bool,
+        distill_option(
+            "--distill-all-weights", help="Train all weights, not only the replacement maps."
+        ),
+    ] = False,
+    distill_kl_weight: Annotated[
+        float,
+        distill_option(help="Weight of the KL divergence from the original model's predictions."),
+    ] = 0.0,
+    output: OutputFolder = Path("pruned"),
     force: Force = False,
+    as_json: AsJson = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Drop the blocks a matrix stands in for best; save an ordinary checkpoint.
+    """Drop the blocks that a linear map replaces best, and write a Hugging Face checkpoint.
 
     [bold]layerjump prune smollm2 --drop 25% --tokens 20000 -o smaller[/]
     [bold]layerjump prune MODEL --text wiki.txt --max-loss 1.05x --method rotation[/]
-    [bold]layerjump prune MODEL --drop 3 --method linear --distil 200[/]    train the maps afterwards
-    [bold]layerjump prune MODEL --first 12 -o draft[/]                      a shorter draft model
+    [bold]layerjump prune MODEL --drop 3 --method linear --distill-steps 200[/]    train the maps afterwards
+    [bold]layerjump prune MODEL --keep-first 12 -o draft[/]                        a draft model
     """
     from layerjump.data.corpus import load_text
     from layerjump.io import check_free
     from layerjump.models.loading import load
     from layerjump.pruning.checkpoint import make_record
-    from layerjump.pruning.distill import distill as train
+    from layerjump.pruning.distill import distill
     from layerjump.pruning.draft_model import make_draft_model
     from layerjump.pruning.prune import prepare_calibration
-    from layerjump.pruning.prune import prune as cut
+    from layerjump.pruning.prune import prune as prune_model
     from layerjump.training.hf_trainer import remove_training_folder
 
     check_free(output, force=force)
-    if sum(value is not None for value in (drop, max_loss, first)) != 1:
-        raise BadPruning("give one of --drop, --max-loss and --first")
-    where = {"revision": revision, "device": device, "dtype": dtype}
-    loaded = load(model, **where, trust_remote_code=trust_remote_code)
+    if sum(value is not None for value in (drop, max_loss, keep_first)) != 1:
+        raise BadPruning("give one of --drop, --max-loss and --keep-first")
+    loaded = load(
+        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
     corpus = load_text(text, column=column)
-    texts: dict[str, Any] = {"tokens": tokens, "split": split, "seed": seed}
-    if first is not None:
-        made = make_draft_model(loaded, corpus, first, **texts)
+    if keep_first is not None:
+        pruned = make_draft_model(loaded, corpus, keep_first, tokens=tokens, split=split, seed=seed)
     else:
-        made = cut(
+        pruned = prune_model(
             loaded,
             corpus,
             drop=drop,
-            max_loss=None if max_loss is None else _times(max_loss),
+            max_loss=None if max_loss is None else _parse_ratio(max_loss),
             method=method,
             criterion=criterion,
             contiguous=contiguous,
-            protect=None if protect is None else _numbers(protect),
-            **texts,
-        )
-    training = output.with_name(f"{output.name}-training")
-    if distil is not None:
-        made = train(
-            made,
-            prepare_calibration(loaded, corpus, **texts),
-            training,
-            steps=distil,
-            learning_rate=learning_rate,
-            kl_weight=distil_kl,
-            train_all_weights=distil_all,
+            protect=None if protect is None else parse_numbers(protect, BadPruning),
+            tokens=tokens,
+            split=split,
             seed=seed,
         )
-    made.save(output, force=force)
-    if distil is not None:
-        remove_training_folder(training)  # what a run that is stopped goes on from
-    _print(made, make_record(made), as_json=as_json)
+    training = output.with_name(f"{output.name}-training")
+    if distill_steps is not None:
+        pruned = distill(
+            pruned,
+            prepare_calibration(loaded, corpus, tokens=tokens, split=split, seed=seed),
+            training,
+            steps=distill_steps,
+            kl_weight=distill_kl_weight,
+            train_all_weights=distill_all_weights,
+            seed=seed,
+        )
+    pruned.save(output, force=force)
+    if distill_steps is not None:
+        remove_training_folder(training)
+    if as_json:
+        print(json.dumps(make_record(pruned), indent=2))
+    else:
+        _print_summary(pruned)
     print(f"wrote {output}", file=sys.stderr)
 
 
-def _print(made: Pruned, record: dict[str, object], *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        print(json.dumps(record, indent=2))
-        return
-    before, after = made.parameters
+def _print_summary(pruned: Pruned) -> None:
+    before, after = pruned.parameters
+    loss = pruned.loss
     rows: list[dict[str, Any]] = [
-        {"": "blocks", "before": made.original.n_blocks, "after": made.model.n_blocks},
+        {"": "blocks", "before": pruned.original.n_blocks, "after": pruned.model.n_blocks},
         {"": "parameters", "before": f"{before:,}", "after": f"{after:,}"},
-        {"": "test loss", "before": made.loss["before"], "after": made.loss["after"]},
+        {"": "test loss", "before": loss["before"], "after": loss["after"]},
         {
             "": "test perplexity",
-            "before": made.loss["perplexity before"],
-            "after": made.loss["perplexity after"],
+            "before": loss["perplexity before"],
+            "after": loss["perplexity after"],
         },
     ]
-    gone = ", ".join(map(str, made.dropped))
-    print_table(f"{made.original.name}: blocks {gone} out, {made.method}", rows, as_json=False)
-    low, high = made.loss["low"], made.loss["high"]
-    print(f"perplexity ratio {made.loss['ratio']:.3f} (95 % interval {low:.3f} to {high:.3f})")
+    dropped = ", ".join(map(str, pruned.dropped))
+    title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"
+    print_table(title, rows, as_json=False)
+    print(
+        f"perplexity ratio {loss['ratio']:.3f} (95 % interval {loss['low']:.3f} to {loss['high']:.3f})"
+    )
 
 
-def _times(text: str) -> float:
+def _parse_ratio(text: str) -> float:
     try:
         return float(text.removesuffix("x"))
     except ValueError:
-        raise BadPruning(
-            f"the loss allowed was given as {text!r}; give a number of times, such as 1.05x"
-        ) from None
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise BadPruning(f"blocks were given as {text!r}; give numbers, such as 1,30") from None
+        raise BadPruning(f"expected --max-loss as a multiple such as 1.05x, got {text!r}") from None

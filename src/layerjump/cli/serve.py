@@ -1,4 +1,4 @@
-"""`layerjump serve`."""
+"""`layerjump serve`: the local web page."""
 
 from __future__ import annotations
 
@@ -13,36 +13,33 @@ def serve(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL",
-            help="Hub ids, folders, GGUF files (default: the built-in `smollm2`).",
+            metavar="MODEL", help="Hub ids, folders or GGUF files (default: the bundled `smollm2`)."
         ),
     ] = None,
     jumps: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A folder of fitted jumps to read through, too."),
+        typer.Option(
+            metavar="NAME=FOLDER", help="A folder of jumps to offer as a lens; repeatable."
+        ),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes any free port.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")
     ] = 8417,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """Look at what every level predicts, on a page in the browser. Only this machine can reach it.
+    """Show what every level predicts on a page in the browser. The server listens on this machine only.
 
-    [bold]layerjump serve[/]                                    the built-in model
-    [bold]layerjump serve gpt2 ./my-model[/]                    two models to choose from
-    [bold]layerjump serve gpt2 --jumps wiki=jumps --no-browser[/]   jumps that `layerjump fit` wrote
+    [bold]layerjump serve[/]                                        the bundled model
+    [bold]layerjump serve gpt2 ./my-model[/]                        two models
+    [bold]layerjump serve gpt2 --jumps wiki=jumps --no-browser[/]   with jumps that `layerjump fit` wrote
     """
     print("starting …", file=sys.stderr)  # the imports take some seconds
     from layerjump.server.launch import serve as run
     from layerjump.server.model_registry import ModelRegistry, jump_sets
 
-    library = ModelRegistry(models or ["smollm2"], jump_sets(jumps or []))
-    run(library, port=port, browser=browser, say=_say)
-    if library.working:
-        # Python would abort, loudly, if it ended while a thread of ours is in torch's code. Files are written whole or
-        # not at all, and the system lets go of locks.
+    registry = ModelRegistry(models or ["smollm2"], jump_sets(jumps or []))
+    run(registry, port=port, browser=browser, say=lambda line: print(line, flush=True))
+    if registry.working:
+        # Python aborts with a traceback if it ends while a worker thread is in torch's code. Files are written
+        # atomically, and the operating system releases locks.
         os._exit(0)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -1,4 +1,4 @@
-"""`layerjump study` and `layerjump report`."""
+"""`layerjump study` and `layerjump report`: the papers' experiments and their report."""
 
 from __future__ import annotations
 
@@ -16,100 +16,126 @@ from layerjump.cli._options import (
     Dtype,
     Force,
     ModelName,
+    OutputFolder,
     Revision,
     Seed,
-    Trust,
+    TextSources,
+    Tokens,
+    TrustRemoteCode,
+    option_group,
+    output_option,
     progress_bar,
+    text_option,
 )
-from layerjump.cli._output_dir import writes_folder
+from layerjump.cli._output_dir import locks_output
 
-Folder = Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")]
-
-_GO_ON = "the studies that were finished are saved: run the same command with --resume to go on"
+study_option = option_group("Options of single studies")
 
 
-@writes_folder(lambda given: _GO_ON, holds={"results.json": "results, which --resume adds to"})
+@locks_output(
+    "finished studies are saved: run the same command with --resume to continue",
+    refuses={"results.json": "results, which --resume adds to"},
+)
 def study(
     model: ModelName,
-    output: Folder = Path("study"),
-    names: Annotated[
-        str | None,
-        typer.Option("--study", help="Which, e.g. r2,exits, or all (default: the five main ones)."),
-    ] = None,
-    text: Annotated[
+    studies: Annotated[
         list[str] | None,
-        typer.Option(help="A file, a hub dataset, `-`, or `pydoc`; more than one: see transfer."),
+        typer.Argument(
+            metavar="STUDY", help="Studies to run, e.g. r2 exits, or all (default: five main ones)."
+        ),
     ] = None,
-    column: Column = None,
     protocol: Annotated[
-        str, typer.Option(help="ours, or paper: 9,000 fit sentences, one position each.")
+        str,
+        typer.Option(help="ours, or paper: 9,000 sentences to fit on, one position a sentence."),
     ] = "ours",
-    estimators: Annotated[str, typer.Option(help="Maps to compare, e.g. mat,affine.")] = "mat",
-    positions: Annotated[
-        str | None, typer.Option(help="Positions to fit on: one, all, sample=8, 15%.")
+    estimators: Annotated[
+        str, typer.Option(help="Estimators to compare, e.g. mat,affine; all studies use the first.")
+    ] = "mat",
+    score_positions: Annotated[
+        int | None,
+        typer.Option(help="Test positions at which the logits of every level are scored."),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens to run (default: the whole text).")
-    ] = None,
+    score_tokens: Annotated[
+        int, typer.Option(help="Test tokens of the expensive studies (submodules, alternation).")
+    ] = 2_000,
+    text: TextSources = None,
+    column: Column = None,
+    tokens: Tokens = None,
     split: Annotated[
-        str | None, typer.Option(help="fit/select/test: percentages or documents.")
+        str | None,
+        text_option(help="Fit/validation/test split, in percent or in documents."),
     ] = None,
-    score: Annotated[
-        int | None, typer.Option(help="Test positions read through the vocabulary.")
+    positions: Annotated[
+        str | None,
+        text_option(help="Positions to fit on: one, all, sample=8 or 15%."),
     ] = None,
-    budget: Annotated[int, typer.Option(help="Test tokens for the costly studies.")] = 2_000,
+    seed: Seed = 0,
     target: Annotated[
-        list[float] | None, typer.Option(help="exits: agreement to keep (default 0.95).")
+        list[float] | None,
+        study_option(help="exits: agreement with the full model (default: 0.95); repeatable."),
     ] = None,
     exit_position: Annotated[
-        int | None, typer.Option(help="exits: t of every example (the paper's BERT: 3).")
+        int | None,
+        study_option(help="exits: one position for all examples (the paper's BERT code: 3)."),
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="pruning: tasks to score as well, e.g. copa,piqa (see eval).")
+    eval_tasks: Annotated[
+        str | None,
+        study_option(help="pruning: benchmark tasks, e.g. copa,piqa (see `layerjump eval`)."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="pruning: folder of the tasks' files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="pruning: items of each task.")] = None,
+    eval_data: Annotated[
+        Path | None,
+        study_option(help="pruning: folder of the tasks' files."),
+    ] = None,
+    eval_limit: Annotated[
+        int | None,
+        study_option(help="pruning: largest number of items of a task."),
+    ] = None,
     checkpoint: Annotated[
         list[str] | None,
-        typer.Option(help="dynamics: a folder, one that holds checkpoint-*, or a hub revision."),
+        study_option(
+            help="dynamics: a folder, a folder of checkpoint-*, or a hub revision; repeatable."
+        ),
     ] = None,
-    task: Annotated[
+    finetune_task: Annotated[
         str | None,
-        typer.Option(help="finetune: items to learn, lines of JSON (query, choices, gold)."),
+        study_option(help="finetune: JSON lines with query, choices and gold."),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="finetune, architecture: steps of each training.")
+    train_steps: Annotated[
+        int | None,
+        study_option(help="finetune, architecture: optimiser steps of a training."),
     ] = None,
-    runs: Annotated[int, typer.Option(help="finetune, architecture: trainings (seeds).")] = 3,
-    seed: Seed = 0,
+    finetune_runs: Annotated[
+        int,
+        study_option(help="finetune, architecture: trainings, with different seeds."),
+    ] = 3,
+    output: OutputFolder = Path("study"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the studies an earlier run finished.")
+        bool,
+        output_option("--resume", help="Keep studies that an earlier run finished."),
     ] = False,
     force: Force = False,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
     device_map: DeviceMap = None,
-    trust_remote_code: Trust = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """The main job: fit, run the studies, write report.html, results.json and summary.md.
+    """Fit jumps, run studies, and write report.html, results.json and summary.md.
 
-    [bold]layerjump study smollm2[/]                                       the five main studies
-    [bold]layerjump study gpt2 --text wiki.txt --protocol paper[/]         the authors' protocol
-    [bold]layerjump study MODEL --study r2,exits --estimators mat,affine[/]
-    [bold]layerjump study MODEL --study transfer --text wiki.txt --text news.txt[/]
-    [bold]layerjump study MODEL --study dynamics --checkpoint step1000 --checkpoint step8000[/]
-    [bold]layerjump study MODEL --study finetune --task boolq.jsonl --text wiki.txt[/]
+    [bold]layerjump study smollm2[/]                                  the five main studies
+    [bold]layerjump study gpt2 --text wiki.txt --protocol paper[/]    the authors' protocol
+    [bold]layerjump study MODEL r2 exits --estimators mat,affine[/]
+    [bold]layerjump study MODEL dynamics --checkpoint step1000 --checkpoint step8000[/]
     """
     from layerjump.data.corpus import load_text
-    from layerjump.evaluation.tasks import select_tasks as chosen_tasks
+    from layerjump.evaluation.tasks import select_tasks
     from layerjump.models.loading import load
     from layerjump.report.report import write_report
     from layerjump.studies.registry import select_studies
     from layerjump.studies.runner import run_studies
     from layerjump.studies.setup import Setup, settings_of
 
-    studies = select_studies(names)
+    selected = select_studies(",".join(studies) if studies else None)
     settings = settings_of(
         protocol,
         tokens=tokens,
@@ -117,17 +143,17 @@ def study(
         split=split,
         seed=seed,
         estimators=tuple(name.strip() for name in estimators.split(",")),
-        score=score,
-        budget=budget,
+        score=score_positions,
+        budget=score_tokens,
         targets=tuple(target or (0.95,)),
         exit_position=exit_position,
-        tasks=None if tasks is None else tuple(task.name for task in chosen_tasks(tasks)),
-        task_data=None if data is None else str(data),
-        task_limit=limit,
+        tasks=None if eval_tasks is None else tuple(task.name for task in select_tasks(eval_tasks)),
+        task_data=None if eval_data is None else str(eval_data),
+        task_limit=eval_limit,
         checkpoints=tuple(checkpoint or ()),
-        task=task,
-        steps=steps,
-        runs=runs,
+        task=finetune_task,
+        steps=train_steps,
+        runs=finetune_runs,
     )
     loaded = load(
         model,
@@ -137,37 +163,37 @@ def study(
         device_map=device_map,
         trust_remote_code=trust_remote_code,
     )
-    first, *others = [load_text(source, column=column) for source in text or ["pydoc"]]
+    corpus, *other_corpora = [load_text(source, column=column) for source in text or ["pydoc"]]
     with progress_bar("running") as update:
-        setup = Setup(loaded, first, settings, others, progress=update)
-        results = run_studies(setup, studies, output, command=_command(), resume=resume, say=_say)
+        setup = Setup(loaded, corpus, settings, other_corpora, progress=update)
+        results = run_studies(
+            setup,
+            selected,
+            output,
+            command=shlex.join(["layerjump", *sys.argv[1:]]),
+            resume=resume,
+            say=lambda line: print(line, file=sys.stderr),
+        )
     paths = write_report(results, output)
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
     print(paths[-1].read_text(encoding="utf-8"))
 
 
-@writes_folder(lambda given: "run the same command again")
+@locks_output("run the same command again")
 def report(
     results: Annotated[list[Path], typer.Argument(help="Folders that `layerjump study` wrote.")],
-    output: Folder = Path("report"),
+    output: OutputFolder = Path("report"),
 ) -> None:
-    """Make a report again from its results, or put several side by side.
+    """Write the report of a study again, or compare several studies on one page.
 
-    [bold]layerjump report study -o study[/]             the page of one run, made anew
-    [bold]layerjump report smollm2 stories -o both[/]    two runs side by side
+    [bold]layerjump report study -o study[/]             the page of one study, written again
+    [bold]layerjump report smollm2 stories -o both[/]    two studies compared
     """
     from layerjump.report.report import write_comparison, write_report
     from layerjump.studies.runner import load_results
 
     loaded = [load_results(path) for path in results]
-    one = len(loaded) == 1
-    paths = write_report(loaded[0], output) if one else write_comparison(loaded, output)
+    paths = (
+        write_report(loaded[0], output) if len(loaded) == 1 else write_comparison(loaded, output)
+    )
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-def _command() -> str:
-    return shlex.join(["layerjump", *sys.argv[1:]])

@@ -3,7 +3,7 @@
 Protocol, after the human evaluation of `mat` in "Jump to Conclusions": take 50 test sentences and one position in each.
 Read every level through the fitted map and through the identity. The five most likely tokens of one reading are one
 item. The sheet lists the items in random order and shows neither level nor lens; the key is a separate file. The
-annotator marks each item as plausible or not, and `layerjump plausibility score` joins sheet and key. (The paper:
+annotator marks each item as plausible or not, and `layerjump human-eval score` joins sheet and key. (The paper:
 bert-large, 25 levels, one annotator who judged grammatical fit alone; 85.4 % for the map, 52.8 % for the identity.)
 
 The sheet must survive a spreadsheet. Every text cell is quoted, because a token such as `=1` or `3-4` would become a
@@ -140,7 +140,7 @@ def run(setup: Setup) -> Result:
     position = f"{GAP} marks the position" if setup.model.masked else "right after the context"
     result.notes.append(
         f"{SHEET} is for an annotator who has not seen {KEY}: write 1 in the column `plausible` if the tokens could "
-        f"stand at the position ({position}), else 0. Then run `layerjump plausibility score FOLDER`. The paper's "
+        f"stand at the position ({position}), else 0. Then run `layerjump human-eval score FOLDER`. The paper's "
         f"annotator marked 85.4 % of the map's and 52.8 % of the identity's readings as plausible (bert-large)."
     )
     return result

@@ -1,0 +1,109 @@
+"""`layerjump calibrate`: choose an exit rule that keeps a target agreement, and save it with the jumps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerjump.cli._options import (
+    AsJson,
+    Column,
+    Device,
+    Dtype,
+    ModelName,
+    Revision,
+    Seed,
+    TextSource,
+    TrustRemoteCode,
+    print_table,
+    text_option,
+)
+from layerjump.cli._output_dir import locks_output
+
+if TYPE_CHECKING:
+    from layerjump.generation.calibration.calibrate import Calibration
+
+
+@locks_output("run the same command again", option="jumps")
+def calibrate(
+    model: ModelName,
+    jumps: Annotated[Path, typer.Option(help="Folder of jumps; the exit rule is saved there.")],
+    target: Annotated[
+        float, typer.Option(help="Agreement with the full model to guarantee.")
+    ] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence level of the guarantee.")] = 0.95,
+    rule_types: Annotated[
+        str, typer.Option(help="Candidate rules: gap, gate, two-stage.")
+    ] = "gap,gate,two-stage",
+    self_generated_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Calibrate on self-generated text: continue the opening of each document by this many tokens."
+        ),
+    ] = None,
+    text: TextSource = "pydoc",
+    column: Column = None,
+    documents: Annotated[int, text_option(help="Largest number of documents.")] = 2_000,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Find the cheapest exit rule that keeps a target agreement with the full model; save it with the jumps.
+
+    Costs of blocks, unembeddings and probes are measured on this machine. The guarantee holds for text like the
+    calibration text, or, with --self-generated-tokens, for text that the model writes: closer to generation, slower.
+
+    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --target 0.95[/]
+    [bold]layerjump calibrate smollm2 --jumps jumps --text wiki.txt --self-generated-tokens 64[/]
+    [bold]layerjump generate smollm2 "Once upon a time" --jumps jumps[/]    generate with the calibrated rule
+    """
+    from layerjump.data.corpus import load_text
+    from layerjump.generation.calibration import serialization
+    from layerjump.generation.calibration.calibrate import calibrate as find_rule
+    from layerjump.jumps.jumps import Jumps
+    from layerjump.models.loading import load
+
+    loaded = load(
+        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    calibration = find_rule(
+        loaded,
+        Jumps.from_pretrained(jumps, model=loaded),
+        load_text(text, column=column),
+        target=target,
+        confidence=confidence,
+        rule_types=tuple(name.strip() for name in rule_types.split(",")),
+        documents=documents,
+        self_generated_tokens=self_generated_tokens,
+        seed=seed,
+        log=lambda line: print(line, file=sys.stderr),
+    )
+    path = serialization.save_calibration(calibration, jumps)
+    print_table(str(calibration), _rows(calibration), as_json=as_json)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _rows(calibration: Calibration) -> list[dict[str, Any]]:
+    about = calibration.about
+    rows = [
+        {"what": f"{rule} {name}", "value": about[rule][name]}
+        for rule in ("rule", "lossless")
+        for name in ("kind", "levels", "threshold")
+    ]
+    rows.append({"what": "lossless unverified", "value": about["unverified"]})
+    rows.append({"what": "lossless cost (select)", "value": about["lossless_cost"]})
+    rows += [
+        {"what": f"test {name.replace('_', ' ')}", "value": value}
+        for name, value in about["test"].items()
+    ]
+    rows += [
+        {"what": f"cost of {kind} (select)", "value": value}
+        for kind, value in about["select_cost"].items()
+    ]
+    return rows + [{"what": f"{name}, ms", "value": ms} for name, ms in about["costs"].items()]
