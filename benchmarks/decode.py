@@ -26,7 +26,7 @@ from layerjump.generation.calibration.calibrate import Calibration
 from layerjump.generation.generate import Generated
 from layerjump.metrics.timing import describe_machine
 from layerjump.studies import early_exit
-from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.setup import Setup, make_settings
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = {
@@ -117,17 +117,17 @@ def replayed(
     model: lj.Model, text: lj.Corpus, options: argparse.Namespace
 ) -> tuple[lj.Jumps, dict[str, float]]:
     """Jumps, and blocks saved at 95 % by the paper's rule with them, as the `exits` study replays it."""
-    settings = settings_of(
+    settings = make_settings(
         "ours",
         tokens=options.fit,
         split=SPLIT,
-        score=120 if options.quick else 1_000,
+        score_positions=120 if options.quick else 1_000,
         estimators=("mat", JUMPS),
     )
     setup = Setup(model, text, settings)
-    headline = early_exit.run(setup).headline
+    headline = early_exit.run(setup).headline.blocks_saved
     saved = {
-        name: float(headline[f"dynamic_{name}_at_0.95"]) / model.n_blocks
+        name: headline[f"dynamic_{name}_at_0.95"] / model.n_blocks
         for name in ("identity", "mat", JUMPS)
     }
     print("share of blocks saved at 95 % in the replay, all levels checked:", saved)

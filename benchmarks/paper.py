@@ -21,9 +21,9 @@ from typing import Any
 import layerjump as lj
 from layerjump.metrics.timing import describe_machine
 from layerjump.report.report import write_report
-from layerjump.studies.registry import MAIN, select_studies
-from layerjump.studies.runner import run_studies
-from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.results import Result, to_json
+from layerjump.studies.runner import MAIN, run_studies, select_studies
+from layerjump.studies.setup import Setup, make_settings
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS, TEXTS = SHARED / "models", SHARED / "text"
@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         "smollm2",
         [WIKIPEDIA],
         "submodules",
-        {"protocol": "paper", "budget": 4_000},
+        {"protocol": "paper", "score_tokens": 4_000},
     ),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         str(MODELS / "rxn-bert"),
         [REACTIONS],
         "submodules",
-        {"protocol": "paper", "budget": 20_000},
+        {"protocol": "paper", "score_tokens": 20_000},
     ),
     "calibrated-smollm2": (
         "smollm2",
@@ -88,19 +88,19 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         str(MODELS / "stories15M"),
         [STORIES],
         "finetune",
-        {"protocol": "ours", "task": str(TASKS / "boolq.jsonl"), "runs": 3},
+        {"protocol": "ours", "finetune_task": str(TASKS / "boolq.jsonl"), "finetune_runs": 3},
     ),
     "finetune-smollm2": (
         "smollm2",
         [WIKIPEDIA],
         "finetune",
-        {"protocol": "ours", "task": str(TASKS / "copa.jsonl"), "runs": 3},
+        {"protocol": "ours", "finetune_task": str(TASKS / "copa.jsonl"), "finetune_runs": 3},
     ),
     "architecture": (
         str(TINY),
         [STORIES],
         "architecture",
-        {"protocol": "ours", "steps": 300, "runs": 3, "split": "70/10/20"},
+        {"protocol": "ours", "train_steps": 300, "finetune_runs": 3, "split": "70/10/20"},
     ),
 }
 
@@ -123,8 +123,8 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Run one row of the table, write its report, print its headlines and return them."""
     source, texts, studies, given = RUNS[name]
     if quick:
-        given = given | {"split": "600/60/60", "budget": 300}
-    settings = settings_of(**given)
+        given = given | {"split": "600/60/60", "score_tokens": 300}
+    settings = make_settings(**given)
     first, *others = [lj.load_text(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)
     results = run_studies(
@@ -132,7 +132,11 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     )
     print(f"\n## {name}: {setup.model}, {', '.join(map(str, texts))}, seed 0")
     print(write_report(results, folder)[-1].read_text(encoding="utf-8"))
-    return {study: result["headline"] for study, result in results["studies"].items()}
+    return {
+        study: to_json(result.headline)
+        for study, result in results.studies.items()
+        if isinstance(result, Result)
+    }
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def study_text():
 def study_setup(request, data_folder, study_text):
     """A small run of studies, of a causal and of a masked model; what it has made is shared."""
     import layerjump as lj
-    from layerjump.studies.setup import Setup, settings_of
+    from layerjump.studies.setup import Setup, make_settings
 
-    settings = settings_of("ours", tokens=6_000, score=120)
+    settings = make_settings("ours", tokens=6_000, score_positions=120)
     model = lj.load(data_folder / request.param)
     return Setup(model, study_text, settings, level_pairs="all")
 

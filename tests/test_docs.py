@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from layerjump.studies.registry import STUDIES
+from layerjump.studies.runner import STUDIES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

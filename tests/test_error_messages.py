@@ -27,7 +27,7 @@ from layerjump.jumps.serialization import check_model
 from layerjump.models.loading import LINEAR
 from layerjump.models.structure import FINAL, Site
 from layerjump.studies import human_evaluation
-from layerjump.studies.setup import settings_of
+from layerjump.studies.setup import make_settings
 from layerjump.training.finetune import load_task
 from layerjump.training.monitor import load_measurements
 from layerjump.training.trainer import Recipe, training_arguments
@@ -268,4 +268,4 @@ def test_a_sheet_with_a_cell_without_end(tmp_path):
 
 def test_settings_of_a_study_that_begin_with_calibrated():
     with refusal("mat,calibrated"):
-        settings_of("ours", estimators=("calibrated", "mat"))
+        make_settings("ours", estimators=("calibrated", "mat"))

@@ -6,21 +6,29 @@ import copy
 from pathlib import Path
 
 from layerjump.data.corpus import load_text
+from layerjump.io import read_json
 from layerjump.models.loading import load
-from layerjump.studies.registry import select_studies
-from layerjump.studies.runner import run_studies
-from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.results import to_json
+from layerjump.studies.runner import FILE, run_studies, select_studies
+from layerjump.studies.setup import Setup, make_settings
 
 HOSTILE = '</script></td><img src=x onerror="alert(1)"><svg onload=alert(2)>&amp;{{7*7}}|`$title'
 
 
+def tables_of(result) -> dict[str, list[dict]]:
+    """The tables of a study's result as results.json holds them."""
+    return to_json(result.tables)
+
+
 def small_run(model_folder: Path, folder: Path) -> dict:
-    """The five main studies of a tiny trained model on a little text."""
-    settings = settings_of("ours", tokens=6_000, score=100, estimators=("mat", "affine"))
-    setup = Setup(load(str(model_folder)), load_text("pydoc"), settings)
-    return run_studies(
-        setup, select_studies(None), folder, command="layerjump study tiny --tokens 6000"
+    """results.json of the five main studies of a tiny trained model on a short text."""
+    settings = make_settings(
+        "ours", tokens=6_000, score_positions=100, estimators=("mat", "affine")
     )
+    setup = Setup(load(str(model_folder)), load_text("pydoc"), settings)
+    studies = select_studies(None)
+    run_studies(setup, studies, folder, command="layerjump study tiny --tokens 6000")
+    return read_json(folder / FILE)
 
 
 def with_more(results: dict) -> dict:

@@ -17,7 +17,7 @@ from layerjump.io import write_json
 from layerjump.report.auto_chart import fallback, shape_of
 from layerjump.report.report import MAKERS, labels, panels, write_comparison, write_report
 from layerjump.studies.charts import number, percent
-from layerjump.studies.registry import MAIN
+from layerjump.studies.runner import MAIN
 
 _LINK = re.compile(
     r'<a class="data" download="([^"]+)" href="data:text/csv;charset=utf-8;base64,([^"]+)"'

@@ -14,7 +14,7 @@ from layerjump.studies.setup import Settings, Setup
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    settings = Settings(score=150, estimators=("affine",))
+    settings = Settings(score_positions=150, estimators=("affine",))
     return Setup(load(data_folder / request.param), stories(240), settings)
 
 
@@ -26,7 +26,7 @@ def result(setup):
 def test_the_last_prefix_is_the_whole_fit(setup, result):
     whole = setup.jumps("affine", "to-last")
     last = result.tables["prefixes"][-1]
-    assert last["positions"] == setup.collected("to-last").fit.n
+    assert last["positions"] == setup.moments("to-last").fit.n
     rows = result.tables["prefix levels"][-4:]
     # The same sequences, but batched otherwise, and the model itself rounds to float32.
     for row in rows:

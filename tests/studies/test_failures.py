@@ -19,7 +19,11 @@ BINNED = ("by position", "by frequency", "by entropy")
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(160), Settings(score=200, budget=800))
+    return Setup(
+        load(data_folder / request.param),
+        stories(160),
+        Settings(score_positions=200, score_tokens=800),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def result(setup):
 
 @pytest.mark.parametrize("table", BINNED)
 def test_bins_hold_every_example_once(setup, result, table):
-    readings = setup.readings()
+    readings = setup.lens_scores()
     hits = readings.hits(1).double().mean(-1)
     for level in (1, 2, 3):
         for place, lens in enumerate(readings.lenses):
@@ -47,7 +51,7 @@ def test_quarters_of_the_entropy_are_quarters(setup, result):
 
 
 def test_the_worst_are_the_worst(setup, result):
-    readings = setup.readings()
+    readings = setup.lens_scores()
     worst = result.tables["worst"]
     found = [row["kl"] for row in worst]
     assert found == sorted(found, reverse=True)
@@ -69,7 +73,7 @@ def test_contexts_belong_to_their_examples(setup, result):
 def test_the_tail_is_that_of_the_errors(setup, result):
     jumps, errors, targets = setup.jumps("mat"), [], []
     with torch.no_grad():
-        for found in capture_states(setup.model, setup.scored(), [1, 4]):
+        for found in capture_states(setup.model, setup.test_batches(), [1, 4]):
             errors.append((jumps[1, 4](found[1]) - found[4]).double().norm(dim=-1))
             targets.append(found[4].double().norm(dim=-1))
     error, target = torch.cat(errors).numpy(), torch.cat(targets).numpy()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.study_results import tables_of
 
 import layerjump as lj
 from layerjump.generation.rules import SoftmaxGap
@@ -36,7 +37,7 @@ def case(request, data_folder):
     model = lj.load(data_folder / f"tiny-{name}", dtype="float64")
     paper = name == "bert"  # one position a sentence; there all but the first
     settings = Settings(
-        positions="one" if paper else "all", split=of["split"], score=10**9, paper=paper
+        positions="one" if paper else "all", split=of["split"], score_positions=10**9, paper=paper
     )
     setup = Setup(model, lj.load_text(EXAMPLES["documents"]), settings, level_pairs="all")
     return Case(name, json.loads((GOLDEN / f"{name}.json").read_text()), setup)
@@ -60,15 +61,17 @@ def test_r2(case):
     result = r2.run(case.setup)
     assert result.settings["n_fit"] == case.golden["n_fit"]
     assert result.settings["n_test"] == case.golden["n_test"]
-    for found, wanted in zip(result.tables["pairs mat"], case.golden["r2"], strict=True):
+    for found, wanted in zip(tables_of(result)["pairs mat"], case.golden["r2"], strict=True):
         assert found == close(wanted)
-    for found, wanted in zip(result.tables["composed mat"], case.golden["composed"], strict=True):
+    for found, wanted in zip(
+        tables_of(result)["composed mat"], case.golden["composed"], strict=True
+    ):
         assert {name: found[name] for name in wanted} == close(wanted, 20 * STORED[case.name])
 
 
 @pytest.mark.parametrize("lens", ["identity", "mat"])
 def test_predictions(case, lens):
-    rows = predictions.run(case.setup).tables["levels"]
+    rows = tables_of(predictions.run(case.setup))["levels"]
     found = [row for row in rows if row["lens"] == lens]
     for row, wanted in zip(found, case.golden["predictions"][lens], strict=True):
         for name, value in wanted.items():
@@ -81,7 +84,7 @@ def assert_exits(result, wanted):
     for lens, rows in wanted.items():
         found = [
             {name: row[name] for name in ("at", "blocks", "agreement")}
-            for row in result.tables["curves"]
+            for row in tables_of(result)["curves"]
             if row["lens"] == lens and row["kind"] == "dynamic"
         ]
         assert len(found) == len(rows)
@@ -99,7 +102,7 @@ def test_exits(case):
 
 
 def test_exits_at_an_examples_own_position(case):
-    readings = case.setup.readings()
+    readings = case.setup.lens_scores()
     for place, lens in enumerate(readings.lenses):
         for row in case.golden["exits"][lens]:
             rule = SoftmaxGap(row["at"], case.golden["N"])
@@ -117,7 +120,7 @@ def test_linearity(case, linear):
     assert linear.settings["n_fit"] == known["n_fit"]
     assert linear.settings["n_test"] == known["n_test"]
     for which in ("", " without position 0"):
-        rows = zip(linear.tables["blocks"], known[f"blocks{which}"], strict=True)
+        rows = zip(tables_of(linear)["blocks"], known[f"blocks{which}"], strict=True)
         for found, wanted in rows:
             for name, value in wanted.items():
                 assert found[f"{name}{which}"] == close(value), (found["block"], name)
@@ -130,15 +133,17 @@ def test_sizes_of_steps(case, linear):
         pytest.skip(
             "a sample of the positions was taken, and which is not for a plain script to know"
         )
-    for found, wanted in zip(linear.tables["blocks"], case.golden["linearity"]["why"], strict=True):
+    for found, wanted in zip(
+        tables_of(linear)["blocks"], case.golden["linearity"]["why"], strict=True
+    ):
         assert {name: found[name] for name in wanted} == close(wanted, 1e-6)
-    for row in linear.tables["angles"]:
+    for row in tables_of(linear)["angles"]:
         wanted = case.golden["linearity"]["angles"][row["from"]][row["to"]]
         assert row["angle"] == close(wanted, 1e-6)
 
 
 def test_shapes_of_levels(case, linear):
-    rows = zip(linear.tables["levels"], case.golden["linearity"]["levels"], strict=True)
+    rows = zip(tables_of(linear)["levels"], case.golden["linearity"]["levels"], strict=True)
     for found, wanted in rows:
         assert found["anisotropy"] == close(wanted["anisotropy"])
         assert found["mean norm"] == close(wanted["mean norm"])
@@ -148,12 +153,12 @@ def test_shapes_of_levels(case, linear):
 
 def test_in_float32_the_numbers_are_the_same_to_four_digits(case, data_folder):
     model = lj.load(data_folder / f"tiny-{case.name}")
-    setup = replace(case.setup, model=model, _kept={})
-    rows = [row for row in predictions.run(setup).tables["levels"] if row["lens"] == "mat"]
+    setup = case.setup.with_empty_cache(model=model)
+    rows = [row for row in tables_of(predictions.run(setup))["levels"] if row["lens"] == "mat"]
     for row, wanted in zip(rows, case.golden["predictions"]["mat"], strict=True):
         assert row["kl"] == pytest.approx(wanted["kl"], rel=1e-3, abs=1e-6)
         assert row["p@1"] == pytest.approx(wanted["p@1"], abs=0.01)
-    blocks = linearity.run(setup).tables["blocks"]
+    blocks = tables_of(linearity.run(setup))["blocks"]
     for found, wanted in zip(blocks, case.golden["linearity"]["blocks"], strict=True):
         assert found["without residual"] == pytest.approx(wanted["without residual"], abs=1e-4)
 

@@ -24,8 +24,7 @@ from layerjump.studies.human_evaluation import (
     write_key,
     write_sheet,
 )
-from layerjump.studies.registry import select_studies
-from layerjump.studies.runner import run_studies
+from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup
 
 LEVELS = 5
@@ -33,7 +32,7 @@ LEVELS = 5
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(120), Settings(score=50))
+    return Setup(load(data_folder / request.param), stories(120), Settings(score_positions=50))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_items_are_shuffled_and_the_seed_says_how(setup, study, tmp_path):
     assert order[:10] != sorted(order)[:10]
     run_studies(setup, select_studies("plausibility"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() == (study / SHEET).read_bytes()
-    other = setup.without_kept(settings=Settings(score=50, seed=1))
+    other = setup.with_empty_cache(settings=Settings(score_positions=50, seed=1))
     run_studies(other, select_studies("plausibility"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() != (study / SHEET).read_bytes()
 

@@ -11,10 +11,10 @@ import layerjump as lj
 from layerjump.interventions.patching import Rerun
 from layerjump.report.report import panels
 from layerjump.studies import layer_skipping
-from layerjump.studies.ablation import budgeted
-from layerjump.studies.setup import Settings, Setup, fit_all_positions
+from layerjump.studies.ablation import small_batches
+from layerjump.studies.setup import Settings, Setup
 
-SETTINGS = Settings(tokens=12_000, score=100, budget=400)
+SETTINGS = Settings(tokens=12_000, score_positions=100, score_tokens=400)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_with_no_block_run_all_rules_are_one_jump(result):
 
 
 def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
-    jumps = fit_all_positions(setup, "mat", "all")
+    jumps = setup.all_position_jumps("mat", "all")
     costs, _ = layer_skipping._costs(setup, jumps)
     pairs = {(row["from"], row["to"]): row["kl"] for row in result.tables["pairs"]}
     assert costs == pairs
@@ -76,29 +76,29 @@ def test_the_choice_is_made_on_select_documents(setup):
         for batch in layer_skipping._select_batches(setup)
         for document in batch.document
     }
-    assert select <= set(setup.parts().select)
+    assert select <= set(setup.splits().select)
 
 
 def test_without_select_documents_some_are_held_out(setup):
-    other = setup.without_kept(settings=Settings(tokens=6_000, split="300/0/60"))
+    other = setup.with_empty_cache(settings=Settings(tokens=6_000, split="300/0/60"))
     changed, note = layer_skipping.with_select(other)
     assert "held out" in note
-    assert changed.parts().test == other.parts().test
-    assert set(changed.parts().select) | set(changed.parts().fit) == set(other.parts().fit)
-    assert len(changed.parts().select) == 30
+    assert changed.splits().test == other.splits().test
+    assert set(changed.splits().select) | set(changed.splits().fit) == set(other.splits().fit)
+    assert len(changed.splits().select) == 30
 
 
 def test_an_empty_schedule_is_the_model(setup):
-    jumps = fit_all_positions(setup, "mat", "all")
-    rerun = Rerun(setup.model, budgeted(setup)[0])
+    jumps = setup.all_position_jumps("mat", "all")
+    rerun = Rerun(setup.model, small_batches(setup)[0])
     assert torch.equal(layer_skipping.follow(rerun, (), jumps), rerun.levels[-1])
 
 
 def sink_errors(setup: Setup) -> list[tuple[float, float]]:
     """Relative errors of jumped states at position 0, by maps fitted with it and by the lens' maps, without."""
-    jumps, without = fit_all_positions(setup, "mat", "all"), setup.jumps("mat", "all")
+    jumps, without = setup.all_position_jumps("mat", "all"), setup.jumps("mat", "all")
     assert (jumps.provenance.skip_first, without.provenance.skip_first) == (0, 1)
-    rerun = Rerun(setup.model, budgeted(setup)[0])
+    rerun = Rerun(setup.model, small_batches(setup)[0])
     found = []
     for source, target in jumps:
         state, exact = rerun.levels[source.index][:, 0], rerun.levels[target.index][:, 0]
@@ -122,7 +122,7 @@ def test_a_real_sinks_state_survives_every_jump(real_folder, text):
 def test_in_an_affine_network_every_schedule_is_exact(text):
     hf = silent_gpt2()
     model = lj.Model.wrap(hf, byte_tokenizer())
-    settings = Settings(tokens=8_000, score=60, budget=200, estimators=("affine",))
+    settings = Settings(tokens=8_000, score_positions=60, score_tokens=200, estimators=("affine",))
     result = layer_skipping.run(Setup(model, text, settings))
     for row in result.tables["schedules"]:
         assert row["p@1"] == 1
@@ -140,7 +140,9 @@ def test_it_runs_on_an_encoder(data_folder, text):
 
 
 def test_it_follows_the_papers_protocol(data_folder, text):
-    settings = Settings(positions="one", split="330/0/60", paper=True, score=10**9, budget=400)
+    settings = Settings(
+        positions="one", split="330/0/60", paper=True, score_positions=10**9, score_tokens=400
+    )
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), text, settings)
     result = layer_skipping.run(setup)
     assert result.settings["n_fit"] == 297

@@ -6,7 +6,7 @@ import pytest
 from layerjump.errors import BadText
 from layerjump.generation.rules import FINE, GRID, NEVER
 from layerjump.studies import early_exit, examples, predictions, r2
-from layerjump.studies.setup import settings_of
+from layerjump.studies.setup import make_settings
 
 
 def test_the_ends_of_the_exit_curve(study_setup):
@@ -100,8 +100,8 @@ def test_r2_of_neighbours_is_their_composition_and_the_map_beats_identity(study_
 
 def test_every_estimator_is_composed_and_read(study_setup):
     names = ("identity", "mean-shift", "affine", "ridge", "orthogonal", "n-njtc")
-    settings = settings_of("ours", tokens=6_000, score=120, estimators=names)
-    other = study_setup.without_kept(settings=settings)
+    settings = make_settings("ours", tokens=6_000, score_positions=120, estimators=names)
+    other = study_setup.with_empty_cache(settings=settings)
     result = r2.run(other)
     for name in names:
         last = result.tables[f"composed {name}"][-1]
@@ -120,6 +120,6 @@ def test_examples_are_a_few_sentences_with_five_words_each(study_setup):
 
 
 def test_no_test_documents_is_said_before_anything_is_run(study_setup):
-    other = study_setup.without_kept(settings=settings_of("ours", split="90/10/0"))
+    other = study_setup.with_empty_cache(settings=make_settings("ours", split="90/10/0"))
     with pytest.raises(BadText, match="leaves no test documents"):
         r2.run(other)

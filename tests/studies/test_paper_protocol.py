@@ -4,19 +4,20 @@ from helpers.story_text import stories
 
 from layerjump.models.loading import load
 from layerjump.report.report import write_report
-from layerjump.studies.registry import select_studies
-from layerjump.studies.runner import run_studies
-from layerjump.studies.setup import Setup, differences, settings_of
+from layerjump.studies.runner import run_studies, select_studies
+from layerjump.studies.setup import Setup, differences, make_settings
 
 
 def test_nothing_is_said_of_another_protocol(data_folder):
     model = load(data_folder / "tiny-gpt2")
-    assert differences(Setup(model, stories(60), settings_of("ours"))) == []
+    assert differences(Setup(model, stories(60), make_settings("ours"))) == []
 
 
 def test_differences_are_named_in_results_page_and_summary(data_folder, tmp_path):
     model = load(data_folder / "tiny-gpt2")
-    setup = Setup(model, stories(60), settings_of("paper", split="50/0/10", estimators=("affine",)))
+    setup = Setup(
+        model, stories(60), make_settings("paper", split="50/0/10", estimators=("affine",))
+    )
     said = differences(setup)
     assert not any("family" in sentence for sentence in said)
     for part in (
@@ -36,5 +37,5 @@ def test_differences_are_named_in_results_page_and_summary(data_folder, tmp_path
 def test_another_family_is_named(data_folder):
     model = load(data_folder / "tiny-bert")
     model.hf.config.model_type = "roberta"
-    said = differences(Setup(model, stories(60), settings_of("paper", split="50/0/10")))
+    said = differences(Setup(model, stories(60), make_settings("paper", split="50/0/10")))
     assert any("family roberta" in sentence for sentence in said)

@@ -8,7 +8,7 @@ from helpers.story_text import stories
 import layerjump as lj
 from layerjump.generation.calibration.search import THRESHOLDS
 from layerjump.studies import early_exit, probes
-from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.setup import Setup, make_settings
 
 
 def test_curves_go_from_the_whole_model_to_early_levels(study_setup):
@@ -28,7 +28,7 @@ def test_curves_go_from_the_whole_model_to_early_levels(study_setup):
 
 def test_with_enough_text_they_save_more_than_the_papers_rule(data_folder):
     """A trained model and the text of its kind: one lead for all levels is not the best that can be asked of them."""
-    settings = settings_of("ours", tokens=30_000, score=800, split="60/20/20")
+    settings = make_settings("ours", tokens=30_000, score_positions=800, split="60/20/20")
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), stories(1500), settings)
     plain, gated = early_exit.run(setup).headline, probes.run(setup).headline
     for lens in ("identity", "mat"):
@@ -37,7 +37,7 @@ def test_with_enough_text_they_save_more_than_the_papers_rule(data_folder):
 
 def test_an_example_that_leaves_is_right_as_the_lens_is(study_setup):
     test = probes._evidence(study_setup, "mat", "test")
-    readings = study_setup.readings()
+    readings = study_setup.lens_scores()
     place = readings.lenses.index("mat")
     assert torch.equal(test.right, readings.hits(1)[place][:-1])
     torch.testing.assert_close(test.gap, readings.confidence[place][:-1].float())
@@ -46,7 +46,7 @@ def test_an_example_that_leaves_is_right_as_the_lens_is(study_setup):
 
 def test_without_documents_to_fit_on_there_are_none(study_setup):
     settings = replace(study_setup.settings, split="80/0/20")
-    reason = probes.unable(study_setup.without_kept(settings=settings))
+    reason = probes.unable(study_setup.with_empty_cache(settings=settings))
     assert reason is not None
     assert "select split" in reason
     assert probes.unable(study_setup) is None

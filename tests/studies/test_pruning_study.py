@@ -11,7 +11,7 @@ from layerjump.errors import BadEvaluation, BadStudy
 from layerjump.report.report import panels
 from layerjump.studies import pruning
 from layerjump.studies.pruning import counts, methods_of
-from layerjump.studies.setup import settings_of
+from layerjump.studies.setup import make_settings
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,14 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
     from layerjump.evaluation.lm_eval import evaluate
 
     data = write_questions(tmp_path)
-    settings = settings_of(
-        "ours", tokens=6_000, score=120, tasks=("copa", "lambada"), task_data=str(data)
+    settings = make_settings(
+        "ours",
+        tokens=6_000,
+        score_positions=120,
+        eval_tasks=("copa", "lambada"),
+        eval_data=str(data),
     )
-    result = pruning.run(study_setup.without_kept(settings=settings))
+    result = pruning.run(study_setup.with_empty_cache(settings=settings))
     if study_setup.model.masked:
         assert "tasks" not in result.tables
         assert any("next token" in note for note in result.notes)
@@ -92,6 +96,6 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
 
 def test_wrong_tasks_are_said_before_anything_is_run(tmp_path):
     with pytest.raises(BadStudy, match="give that folder"):
-        settings_of("ours", tasks=("copa",))
+        make_settings("ours", eval_tasks=("copa",))
     with pytest.raises(BadEvaluation, match="there is no"):
-        settings_of("ours", tasks=("copa",), task_data=str(tmp_path))
+        make_settings("ours", eval_tasks=("copa",), eval_data=str(tmp_path))

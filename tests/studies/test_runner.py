@@ -11,10 +11,9 @@ import torch
 import layerjump as lj
 from layerjump.cli import main
 from layerjump.errors import BadArtifact, BadStudy, NewerFormat
-from layerjump.studies.registry import MAIN, STUDIES, select_studies
 from layerjump.studies.results import Result, plain
-from layerjump.studies.runner import FILE, load_results, run_studies
-from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.runner import FILE, MAIN, STUDIES, load_results, run_studies, select_studies
+from layerjump.studies.setup import Setup, make_settings
 
 
 def without_seconds(results):
@@ -26,7 +25,7 @@ def without_seconds(results):
 def whole(study_setup, tmp_path_factory):
     """The results of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    return run_studies(study_setup.without_kept(), select_studies(None), folder), folder
+    return run_studies(study_setup.with_empty_cache(), select_studies(None), folder), folder
 
 
 def test_results_are_what_the_file_holds(whole):
@@ -53,10 +52,12 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
     studies = select_studies(None)
     cut = [replace(study, run=die) if study.name == "exits" else study for study in studies]
     with pytest.raises(RuntimeError, match="gone"):
-        run_studies(study_setup.without_kept(), cut, tmp_path)
+        run_studies(study_setup.with_empty_cache(), cut, tmp_path)
     before = load_results(tmp_path)
     assert list(before["studies"]) == ["r2", "predictions"]
-    found = run_studies(study_setup.without_kept(), studies, tmp_path, resume=True, say=said.append)
+    found = run_studies(
+        study_setup.with_empty_cache(), studies, tmp_path, resume=True, say=said.append
+    )
     assert said[:2] == ["r2: done before", "predictions: done before"]
     for name in before["studies"]:
         assert found["studies"][name] == before["studies"][name]
@@ -66,25 +67,29 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
 
 def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup, tmp_path):
     wanted, _ = whole
-    run_studies(study_setup.without_kept(), select_studies("r2"), tmp_path)
-    found = run_studies(study_setup.without_kept(), select_studies("exits"), tmp_path, resume=True)
+    run_studies(study_setup.with_empty_cache(), select_studies("r2"), tmp_path)
+    found = run_studies(
+        study_setup.with_empty_cache(), select_studies("exits"), tmp_path, resume=True
+    )
     assert list(found["studies"]) == ["r2", "exits"]
     assert found["studies"]["exits"]["tables"] == wanted["studies"]["exits"]["tables"]
 
 
 def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
     _, folder = whole
-    other = study_setup.without_kept(settings=settings_of("ours", tokens=6_000, score=121))
+    other = study_setup.with_empty_cache(
+        settings=make_settings("ours", tokens=6_000, score_positions=121)
+    )
     with pytest.raises(
         BadArtifact, match="another settings than this run's; give force=True in place of"
     ):
         run_studies(other, select_studies("r2"), folder, resume=True)
-    other = study_setup.without_kept(corpus=lj.load_text("pydoc", limit=150))
+    other = study_setup.with_empty_cache(corpus=lj.load_text("pydoc", limit=150))
     with pytest.raises(BadArtifact, match="another text"):
         run_studies(other, select_studies("r2"), folder, resume=True)
-    run_studies(study_setup.without_kept(), select_studies("examples"), tmp_path)
+    run_studies(study_setup.with_empty_cache(), select_studies("examples"), tmp_path)
     with pytest.raises(BadArtifact, match="another level_pairs"):
-        run_studies(study_setup.without_kept(), select_studies("r2"), tmp_path, resume=True)
+        run_studies(study_setup.with_empty_cache(), select_studies("r2"), tmp_path, resume=True)
 
 
 def test_files_that_are_no_results_are_refused(tmp_path):
@@ -110,7 +115,10 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
     whole_model.hf.bert.save_pretrained(tmp_path / "body")
     whole_model.tokenizer.save_pretrained(tmp_path / "body")
     model = lj.load(tmp_path / "body")
-    setup, said = Setup(model, study_text, settings_of("ours", tokens=6_000, score=120)), []
+    setup, said = (
+        Setup(model, study_text, make_settings("ours", tokens=6_000, score_positions=120)),
+        [],
+    )
     results = run_studies(setup, select_studies(None), tmp_path / "out", say=said.append)["studies"]
     for name in ("predictions", "exits", "examples"):
         assert "without its prediction head" in results[name]["skipped"]

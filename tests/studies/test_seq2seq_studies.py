@@ -14,14 +14,14 @@ from layerjump.jumps.memory import estimate_cost
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.studies import early_exit, examples, linearity, predictions, r2, submodules
-from layerjump.studies.setup import Setup, settings_of
+from layerjump.studies.setup import Setup, make_settings
 
 model, corpus = seq2seq_models.model, seq2seq_models.corpus  # fixtures
 
 
 @pytest.fixture(scope="module")
 def setup(model, corpus) -> Setup:
-    return Setup(model, corpus, settings_of("ours", split="60/20/20", score=60))
+    return Setup(model, corpus, make_settings("ours", split="60/20/20", score_positions=60))
 
 
 def test_submodules_take_in_cross_attention(model, corpus):
@@ -96,13 +96,15 @@ def test_examples_show_what_both_have_read(setup):
 def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
     model = made("t5", "short-encoder")
     assert (model.n_blocks, model.encoder_side().n_blocks) == (3, 2)
-    result = linearity.run(Setup(model, corpus, settings_of("ours", split="60/20/20")))
+    result = linearity.run(Setup(model, corpus, make_settings("ours", split="60/20/20")))
     assert len(result.tables["blocks"]) == 3
     assert len(result.tables["encoder blocks"]) == 2
 
 
 def test_cross_attention_is_replaced_beside_self_attention(model, corpus):
-    settings = settings_of("ours", split="60/20/20", budget=200, estimators=("ridge",), score=40)
+    settings = make_settings(
+        "ours", split="60/20/20", score_tokens=200, estimators=("ridge",), score_positions=40
+    )
     tables = submodules.run(Setup(model, corpus, settings)).tables
     suffix, why = tables["suffix"], tables["why"]
     assert {"attn", "xattn", "ffn", "norms"} <= {row["part"] for row in suffix}

@@ -6,7 +6,7 @@ import torch
 import layerjump as lj
 from layerjump.data.positions import PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
-from layerjump.studies.setup import Settings, Setup, settings_of
+from layerjump.studies.setup import Settings, Setup, make_settings
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +25,19 @@ def text():
 
 
 def setup(model, text, **settings):
-    return Setup(model, text, settings_of("ours", **settings))
+    return Setup(model, text, make_settings("ours", **settings))
 
 
 def test_the_papers_protocol():
-    found = settings_of("paper", estimators=("mat",), seed=3, tokens=None)
+    found = make_settings("paper", estimators=("mat",), seed=3, tokens=None)
     assert (found.split, found.positions, found.paper, found.seed) == (
         "9000/0/1000",
         "one",
         True,
         3,
     )
-    assert settings_of("ours") == Settings()
-    assert settings_of("paper", split="90/0/10").split == "90/0/10"
+    assert make_settings("ours") == Settings()
+    assert make_settings("paper", split="90/0/10").split == "90/0/10"
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_the_papers_protocol():
 )
 def test_senseless_settings_are_refused(error, message, protocol, given):
     with pytest.raises(error, match=message):
-        settings_of(protocol, **given)
+        make_settings(protocol, **given)
 
 
 def test_where_predictions_are_scored(causal, masked, text):
     def positions(model, protocol="ours", **given):
-        return Setup(model, text, settings_of(protocol, **given)).test_positions()
+        return Setup(model, text, make_settings(protocol, **given)).test_positions()
 
     assert positions(causal) == positions(causal, positions="15%") == Positions("all")
     assert positions(causal, positions="one") == Positions("one")
@@ -113,7 +113,7 @@ def test_a_split_without_test_documents_is_named(causal, text):
     with pytest.raises(BadText, match="leaves no test documents"):
         setup(causal, text, split="90/10/0").batches()
     with pytest.raises(TextTooShort, match="there are 200"):
-        Setup(causal, text, settings_of("paper")).documents("fit")
+        Setup(causal, text, make_settings("paper")).documents("fit")
 
 
 def test_the_same_text_is_scored_as_by_the_fits_own_test(causal, text):
@@ -126,7 +126,7 @@ def test_what_is_made_is_kept(causal, text):
     one = setup(causal, text, tokens=3_000)
     assert one.readings() is one.readings()
     assert one.jumps("mat") is one.jumps("mat")
-    fresh = one.without_kept(settings=settings_of("ours", tokens=2_000))
+    fresh = one.with_empty_cache(settings=make_settings("ours", tokens=2_000))
     assert fresh.collected() is not one.collected()
     assert fresh.settings.tokens == 2_000
 

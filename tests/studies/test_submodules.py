@@ -10,11 +10,11 @@ from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun, replace_by_map
 from layerjump.report.summary import findings
 from layerjump.studies import attention_heads, submodules
-from layerjump.studies.ablation import budgeted
+from layerjump.studies.ablation import small_batches
 from layerjump.studies.attention_mass import attention_mass
-from layerjump.studies.setup import Settings, Setup, _plan, fit_all_positions
+from layerjump.studies.setup import Settings, Setup
 
-SETTINGS = Settings(tokens=12_000, score=150, budget=600)
+SETTINGS = Settings(tokens=12_000, score_positions=150, score_tokens=600)
 
 
 def setup_of(folder, name: str, **changes) -> Setup:
@@ -84,8 +84,8 @@ def test_at_the_last_level_nothing_is_replaced(result):
 def test_one_block_is_the_suffix_of_the_last_block(setup):
     """Replacing from level L − 1 on is replacing in block L alone."""
     model, part = setup.model, "attn"
-    jumps = fit_all_positions(setup, "mat", "submodules")
-    rerun = Rerun(model, budgeted(setup)[0])
+    jumps = setup.all_position_jumps("mat", "submodules")
+    rerun = Rerun(model, small_batches(setup)[0])
     (pair,) = submodules.submodule_pairs(model, 4, part)
     alone = rerun.from_level(3, changes={pair: replace_by_map(jumps[pair])})
     later = rerun.from_level(3, changes=submodules._changes(model, jumps, part))
@@ -115,7 +115,7 @@ def test_attention_mass_is_a_share(setup, result):
 def test_attention_mass_is_hugging_faces(gpt2, data_folder):
     from transformers import AutoModelForCausalLM
 
-    batches = budgeted(gpt2, 0.1)
+    batches = small_batches(gpt2, 0.1)
     mass, note = attention_mass(gpt2.model, batches)
     assert note is None
     assert gpt2.model.hf.config._attn_implementation == "sdpa"
@@ -136,7 +136,7 @@ def test_attention_mass_is_hugging_faces(gpt2, data_folder):
 
 def test_the_sinks_state_survives(gpt2):
     """Maps fitted with position 0 keep its state, which others attend to, better than those fitted without."""
-    rerun = Rerun(gpt2.model, budgeted(gpt2)[0])
+    rerun = Rerun(gpt2.model, small_batches(gpt2)[0])
     exact = rerun.levels[-1][:, 0]
 
     def error(jumps, part):
@@ -144,7 +144,7 @@ def test_the_sinks_state_survives(gpt2):
         changed = rerun.from_level(0, changes=changes)[:, 0]
         return float((changed - exact).norm() / exact.norm())
 
-    kept = fit_all_positions(gpt2, "mat", "submodules")
+    kept = gpt2.all_position_jumps("mat", "submodules")
     blind = lj.fit(gpt2.model, gpt2.corpus, pairs="submodules")
     errors = [[error(jumps, part) for part in submodules.PARTS] for jumps in (kept, blind)]
     assert max(errors[0]) < 0.55, errors
@@ -152,7 +152,7 @@ def test_the_sinks_state_survives(gpt2):
 
 
 def test_encoders_are_fitted_at_all_positions_of_masked_text(bert):
-    plan = _plan(bert, "submodules")
+    plan = bert.all_position_plan("submodules")
     batch = plan.batches["fit"][0]
     assert batch.n_picks == batch.n_tokens
     masked = (batch.input_ids == bert.model.tokenization.mask).sum()
@@ -207,5 +207,7 @@ def test_the_cost_is_stated(result):
 
 
 def test_a_budget_larger_than_the_text_takes_all_of_it(gpt2):
-    few = gpt2.without_kept(settings=gpt2.settings.__class__(tokens=2_000, budget=10**7, score=50))
-    assert budgeted(few).n_picks > 0
+    few = gpt2.with_empty_cache(
+        settings=gpt2.settings.__class__(tokens=2_000, budget=10**7, score=50)
+    )
+    assert small_batches(few).n_picks > 0

@@ -13,8 +13,7 @@ import layerjump as lj
 from layerjump.errors import BadStudy, ModelNotFound
 from layerjump.report.report import panels
 from layerjump.studies import architecture, finetuning, training_dynamics
-from layerjump.studies.registry import select_studies
-from layerjump.studies.runner import run_studies
+from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup
 from layerjump.training.finetune import ChoiceItem
 from layerjump.training.model import VARIANTS
@@ -35,11 +34,11 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def setup(trained):
-    return Setup(lj.load(trained), stories(60, seed=2), Settings(runs=2))
+    return Setup(lj.load(trained), stories(60, seed=2), Settings(finetune_runs=2))
 
 
 def with_settings(setup, **changes):
-    return setup.without_kept(settings=replace(setup.settings, **changes))
+    return setup.with_empty_cache(settings=replace(setup.settings, **changes))
 
 
 def test_without_what_they_need_they_are_skipped(setup, tmp_path):
@@ -72,7 +71,7 @@ def test_dynamics_refuses_what_is_no_checkpoint(setup, tmp_path):
     named = replace(setup.model, name="no/such-model")
     with pytest.raises(ModelNotFound):
         training_dynamics.run(
-            with_settings(setup, checkpoints=("step1000",)).without_kept(model=named)
+            with_settings(setup, checkpoints=("step1000",)).with_empty_cache(model=named)
         )
 
 
@@ -127,6 +126,8 @@ def test_architectures_are_trained_and_compared(setup):
 
 
 def test_a_masked_model_is_told_why_not(data_folder):
-    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, Settings(steps=2, task="x"))
+    setup = Setup(
+        lj.load(data_folder / "tiny-bert"), TEXT, Settings(train_steps=2, finetune_task="x")
+    )
     assert "not causal" in architecture.unable(setup)
     assert "not causal" in finetuning.unable(setup)

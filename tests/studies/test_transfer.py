@@ -8,11 +8,10 @@ from helpers.story_text import letters, stories
 from layerjump.jumps.fit import solve_jumps
 from layerjump.models.loading import load
 from layerjump.studies import transfer
-from layerjump.studies.registry import select_studies
-from layerjump.studies.runner import run_studies
+from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup
 
-SETTINGS = Settings(score=150, estimators=("affine",))
+SETTINGS = Settings(score_positions=150, estimators=("affine",))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_the_matrix_is_the_mean_of_the_levels(result):
 
 
 def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
-    jumps = solve_jumps(setup.collected("to-last"), "affine")
+    jumps = solve_jumps(setup.moments("to-last"), "affine")
     rows = [r for r in result.tables["levels"] if r["fit"] == r["test"] == "stories"]
     for row in rows:
         # Jumps are kept in float32.
@@ -71,6 +70,6 @@ def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
 
 
 def test_with_one_text_it_is_skipped(setup, tmp_path):
-    alone = setup.without_kept(others=())
+    alone = setup.with_empty_cache(others=())
     results = run_studies(alone, select_studies("transfer"), tmp_path)
     assert "text twice" in results["studies"]["transfer"]["skipped"]

@@ -92,7 +92,7 @@ def evaluate(
     """
     from layerjump.evaluation.early_exit import make_variant
     from layerjump.models.loading import load
-    from layerjump.studies.results import plain
+    from layerjump.studies.results import to_json
 
     _check(tasks, data, limit, wikitext)
     text = None if wikitext is None else _read_text(wikitext)
@@ -126,7 +126,7 @@ def evaluate(
                 progress=update,
             )
         record["wikitext"] = asdict(measured)
-    record = plain(record)
+    record = to_json(record)
     _print_record(record, as_json=as_json)
     if output is not None:
         from layerjump.io import write_json

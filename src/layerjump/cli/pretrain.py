@@ -146,7 +146,7 @@ def pretrain(
 
 
 def _render_page(record: dict[str, Any]) -> str:
-    from layerjump.report.training_report import training_page
+    from layerjump.report.report import training_page
 
     return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
 

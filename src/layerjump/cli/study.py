@@ -131,29 +131,30 @@ def study(
     from layerjump.evaluation.tasks import select_tasks
     from layerjump.models.loading import load
     from layerjump.report.report import write_report
-    from layerjump.studies.registry import select_studies
-    from layerjump.studies.runner import run_studies
-    from layerjump.studies.setup import Setup, settings_of
+    from layerjump.studies.runner import run_studies, select_studies
+    from layerjump.studies.setup import Setup, make_settings
 
     selected = select_studies(",".join(studies) if studies else None)
-    settings = settings_of(
+    settings = make_settings(
         protocol,
         tokens=tokens,
         positions=positions,
         split=split,
         seed=seed,
         estimators=tuple(name.strip() for name in estimators.split(",")),
-        score=score_positions,
-        budget=score_tokens,
+        score_positions=score_positions,
+        score_tokens=score_tokens,
         targets=tuple(target or (0.95,)),
         exit_position=exit_position,
-        tasks=None if eval_tasks is None else tuple(task.name for task in select_tasks(eval_tasks)),
-        task_data=None if eval_data is None else str(eval_data),
-        task_limit=eval_limit,
+        eval_tasks=None
+        if eval_tasks is None
+        else tuple(task.name for task in select_tasks(eval_tasks)),
+        eval_data=None if eval_data is None else str(eval_data),
+        eval_limit=eval_limit,
         checkpoints=tuple(checkpoint or ()),
-        task=finetune_task,
-        steps=train_steps,
-        runs=finetune_runs,
+        finetune_task=finetune_task,
+        train_steps=train_steps,
+        finetune_runs=finetune_runs,
     )
     loaded = load(
         model,
@@ -172,7 +173,7 @@ def study(
             output,
             command=shlex.join(["layerjump", *sys.argv[1:]]),
             resume=resume,
-            say=lambda line: print(line, file=sys.stderr),
+            log=lambda line: print(line, file=sys.stderr),
         )
     paths = write_report(results, output)
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)

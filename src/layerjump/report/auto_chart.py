@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from layerjump.studies.charts import (
+from layerjump.studies._untyped import (
     BLUE,
     DASHES,
     Panel,
+    Row,
     add_line,
     bars,
     colours,
@@ -28,29 +29,8 @@ from layerjump.studies.charts import (
     safe,
     unique,
 )
-from layerjump.studies.results import Row
-from layerjump.studies.tables import any_table, columns_of
-
-
-def same_axes(panels: Sequence[Panel]) -> None:
-    """Set one range for the values of each figure of a panel over all runs; x is left to each model's own depth."""
-    for figures in zip(*[panel.figures for panel in panels], strict=False):
-        lines = [figure for figure in figures if _has_free_y(figure)]
-        values = [value for figure in lines for value in _values(figure)]
-        if len(lines) == len(figures) and values:
-            low, high = min(0.0, min(values)), max(values)
-            for figure in figures:
-                figure.update_yaxes(range=[low, high + 0.05 * (high - low or 1)])
-
-
-def _has_free_y(figure: go.Figure) -> bool:
-    traces = {trace.type for trace in figure.data}
-    return traces == {"scatter"} and figure.layout.yaxis.range is None
-
-
-def _values(figure: go.Figure) -> list[float]:
-    return [value for trace in figure.data for value in trace.y if value is not None]
-
+from layerjump.studies.charts import _keys as columns_of
+from layerjump.studies.charts import table_of_records as any_table
 
 PLACES = ("level", "block", "layer", "from", "to", "head", "position")
 AMOUNTS = (

@@ -1,7 +1,7 @@
 """The report page: sections and panels as one self-contained HTML file.
 
-Whatever comes from data is escaped where it is put in. As a second lock, the page's security policy names the two
-scripts it may run by their hashes and forbids every request.
+Everything that comes from data is escaped where it is inserted. As a second safeguard, the content security policy of
+the page names its two scripts by their hashes and forbids every request.
 """
 
 from __future__ import annotations
@@ -10,81 +10,88 @@ import base64
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from string import Template
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from layerjump import __version__
-from layerjump.report.summary import Finding
-from layerjump.studies.charts import Panel, Study, safe, unique
-from layerjump.studies.tables import csv_link
+from layerjump.studies.charts import Panel, csv_link, safe, unique
+from layerjump.studies.results import Finding
 
 _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3"}
+_NO_COMMAND = "run_studies(…), from Python"
+
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Tables as results.json holds them."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One chapter of a page and its line in the contents."""
+    """One section of a page and its entry in the contents."""
 
     anchor: str
-    short: str
+    label: str
     html: str
 
 
 @dataclass(frozen=True)
 class Drawer:
-    """Turns panels into HTML; gives every figure of a page an id of its own."""
+    """Turns panels into HTML and gives every figure of a page its own id."""
 
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def panel(self, panel: Panel, study: Study, *, files: str, command: str) -> str:
-        """A panel with its title: see `block`."""
-        block = self.block(panel, study, files=files, command=command)
-        return f'<article class="panel"><h3>{safe(panel.title)}</h3>{block}</article>'
+    def article(self, panel: Panel, tables: Records, *, files: str, command: str) -> str:
+        """Return a panel with its title."""
+        body = self.body(panel, tables, files=files, command=command)
+        return f'<article class="panel"><h3>{safe(panel.title)}</h3>{body}</article>'
 
-    def block(self, panel: Panel, study: Study, *, files: str, command: str) -> str:
-        """The sentence, the keys, the figures, then the data and the command that made them."""
-        # Two and four figures stand in two columns, three in three.
-        many = {1: "single", 2: "pairs", 4: "pairs"}.get(len(panel.figures), "")
+    def body(self, panel: Panel, tables: Records, *, files: str, command: str) -> str:
+        """Return the sentence, the legend, the figures, the CSV files (`files` starts their names) and the command."""
+        columns = {1: "single", 2: "pairs", 4: "pairs"}.get(len(panel.figures), "")
         figures = "".join(self._figure(figure, panel) for figure in panel.figures)
         links = "".join(
-            csv_link(study["tables"][table], f"{files}-{slug(table)}.csv") for table in panel.tables
+            csv_link(tables[table], f"{files}-{slug(table)}.csv") for table in panel.tables
         )
-        made = f"<p>Command: <code>{safe(command)}</code></p>"
         return (
-            f'<div class="block"><p class="reading">{safe(panel.reading)}</p>{_keys(panel.figures)}'
-            + (f'<div class="figures {many}">{figures}</div>' if figures else "")
-            + f'{panel.html}<div class="source"><p>Data: {links}</p>{made}</div></div>'
+            f'<div class="block"><p class="reading">{safe(panel.reading)}</p>{_legend(panel.figures)}'
+            + (f'<div class="figures {columns}">{figures}</div>' if figures else "")
+            + f'{panel.html}<div class="source"><p>Data: {links}</p>'
+            + f"<p>Command: {command_html(command)}</p></div></div>"
         )
 
     def _figure(self, figure: go.Figure, panel: Panel) -> str:
-        # The keys above the figures are the legend of all of them.
+        # The legend above the figures is the legend of all of them.
         drawn = go.Figure(figure).update_layout(showlegend=False)
         name = f"figure-{next(self.ids)}"
         label = safe(f"{panel.title}. {panel.reading}")
         height = figure.layout.height
+        # Escaped so that no text ends the script element.
+        data = drawn.to_json()
+        for character in "&<>":
+            data = data.replace(character, f"\\u{ord(character):04x}")
         return (
             f'<div class="figure" id="{name}" role="img" aria-label="{label}" style="height:{height}px"></div>'
-            f'<script type="application/json" id="{name}-data">{json_in_html(drawn.to_json())}</script>'
+            f'<script type="application/json" id="{name}-data">{data}</script>'
         )
 
 
-def json_in_html(text: str) -> str:
-    """JSON that cannot end the element it stands in."""
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def command_html(command: str) -> str:
+    """Return the command of a run as HTML."""
+    return f"<code>{safe(command or _NO_COMMAND)}</code>"
 
 
 def slug(text: str) -> str:
-    """A name for files and anchors: letters, digits and hyphens."""
+    """Return a name for files and anchors: letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
 
 
-def _keys(figures: Sequence[go.Figure]) -> str:
-    """One legend for all lines and bars of a panel; none where there is nothing to tell apart."""
+def _legend(figures: Sequence[go.Figure]) -> str:
+    """Return one legend for all lines and bars of a panel; none where there is only one."""
     traces = [
         trace
         for figure in figures
@@ -117,32 +124,32 @@ def _swatch(trace: go.Scatter | go.Bar) -> str:
     return f'<svg width="26" height="10" aria-hidden="true">{shape}</svg>'
 
 
-def cards(found: Sequence[Finding]) -> str:
-    """The headlines, one card each."""
+def cards(findings: Sequence[Finding]) -> str:
+    """Return the main findings, one card each."""
     inner = "".join(
-        f'<div class="card"><h3>{safe(item.asks)}</h3><p class="answer">{safe(item.answer)}</p>'
-        f"<p>{safe(item.rest)}</p></div>"
-        for item in found
+        f'<div class="card"><h3>{safe(item.title)}</h3><p class="answer">{safe(item.answer)}</p>'
+        f"<p>{safe(item.detail)}</p></div>"
+        for item in findings
     )
     return f'<div class="cards">{inner}</div>' if inner else ""
 
 
 def page(title: str, about: str, findings: str, sections: Sequence[Section]) -> str:
-    """The whole file. `about` and `findings` are HTML already."""
-    plotly, script = get_plotlyjs(), _part("report.js")
+    """Return the page; `about` and `findings` are HTML already."""
+    plotly, script = get_plotlyjs(), _template("report.js")
     # Only these two scripts may run, and nothing may be fetched. Plotly writes styles and data: pictures.
     policy = (
         f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     contents = "".join(
-        f'<li><a href="#{section.anchor}">{safe(section.short)}</a></li>' for section in sections
+        f'<li><a href="#{section.anchor}">{safe(section.label)}</a></li>' for section in sections
     )
-    return Template(_part("report.html")).substitute(
+    return Template(_template("report.html")).substitute(
         policy=policy,
         version=__version__,
         title=safe(title),
-        style=_part("colours.css") + _part("report.css"),
+        style=_template("colours.css") + _template("report.css"),
         contents=contents,
         about=about,
         findings=findings,
@@ -152,7 +159,7 @@ def page(title: str, about: str, findings: str, sections: Sequence[Section]) -> 
     )
 
 
-def _part(name: str) -> str:
+def _template(name: str) -> str:
     return (resources.files("layerjump.report") / "templates" / name).read_text(encoding="utf-8")
 
 

@@ -1,9 +1,4 @@
-"""Write `report.html` and `summary.md` of one run, or of several side by side.
-
-Which figures each study is shown with. They are made from the tables of `results.json` and nothing else.
-
-`report.html` and `summary.md` of one run, or of several side by side.
-"""
+"""Write `report.html` and `summary.md` of one run, or of several side by side."""
 
 from __future__ import annotations
 
@@ -14,105 +9,96 @@ from typing import Any
 
 from layerjump.errors import BadArtifact, LayerjumpError, one_line
 from layerjump.io import write_text, writing
-from layerjump.report.auto_chart import fallback, same_axes
-from layerjump.report.page import Drawer, Section, cards, page, slug
+from layerjump.report.auto_chart import fallback
+from layerjump.report.page import Drawer, Section, cards, command_html, page, slug
 from layerjump.report.summary import (
-    Results,
-    about_model,
     comparison_summary,
+    describe_run,
     findings,
     headline_rows,
-    short_name,
+    model_name,
     summary,
 )
-from layerjump.studies import (
-    architecture,
-    early_exit,
-    examples,
-    finetuning,
-    layer_skipping,
-    linearity,
-    predictions,
-    pruning,
-    training_dynamics,
+from layerjump.studies.charts import (
+    Panel,
+    html_cell,
+    html_table,
+    number,
+    plain_words,
+    safe,
+    unique,
 )
-from layerjump.studies.charts import Maker, Panel, Study, number, plain_words, safe, unique
-from layerjump.studies.registry import STUDIES
-from layerjump.studies.tables import cell, html_table
-
-MAKERS: dict[str, list[Maker]] = {
-    "r2": [predictions.r2_pairs, predictions.r2_composed],
-    "predictions": [predictions.predictions],
-    "exits": [early_exit.curves, early_exit.savings],
-    "linearity": [linearity.scores, linearity.steps, linearity.angles, linearity.shape],
-    "examples": [examples.examples],
-    "alternation": [layer_skipping.schedules],
-    "pruning": [pruning.pruned, pruning.tasks],
-    "dynamics": [training_dynamics.over_steps, training_dynamics.by_block],
-    "finetune": [finetuning.blocks],
-    "architecture": [architecture.variants],
-}
-"""To show a study in its own way, add a row; what no maker draws is drawn by `fallback`."""
-
-
-def panels(name: str, study: Study) -> list[Panel]:
-    """Every panel of a study: those of its makers, then one for each table that none of them used."""
-    found = [panel for maker in MAKERS.get(name, []) for panel in maker(study)]
-    used = {table for panel in found for table in panel.tables}
-    rest = {table: rows for table, rows in study["tables"].items() if table not in used and rows}
-    return found + [fallback(table, rows) for table, rows in rest.items()]
-
+from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, to_json
+from layerjump.studies.runner import STUDIES, study_named
+from layerjump.studies.training_dynamics import by_block, over_steps
 
 PAGE, SUMMARY = "report.html", "summary.md"
-_NO_COMMAND = "run_studies(…), from Python"
+
+
+def write_report(results: Results, folder: Path) -> list[Path]:
+    """Write the page and the summary of one run; return their paths, the summary last."""
+    drawer = Drawer()
+    with _showing("these results"):
+        sections = [
+            Section(slug(name), plain_words(name), _study_section(outcome, results.run, drawer))
+            for name, outcome in results.studies.items()
+        ]
+        sections.append(_how_made([results.run], ["value"]))
+        title, about = model_name(results.run), safe(describe_run(results.run))
+        html = page(title, about, cards(findings(results)), sections)
+        return _write(folder, html, summary(results))
+
+
+def write_comparison(runs: Sequence[Results], folder: Path) -> list[Path]:
+    """Write one page that shows the same findings of several runs side by side; return the paths."""
+    drawer, labels = Drawer(), label_runs([results.run for results in runs])
+    with _showing("these results"):
+        sections = [Section("headlines", "headlines", _headlines(runs, labels))]
+        for name in unique(name for results in runs for name in results.studies):
+            section = _compared_section(name, runs, labels, drawer)
+            sections.append(Section(slug(name), plain_words(name), section))
+        sections.append(_how_made([results.run for results in runs], labels))
+        about = "<br>".join(
+            f"<b>{safe(label)}</b>: {safe(describe_run(results.run))}"
+            for label, results in zip(labels, runs, strict=True)
+        )
+        html = page(" and ".join(labels), about, "", sections)
+        return _write(folder, html, comparison_summary(runs, labels))
+
+
+def training_page(record: Mapping[str, Any], command: str) -> str:
+    """Return the page of one pretraining run, from its record alone."""
+    drawer, settings = Drawer(), record["settings"]
+    title = (
+        f"{settings['arch']}, {settings['shape_layers']} blocks, d_model {settings['shape_hidden']}"
+    )
+    penalty = settings["penalty"]
+    if penalty != "none":
+        penalty = f"{penalty} × {settings['strength']:g}"
+    about = (
+        f"{number(record['parameters'])} parameters; {number(settings['steps'])} steps of {settings['batch']} × "
+        f"{settings['length']} tokens of {record['text']['name']}; penalty: {penalty}; seed {settings['seed']}"
+    )
+    html = "".join(
+        drawer.article(panel, record["tables"], files="training", command=command)
+        for maker in (over_steps, by_block)
+        for panel in maker(record)
+    )
+    return page(title, safe(about), "", [Section("training", "training", html)])
 
 
 @contextmanager
-def showing(what: str) -> Iterator[None]:
-    """Turn results that do not hold what a page is made of into one line.
-
-    Any error: tables are drawn by whatever code suits them, and each needs something else of them.
-    """
+def _showing(subject: str) -> Iterator[None]:
+    """Turn any error of drawing into one line: reading checks types, but not, for example, that a table has rows."""
     try:
         yield
     except LayerjumpError:
         raise
     except Exception as error:
         raise BadArtifact(
-            f"{what} cannot be shown, so results.json was edited, damaged or written by another version "
+            f"{subject} cannot be shown, so results.json was edited, damaged or written by another version "
             f"({type(error).__name__} {one_line(error)}); run the study again"
         ) from error
-
-
-@showing("these results")
-def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write the page and the summary of one run; returns their paths, the summary's last."""
-    drawer = Drawer()
-    sections = [
-        Section(slug(name), plain_words(name), _study(name, study, results, drawer))
-        for name, study in results["studies"].items()
-    ]
-    sections.append(Section("made", "how this was made", _made([results], ["value"])))
-    html = page(short_name(results), safe(about_model(results)), cards(findings(results)), sections)
-    return _write(folder, html, summary(results))
-
-
-@showing("these results")
-def write_comparison(results: Sequence[Results], folder: Path) -> list[Path]:
-    """Write one page that shows the same findings of several runs beside each other."""
-    names, drawer = labels(results), Drawer()
-    sections = [Section("headlines", "headlines", _headlines(results, names))]
-    for study in unique(name for run in results for name in run["studies"]):
-        sections.append(
-            Section(slug(study), plain_words(study), _beside(study, results, names, drawer))
-        )
-    sections.append(Section("made", "how these were made", _made(results, names)))
-    about = "<br>".join(
-        f"<b>{safe(name)}</b>: {safe(about_model(run))}"
-        for name, run in zip(names, results, strict=True)
-    )
-    html = page(" and ".join(names), about, "", sections)
-    return _write(folder, html, comparison_summary(results, names))
 
 
 def _write(folder: Path, html: str, text: str) -> list[Path]:
@@ -124,141 +110,161 @@ def _write(folder: Path, html: str, text: str) -> list[Path]:
     return paths
 
 
-def labels(results: Sequence[Results]) -> list[str]:
-    """A name for each run, no two alike: the model, where that is not enough its text, then a number."""
-    names = [short_name(run) for run in results]
-    if len(set(names)) < len(names):
-        texts = [str(run["text"]["name"]).rstrip("/").split("/")[-1] for run in results]
-        names = [f"{name} on {text}" for name, text in zip(names, texts, strict=True)]
-    if len(set(names)) < len(names):
-        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
-    return names
+def label_runs(runs: Sequence[RunInfo]) -> list[str]:
+    """Return a distinct name for each run: the model, where that is not enough its text, then a number."""
+    labels = [model_name(run) for run in runs]
+    if len(set(labels)) < len(labels):
+        texts = [run.text.name.rstrip("/").split("/")[-1] for run in runs]
+        labels = [f"{label} on {text}" for label, text in zip(labels, texts, strict=True)]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label} ({index})" for index, label in enumerate(labels, 1)]
+    return labels
 
 
-def _study(name: str, study: Study, results: Results, drawer: Drawer) -> str:
-    """A study's chapter: the question, its panels, what one must know."""
-    with showing(f"the study {name[:50]}"):
-        return _whole_chapter(name, study, results, drawer)
+def panels(outcome: Outcome | None) -> list[Panel]:
+    """Return every panel of a study; none where it was skipped."""
+    if not isinstance(outcome, Result):
+        return []
+    drawn = study_named(outcome.study).figures(outcome)
+    used = {table for panel in drawn for table in panel.tables}
+    rest = {k: v for k, v in to_json(outcome.tables).items() if k not in used and v}
+    return drawn + [fallback(table, rows) for table, rows in rest.items()]
 
 
-def _whole_chapter(name: str, study: Study, results: Results, drawer: Drawer) -> str:
-    if study["skipped"]:
-        return _chapter(name, _skipped(study))
-    files, command = f"{slug(short_name(results))}-{slug(name)}", results["command"] or _NO_COMMAND
-    drawn = [
-        drawer.panel(panel, study, files=files, command=command) for panel in panels(name, study)
-    ]
-    return _chapter(name, _facts(study) + "".join(drawn) + _notes(study))
+def _study_section(outcome: Outcome, run: RunInfo, drawer: Drawer) -> str:
+    """Return the section of a study: the question, its panels, its notes."""
+    with _showing(f"the study {outcome.study[:50]}"):
+        if isinstance(outcome, Skipped):
+            return _section(outcome.study, _skipped(outcome))
+        files, tables = f"{slug(model_name(run))}-{slug(outcome.study)}", to_json(outcome.tables)
+        articles = "".join(
+            drawer.article(panel, tables, files=files, command=run.command)
+            for panel in panels(outcome)
+        )
+        return _section(outcome.study, _facts(outcome) + articles + _notes(outcome.notes))
 
 
-def _chapter(name: str, inner: str) -> str:
-    known = STUDIES.get(name)
-    title = known.asks[:1].upper() + known.asks[1:] if known else plain_words(name)
-    label = f'<p class="label">{safe(name)}</p>' if known else ""
+def _section(name: str, inner: str) -> str:
+    study = STUDIES.get(name)
+    title = study.question[:1].upper() + study.question[1:] if study else plain_words(name)
+    label = f'<p class="label">{safe(name)}</p>' if study else ""
     return (
         f'<section class="study" id="{slug(name)}">{label}<h2>{safe(title)}</h2>{inner}</section>'
     )
 
 
-def _skipped(study: Study) -> str:
-    return f'<p class="skipped">Skipped: {safe(study["skipped"])}</p>'
+def _skipped(outcome: Skipped) -> str:
+    return f'<p class="skipped">Skipped: {safe(outcome.reason)}</p>'
 
 
-def _facts(study: Study) -> str:
-    said = [
-        f"{safe(plain_words(key))}: {_value(value)}" for key, value in study["settings"].items()
-    ]
-    said.append(f"took {number(study['seconds'])}\u00a0s")
-    return f'<p class="facts">{" · ".join(said)}</p>'
+def _facts(result: Result[Any, Any]) -> str:
+    facts = [f"{safe(plain_words(key))}: {_value(value)}" for key, value in result.settings.items()]
+    facts.append(f"took {number(result.seconds)}\u00a0s")
+    return f'<p class="facts">{" · ".join(facts)}</p>'
 
 
-def _notes(study: Study) -> str:
-    lines = "".join(f"<li>{safe(note)}</li>" for note in study["notes"])
+def _notes(notes: Sequence[str]) -> str:
+    lines = "".join(f"<li>{safe(note)}</li>" for note in notes)
     return f'<ul class="notes">{lines}</ul>' if lines else ""
 
 
 def _value(value: Any) -> str:
-    """A setting as HTML: lists and what is nested in one line."""
+    """Return a setting as HTML; lists and nested objects become one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{safe(plain_words(key))} {_value(item)}" for key, item in value.items())
-    return "not set" if value is None else cell(value)
+    return "not set" if value is None else html_cell(value)
 
 
-def _beside(study: str, results: Sequence[Results], names: Sequence[str], drawer: Drawer) -> str:
-    """A study's chapter with the panels of all runs, matched by their titles."""
-    runs = [run["studies"].get(study) for run in results]
-    drawn = [panels(study, run) if run and not run["skipped"] else [] for run in runs]
+def _compared_section(
+    name: str, runs: Sequence[Results], labels: Sequence[str], drawer: Drawer
+) -> str:
+    """Return the section of a study with the panels of all runs, matched by their titles."""
+    outcomes = [results.studies.get(name) for results in runs]
+    drawn = [{panel.title: panel for panel in panels(outcome)} for outcome in outcomes]
     inner = "".join(
-        f"<p><b>{safe(name)}</b></p>{_skipped(run)}"
-        for name, run in zip(names, runs, strict=True)
-        if run and run["skipped"]
+        f"<p><b>{safe(label)}</b></p>{_skipped(outcome)}"
+        for label, outcome in zip(labels, outcomes, strict=True)
+        if isinstance(outcome, Skipped)
     )
-    for title in unique(panel.title for found in drawn for panel in found):
-        matched = [
-            next((panel for panel in found if panel.title == title), None) for found in drawn
-        ]
-        same_axes([panel for panel in matched if panel])
+    for title in unique(title for of_run in drawn for title in of_run):
+        _share_y_axes([of_run[title] for of_run in drawn if title in of_run])
         blocks = [
-            _run_block(name, panel, run, study, drawer)
-            for name, panel, run in zip(names, matched, results, strict=True)
+            _run_block(label, of_run.get(title), outcome, results.run, drawer)
+            for label, of_run, outcome, results in zip(labels, drawn, outcomes, runs, strict=True)
         ]
         inner += f'<article class="panel"><h3>{safe(title)}</h3><div class="runs">{"".join(blocks)}</div></article>'
-    notes = unique(note for run in runs if run for note in run["notes"])
-    return _chapter(study, inner + _notes({"notes": notes}))
+    done = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    return _section(name, inner + _notes(unique(note for result in done for note in result.notes)))
 
 
-def _run_block(name: str, panel: Panel | None, run: Results, study: str, drawer: Drawer) -> str:
-    if panel is None:
-        inner = '<p class="quiet">Not measured in this run.</p>'
-    else:
-        files, command = f"{slug(name)}-{slug(study)}", run["command"] or _NO_COMMAND
-        inner = drawer.block(panel, run["studies"][study], files=files, command=command)
-    return f'<div class="run"><h4>{safe(name)}</h4>{inner}</div>'
+def _run_block(
+    label: str, panel: Panel | None, outcome: Outcome | None, run: RunInfo, drawer: Drawer
+) -> str:
+    inner = '<p class="quiet">Not measured in this run.</p>'
+    if panel and isinstance(outcome, Result):
+        files, tables = f"{slug(label)}-{slug(outcome.study)}", to_json(outcome.tables)
+        inner = drawer.body(panel, tables, files=files, command=run.command)
+    return f'<div class="run"><h4>{safe(label)}</h4>{inner}</div>'
 
 
-def _headlines(results: Sequence[Results], names: Sequence[str]) -> str:
-    """First the findings in words, a row each; then every headline number."""
-    head = ["", *[safe(name) for name in names]]
-    told = [{item.asks: f"{item.answer} {item.rest}" for item in findings(run)} for run in results]
+def _share_y_axes(compared: Sequence[Panel]) -> None:
+    """Give line charts that are shown side by side the same range of y, unless the study set one."""
+    for figures in zip(*[panel.figures for panel in compared], strict=False):
+        free = all(
+            {trace.type for trace in figure.data} == {"scatter"}
+            and figure.layout.yaxis.range is None
+            for figure in figures
+        )
+        values = [y for figure in figures for trace in figure.data for y in trace.y] if free else []
+        finite = [y for y in values if y is not None]
+        if finite:
+            low, high = min(0.0, min(finite)), max(finite)
+            for figure in figures:
+                figure.update_yaxes(range=[low, high + 0.05 * (high - low or 1)])
+
+
+def _headlines(runs: Sequence[Results], labels: Sequence[str]) -> str:
+    """Return the main findings in words, one row each, and then every headline number."""
+    head = ["", *[safe(label) for label in labels]]
+    told = [
+        {item.title: f"{item.answer} {item.detail}" for item in findings(results)}
+        for results in runs
+    ]
     words = [
-        [safe(asks), *[safe(found.get(asks, "–")) for found in told]]
-        for asks in unique(asks for found in told for asks in found)
+        [safe(title), *[safe(of_run.get(title, "–")) for of_run in told]]
+        for title in unique(title for of_run in told for title in of_run)
     ]
-    rows = [
-        [f"{safe(study)}: {safe(plain_words(key))}", *[cell(value) for value in values]]
-        for study, key, values in headline_rows(results)
+    numbers = [
+        [f"{safe(study)}: {safe(plain_words(key))}", *[html_cell(value) for value in values]]
+        for study, key, values in headline_rows(runs)
     ]
-    numbers = html_table(head, rows, numeric=range(1, len(head)))
     return (
         '<section class="study" id="headlines"><h2>Headlines</h2>'
-        f"{html_table(head, words)}<h3 class=panel>Every headline number</h3>{numbers}</section>"
+        f'{html_table(head, words)}<h3 class="panel">Every headline number</h3>'
+        f"{html_table(head, numbers, numeric=range(1, len(head)))}</section>"
     )
 
 
-def _differences(run: Results) -> str:
-    """What `--protocol paper` could not do as the authors did."""
-    said = run.get("differs_from_paper") or []
-    return "<br>".join(safe(sentence) for sentence in said) or "another protocol"
-
-
-def _made(results: Sequence[Results], names: Sequence[str]) -> str:
-    """What another person needs to get the same numbers."""
-    told = [
+def _how_made(runs: Sequence[RunInfo], labels: Sequence[str]) -> Section:
+    """Return the section with what another person needs to get the same numbers."""
+    facts = [
         {
-            "command": f"<code>{safe(run['command'] or _NO_COMMAND)}</code>",
-            **{f"model: {key}": _value(value) for key, value in run["model"].items()},
-            **{f"text: {key}": _value(value) for key, value in run["text"].items()},
-            "other texts": _value([text["name"] for text in run["other_texts"]] or None),
-            "differs from the paper": _differences(run),
-            **{f"setting: {key}": _value(value) for key, value in run["settings"].items()},
-            "machine": safe(run["machine"]),
-            "layerjump": safe(run["layerjump"]),
+            "command": command_html(run.command),
+            **{f"model: {key}": _value(value) for key, value in to_json(run.model).items()},
+            **{f"text: {key}": _value(value) for key, value in to_json(run.text).items()},
+            "other texts": _value([text.name for text in run.other_texts] or None),
+            "differs from the paper": "<br>".join(map(safe, run.differs_from_paper))
+            or "another protocol",
+            **{f"setting: {key}": _value(value) for key, value in run.settings.items()},
+            "machine": safe(run.machine),
+            "layerjump": safe(run.layerjump),
         }
-        for run in results
+        for run in runs
     ]
     rows = [
-        [safe(plain_words(key)), *[found.get(key, "–") for found in told]]
-        for key in unique(key for found in told for key in found)
+        [safe(plain_words(key)), *[of_run.get(key, "–") for of_run in facts]]
+        for key in unique(key for of_run in facts for key in of_run)
     ]
-    table = html_table(["", *[safe(name) for name in names]], rows)
-    return f'<section class="study made" id="made"><h2>How this was made</h2>{table}</section>'
+    table = html_table(["", *[safe(label) for label in labels]], rows)
+    html = f'<section class="study made" id="made"><h2>How this was made</h2>{table}</section>'
+    return Section("made", "how this was made", html)

@@ -1,209 +1,103 @@
-"""The findings of a run in a few sentences."""
+"""The findings of a run in a few sentences: `summary.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from layerjump.studies.charts import (
-    Study,
-    lenses_of,
-    number,
-    percent,
-    plain_words,
-    unique,
-    where,
-)
-from layerjump.studies.early_exit import saved_sentence, targets_of
-from layerjump.studies.predictions import half_right
-from layerjump.studies.results import Row
+from layerjump.studies import early_exit
+from layerjump.studies.charts import number, plain_words, unique
+from layerjump.studies.results import Finding, Result, Results, RunInfo, Skipped, to_json
+from layerjump.studies.runner import STUDIES
 
-Results = dict[str, Any]
-"""What `results.json` holds."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One headline: what was asked, the answer in a word or two, the rest of the sentence."""
-
-    asks: str
-    answer: str
-    rest: str
-
-
-def _saved(study: Study) -> Finding:
-    rows: list[Row] = study["tables"]["saved"]
-    target, blocks = targets_of(rows)[0], study["settings"]["blocks"]
-    lenses = lenses_of(rows)
-    found = {lens: where(rows, lens=lens, kind="dynamic", target=target)[0] for lens in lenses}
-    best = lenses[0]
-    ours, plain = found[best], found["identity"]
-    return Finding(
-        f"Blocks saved at {percent(target)} agreement",
-        f"{number(ours['blocks_saved'])} of {blocks}",
-        f"with {best} ({_share(ours)}); with the identity {number(plain['blocks_saved'])} ({_share(plain)}).",
-    )
-
-
-def _share(row: Row) -> str:
-    return "never reached" if row["share"] is None else percent(row["share"])
-
-
-def _early(study: Study) -> Finding:
-    rows: list[Row] = study["tables"]["levels"]
-    last, best = max(row["level"] for row in rows), lenses_of(rows)[0]
-    return Finding(
-        "Already right half the time from",
-        f"level {half_right(rows, best)} of {last}",
-        f"through {best}; read as it stands (identity) from level {half_right(rows, 'identity')}.",
-    )
-
-
-def _linear(study: Study) -> Finding:
-    head = study["headline"]
-    return Finding(
-        "Linearity of a block, on average",
-        number(head["mean_with_residual"]),
-        f"with the residual stream (the identity alone: {number(head['mean_identity'])}); of what a block itself adds "
-        f"{number(head['mean_without_residual'])} in sample, "
-        f"{number(head['mean_without_residual_held_out_without_position_0'])} on unseen text without position 0.",
-    )
-
-
-def _explained(study: Study) -> Finding:
-    head = study["headline"]
-    better, pairs = head["pairs_where_map_beats_identity"], head["pairs"]
-    of_them = "all" if better == pairs else number(better)
-    return Finding(
-        "R² of a map between two levels",
-        number(head["mean_r2"]),
-        f"on average over {number(pairs)} pairs (the identity: {number(head['mean_r2_identity'])}); the map is "
-        f"better for {of_them} of them.",
-    )
-
-
-_PARTS = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
-
-
-def _replaced(study: Study) -> Finding | None:
-    head = study["headline"]
-    best = head.get("most_tolerant")
-    means = {part: head[key] for part in _PARTS if (key := f"mean_p@1_{part}") in head}
-    if best not in means:
-        return None
-    others = ", ".join(
-        f"{_PARTS[part]} {number(value)}" for part, value in means.items() if part != best
-    )
-    return Finding(
-        "Most linear sub-module",
-        _PARTS[best],
-        f"with maps in its place from a level on, precision@1 is {number(means[best])} on average ({others}).",
-    )
-
-
-FINDINGS: dict[str, Callable[[Study], Finding | None]] = {
-    "exits": _saved,
-    "predictions": _early,
-    "submodules": _replaced,
-    "linearity": _linear,
-    "r2": _explained,
-}
-"""In the order in which a summary tells them."""
+_FIRST = ("exits", "predictions", "submodules", "linearity", "r2")
+"""The order of the findings; those of other studies come after."""
 
 
 def findings(results: Results) -> list[Finding]:
-    """The headlines of the studies that were run."""
-    done = {name: study for name, study in results["studies"].items() if not study["skipped"]}
-    found = [make(done[name]) for name, make in FINDINGS.items() if name in done]
+    """Return the main findings of the studies that ran."""
+    names = unique([*_FIRST, *STUDIES])
+    ran = [results.studies[name] for name in names if name in results.studies]
+    found = [STUDIES[r.study].finding(r) for r in ran if isinstance(r, Result)]
     return [finding for finding in found if finding]
 
 
-def skipped(results: Results) -> dict[str, str]:
-    """The studies that were not run, with the reason."""
-    return {
-        name: study["skipped"] for name, study in results["studies"].items() if study["skipped"]
-    }
+def model_name(run: RunInfo) -> str:
+    """Return the name of the model without the folders before it."""
+    return run.model.name.rstrip("/\\").replace("\\", "/").split("/")[-1] or run.model.name
 
 
-def short_name(results: Results) -> str:
-    """The model's name without the folders before it."""
-    name = str(results["model"]["name"])
-    return name.rstrip("/\\").replace("\\", "/").split("/")[-1] or name
-
-
-def about_model(results: Results) -> str:
-    """The model and the text in a line."""
-    model, text = results["model"], results["text"]
+def describe_run(run: RunInfo) -> str:
+    """Describe the model and the text in one line."""
+    model = run.model
     return (
-        f"{model['family']}, {model['blocks']} blocks of width {model['width']}, {number(model['vocabulary'])} tokens "
-        f"in the vocabulary; read on {text['name']}"
+        f"{model.family}, {model.n_blocks} blocks, d_model {model.d_model}, vocabulary of {number(model.vocab_size)} "
+        f"tokens; measured on {run.text.name}"
     )
 
 
 def summary(results: Results) -> str:
-    """`summary.md` of one run."""
-    lines = [f"# {_flat(short_name(results))}", "", f"{_flat(about_model(results))}.", ""]
-    lines += [f"- **{item.asks}: {item.answer}** {item.rest}" for item in findings(results)]
-    if "submodules" not in results["studies"]:
+    """Return `summary.md` of one run."""
+    run, studies = results.run, results.studies
+    lines = [f"# {_one_line(model_name(run))}", "", f"{_one_line(describe_run(run))}.", ""]
+    lines += [f"- **{item.title}: {item.answer}** {item.detail}" for item in findings(results)]
+    if "submodules" not in studies:
         lines.append("- Most linear sub-module: not measured; run the study `submodules`.")
-    lines += [f"- {name}: skipped, {_flat(reason)}" for name, reason in skipped(results).items()]
-    if "exits" in results["studies"] and not results["studies"]["exits"]["skipped"]:
-        lines += ["", saved_sentence(results["studies"]["exits"])]
-    lines += ["", *_headlines([results], ["value"])]
-    if differs := results.get("differs_from_paper"):
-        lines += ["", "What differs from the paper's protocol:", ""]
-        lines += [f"- {_flat(sentence)}" for sentence in differs]
-    if results["command"]:
-        lines += [
-            "",
-            f"Made by `{_flat(results['command'])}` with layerjump {results['layerjump']}.",
-        ]
+    lines += [
+        f"- {study.study}: skipped, {_one_line(study.reason)}"
+        for study in studies.values()
+        if isinstance(study, Skipped)
+    ]
+    exits = studies.get(early_exit.STUDY.name)
+    if isinstance(exits, Result):
+        lines += ["", early_exit.saved_sentence(exits)]
+    lines += ["", *_headline_table([results], ["value"])]
+    if run.differs_from_paper:
+        lines += ["", "Differences from the protocol of the paper:", ""]
+        lines += [f"- {_one_line(sentence)}" for sentence in run.differs_from_paper]
+    if run.command:
+        lines += ["", f"Made by `{_one_line(run.command)}` with layerjump {run.layerjump}."]
     return "\n".join(lines) + "\n"
 
 
-def comparison_summary(results: Sequence[Results], labels: Sequence[str]) -> str:
-    """`summary.md` of several runs: their headlines beside each other."""
-    lines = ["# " + " · ".join(_flat(label) for label in labels), ""]
-    for label, run in zip(labels, results, strict=True):
-        lines += [f"**{_flat(label)}**: {_flat(about_model(run))}.", ""]
-        lines += [f"- {item.asks}: {item.answer} {item.rest}" for item in findings(run)] + [""]
-    return "\n".join([*lines, *_headlines(results, labels)]) + "\n"
+def comparison_summary(runs: Sequence[Results], labels: Sequence[str]) -> str:
+    """Return `summary.md` of several runs: their headlines side by side."""
+    lines = ["# " + " · ".join(_one_line(label) for label in labels), ""]
+    for label, results in zip(labels, runs, strict=True):
+        lines += [f"**{_one_line(label)}**: {_one_line(describe_run(results.run))}.", ""]
+        lines += [f"- {item.title}: {item.answer} {item.detail}" for item in findings(results)]
+        lines.append("")
+    return "\n".join([*lines, *_headline_table(runs, labels)]) + "\n"
 
 
-def headline_rows(results: Sequence[Results]) -> list[tuple[str, str, list[Any]]]:
-    """Every headline number: its study, its name, its value in each run (None where a run has none)."""
-    names = unique(
-        (study, key)
-        for run in results
-        for study, found in run["studies"].items()
-        for key in found["headline"]
-    )
-    return [
-        (
-            study,
-            key,
-            [run["studies"].get(study, {}).get("headline", {}).get(key) for run in results],
-        )
-        for study, key in names
+def headline_rows(runs: Sequence[Results]) -> list[tuple[str, str, list[Any]]]:
+    """Return every headline number: its study, its name, its value in each run (None where a run has none)."""
+    headlines = [
+        {
+            (name, key): value
+            for name, outcome in results.studies.items()
+            if isinstance(outcome, Result)
+            for key, value in to_json(outcome.headline).items()
+        }
+        for results in runs
     ]
+    keys = unique(key for headline in headlines for key in headline)
+    return [(*key, [headline.get(key) for headline in headlines]) for key in keys]
 
 
-def _headlines(results: Sequence[Results], labels: Sequence[str]) -> list[str]:
-    rows = headline_rows(results)
+def _headline_table(runs: Sequence[Results], labels: Sequence[str]) -> list[str]:
+    rows = headline_rows(runs)
     if not rows:
         return []
-    head = ["study", "number", *[_flat(label) for label in labels]]
-    lines = [_line(head), _line(["---", "---", *["---:"] * len(labels)])]
-    for study, key, values in rows:
-        lines.append(_line([study, plain_words(key), *[_flat(number(v, 4)) for v in values]]))
-    return lines
+    head = ["study", "number", *[_one_line(label) for label in labels]]
+    body = [
+        [study, plain_words(key), *[_one_line(number(value, 4)) for value in values]]
+        for study, key, values in rows
+    ]
+    lines = [head, ["---", "---", *["---:"] * len(labels)], *body]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _flat(text: str) -> str:
-    """One line that neither ends a table's cell nor starts a tag."""
+def _one_line(text: object) -> str:
+    """Return text that neither ends a table cell nor starts a tag."""
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")

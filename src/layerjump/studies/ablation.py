@@ -1,4 +1,4 @@
-"""Compare variants of a model with the model itself."""
+"""Compare variants of a model (blocks skipped, sub-modules replaced) with the model itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import (
-    KS,
+    Agreement,
     ReferenceLogits,
     agreement,
     chunk_rows,
@@ -25,94 +26,111 @@ from layerjump.metrics.logits import (
     upcast,
 )
 from layerjump.models.model import Model
-from layerjump.studies.results import Row
+from layerjump.studies.results import Column, Interval
 from layerjump.studies.setup import Setup
 
 log = logging.getLogger("layerjump")
 
 CELLS = 1024
-"""Tokens and padding of one batch: all its levels are held at once."""
+"""Tokens and padding of one batch: all its levels are in memory at once."""
+
+
+@dataclass(frozen=True)
+class VariantScores:
+    """How well a variant predicts what the model predicts."""
+
+    p1: Annotated[Interval, Column("p@1{}")]
+    p5: Annotated[float, Column("p@5")]
+    p10: Annotated[float, Column("p@10")]
+    surprisal: float
+    kl: float
 
 
 class Variants:
-    """What variants of a model predict at the picks, held against what it predicts itself.
+    """Predictions of variants of a model at the picks, compared with the model's own.
 
-    For each batch: `start` with its ordinary run, then `add` every variant's states at level L.
+    For each batch call `start` with its ordinary run, then `add` the states of every variant at level L.
     """
 
     def __init__(self, model: Model) -> None:
         model.require_predictions()
         self.model = model
-        self._rows = chunk_rows(model)
-        self._truth: list[tuple[slice, ReferenceLogits]] = []
+        self._chunk = chunk_rows(model)
+        self._references: list[tuple[slice, ReferenceLogits]] = []
         self._documents: list[Tensor] = []
-        self._found: dict[Hashable, dict[str, list[Tensor]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._agreements: dict[Hashable, list[Agreement]] = defaultdict(list)
 
     @torch.no_grad()
     def start(self, rerun: Rerun) -> None:
-        """Take the model's own predictions of a batch."""
-        exact = rerun.pick(rerun.levels[-1])
-        starts = range(0, len(exact), self._rows)
-        parts = [slice(start, start + self._rows) for start in starts]
-        self._truth = [
-            (part, reference_logits(upcast(self.model.logits(exact[part])))) for part in parts
+        """Compute the model's own predictions of a batch."""
+        states = rerun.pick(rerun.levels[-1])
+        chunks = [slice(start, start + self._chunk) for start in range(0, len(states), self._chunk)]
+        self._references = [
+            (chunk, reference_logits(upcast(self.model.logits(states[chunk])))) for chunk in chunks
         ]
         self._documents.append(rerun.batch.document)
 
     def add(self, name: Hashable, states: Tensor) -> None:
-        """Score a variant's states at level L, one row a pick."""
-        self.add_logits(name, lambda part: self.model.logits(states[part]))
+        """Score the states of a variant at level L, one row a pick."""
+        self.add_logits(name, lambda chunk: self.model.logits(states[chunk]))
 
     @torch.no_grad()
     def add_logits(self, name: Hashable, logits: Callable[[slice], Tensor]) -> None:
-        """Score whatever gives logits of a slice of the picks."""
-        for part, true in self._truth:
-            held = agreement(upcast(logits(part)), true)
-            for field in ("place", "surprisal", "kl"):
-                self._found[name][field].append(getattr(held, field).cpu())
+        """Score a variant by a function that returns the logits of a slice of the picks."""
+        for chunk, reference in self._references:
+            scores = agreement(upcast(logits(chunk)), reference)
+            self._agreements[name].append(Agreement(*(field.cpu() for field in scores)))
 
     @property
     def documents(self) -> np.ndarray:
         """The document of every example."""
         return torch.cat(self._documents).numpy()
 
-    def examples(self, name: Hashable, field: str) -> np.ndarray:
-        """`place`, `surprisal` or `kl` of one variant, example by example."""
-        return torch.cat(self._found[name][field]).double().numpy()
+    def examples(self, name: Hashable, field: Literal["place", "surprisal", "kl"]) -> np.ndarray:
+        """Return one score of a variant, example by example."""
+        parts = [getattr(scores, field) for scores in self._agreements[name]]
+        return torch.cat(parts).double().numpy()
 
-    def mean(self, name: Hashable, field: str = "kl") -> float:
-        return float(self.examples(name, field).mean())
+    def mean_kl(self, name: Hashable) -> float:
+        """Return the mean KL divergence of a variant from the model."""
+        return float(self.examples(name, "kl").mean())
 
-    def row(self, name: Hashable, *, seed: int = 0) -> Row:
-        """P@k, with an interval for P@1 by bootstrap over documents, Surprisal and KL of one variant."""
-        place = self.examples(name, "place")
-        mean, low, high = mean_interval(place < 1, self.documents, seed=seed)
-        row: Row = {"p@1": float(mean), "p@1 low": float(low), "p@1 high": float(high)}
-        row |= {f"p@{k}": float((place < k).mean()) for k in KS if k > 1}
-        return row | {field: self.mean(name, field) for field in ("surprisal", "kl")}
+    def precision(self, name: Hashable, k: int = 1) -> float:
+        """Return how often the best token of a variant is among the model's k best."""
+        return float((self.examples(name, "place") < k).mean())
+
+    def scores(self, name: Hashable, *, seed: int = 0) -> VariantScores:
+        """Return the mean scores of a variant; the interval resamples documents."""
+        hits = self.examples(name, "place") < 1
+        mean, low, high = mean_interval(hits, self.documents, seed=seed)
+        return VariantScores(
+            p1=Interval(float(mean), float(low), float(high)),
+            p5=self.precision(name, 5),
+            p10=self.precision(name, 10),
+            surprisal=float(self.examples(name, "surprisal").mean()),
+            kl=self.mean_kl(name),
+        )
 
 
-def budgeted(
+def small_batches(
     setup: Setup,
     share: float = 1.0,
     *,
     part: str = "test",
     positions: Positions | None = None,
 ) -> Batches:
-    """Small batches of a share of the run's token budget, with that share of the positions it scores."""
+    """Return small batches with a share of the run's `score_tokens` and of its `score_positions`."""
     return setup.batches(
-        tokens=max(1, int(share * setup.settings.budget)),
-        picks=max(1, int(share * setup.settings.score)),
+        tokens=max(1, int(share * setup.settings.score_tokens)),
+        picks=max(1, int(share * setup.settings.score_positions)),
         part=part,
         positions=positions,
         cells=CELLS,
     )
 
 
-def runs(setup: Setup, batches: Batches, variants: Variants) -> Iterator[Rerun]:
-    """Run each batch once in the ordinary way, ready for the variants."""
+def rerun_batches(setup: Setup, batches: Batches, variants: Variants) -> Iterator[Rerun]:
+    """Yield the ordinary run of each batch, with which `variants` has been started."""
     done = 0
     for batch in batches:
         rerun = Rerun(setup.model, batch)
@@ -123,39 +141,42 @@ def runs(setup: Setup, batches: Batches, variants: Variants) -> Iterator[Rerun]:
             setup.progress(done, batches.n_tokens)
 
 
-def announce(
-    study: str, model: Model, batches: Batches, *, block_runs: int, readings: int
-) -> dict[str, Any]:
-    """Time one batch, say what the whole will cost, and return it: blocks run over the budget, and seconds.
+@dataclass(frozen=True)
+class Cost:
+    """What a study of variants takes."""
 
-    `block_runs` and `readings` count how often each batch goes through a block and through the vocabulary.
-    """
+    tokens: int
+    examples: int
+    block_runs: int
+    """How many blocks each batch runs through."""
+    unembeddings: Annotated[int, Column("readings")]
+    """How many times the logits of each example are computed."""
+    expected_seconds: float
+
+
+def announce_cost(
+    study: str, model: Model, batches: Batches, *, block_runs: int, unembeddings: int
+) -> Cost:
+    """Time one batch, log the expected time of all of them, and return it."""
     rerun = Rerun(model, batches[0])
     variants = Variants(model)
     start = time.perf_counter()
-    exact = rerun.from_level(0)
-    ran = time.perf_counter()
+    states = rerun.from_level(0)
+    after_blocks = time.perf_counter()
     variants.start(rerun)
-    variants.add("exact", rerun.pick(exact))
-    read = time.perf_counter()
-    block = (ran - start) / model.n_blocks / rerun.batch.n_tokens
-    # `start` reads the vocabulary too, so this is two readings.
-    reading = (read - ran) / 2 / rerun.batch.n_picks
-    seconds = block_runs * block * batches.n_tokens + readings * reading * batches.n_picks
-    cost = {
-        "tokens": batches.n_tokens,
-        "examples": batches.n_picks,
-        "block_runs": block_runs,
-        "readings": readings,
-        "expected_seconds": round(seconds, 1),
-    }
+    variants.add("exact", rerun.pick(states))
+    after_logits = time.perf_counter()
+    block = (after_blocks - start) / model.n_blocks / rerun.batch.n_tokens
+    # `start` computes logits too, so this is the time of two.
+    unembedding = (after_logits - after_blocks) / 2 / rerun.batch.n_picks
+    seconds = block_runs * block * batches.n_tokens + unembeddings * unembedding * batches.n_picks
     log.info(
-        "%s: %s tokens, %s examples; each batch goes through %s blocks and %s readings of the vocabulary: about %.0f s",
+        "%s: %s tokens, %s examples; each batch runs through %s blocks and computes logits %s times: about %.0f s",
         study,
         f"{batches.n_tokens:,}",
         f"{batches.n_picks:,}",
         f"{block_runs:,}",
-        f"{readings:,}",
+        f"{unembeddings:,}",
         seconds,
     )
-    return cost
+    return Cost(batches.n_tokens, batches.n_picks, block_runs, unembeddings, round(seconds, 1))

@@ -19,9 +19,11 @@ import plotly.graph_objects as go
 from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.models.model import Model
-from layerjump.studies.charts import (
+from layerjump.studies._untyped import (
     BLUE,
     Panel,
+    Result,
+    Row,
     Study,
     bars,
     colours,
@@ -29,7 +31,6 @@ from layerjump.studies.charts import (
     number,
     unique,
 )
-from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 from layerjump.training.data import pack_rows
 from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
@@ -58,8 +59,8 @@ def unable(setup: Setup) -> str | None:
         return "it trains models with this one's tokenizer, and it has none"
     return (
         None
-        if setup.settings.steps
-        else f"it trains models as large as this one; give {argument('steps')}, and a small model"
+        if setup.settings.train_steps
+        else f"it trains models as large as this one; give {argument('train_steps')}, and a small model"
     )
 
 
@@ -71,7 +72,7 @@ def run(setup: Setup) -> Result:
     text, held_out = (_documents(setup, part) for part in ("fit", "test"))
     for what, name in every:
         rows = []
-        for turn in range(settings.runs):
+        for turn in range(settings.finetune_runs):
             recipe = _recipe(setup, seed=settings.seed + turn)
             model = _trained(setup.model, VARIANTS[what][name], text, recipe)
             found = measure_profile(model, held_out, seed=settings.seed).row()
@@ -82,7 +83,7 @@ def run(setup: Setup) -> Result:
         result.tables["variants"].append(_summed(rows))
     recipe = _recipe(setup, seed=settings.seed)
     result.settings = {"steps": recipe.steps, "batch": BATCH, "length": recipe.length}
-    result.settings |= {"learning_rate": LEARNING_RATE, "runs": settings.runs}
+    result.settings |= {"learning_rate": LEARNING_RATE, "runs": settings.finetune_runs}
     result.headline = _headline(result.tables["variants"])
     result.notes.append(
         "Gain is how often the map to the last level gives the model's own token, less how often the identity does, "
@@ -99,7 +100,7 @@ def _documents(setup: Setup, part: str) -> Corpus:
 
 
 def _recipe(setup: Setup, *, seed: int) -> Recipe:
-    model, steps = setup.model, setup.settings.steps or 1
+    model, steps = setup.model, setup.settings.train_steps or 1
     length = min(LENGTH, model.tokenization.max_length)
     heads = int(model.hf.config.num_attention_heads)
     return Recipe(

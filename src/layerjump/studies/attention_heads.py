@@ -20,9 +20,9 @@ from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.jumps.memory import site_width
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.studies.ablation import Variants, announce, budgeted, runs
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup, collect_all_positions, fit_all_positions
+from layerjump.studies._untyped import Result, Row, to_json
+from layerjump.studies.ablation import Variants, announce_cost, rerun_batches, small_batches
+from layerjump.studies.setup import Setup
 
 SHARE = 0.25
 """Of the run's budget: three replacements of every head of every block."""
@@ -34,26 +34,26 @@ Key = tuple[int, int, str]
 
 def run(setup: Setup) -> Result:
     """Replace every head in three ways, and rank them."""
-    model, batches = setup.model, budgeted(setup, SHARE)
+    model, batches = setup.model, small_batches(setup, SHARE)
     pairs = ",".join(f"{block}.attn.in:{block}.heads" for block in range(1, model.n_blocks + 1))
-    jumps = fit_all_positions(setup, "affine", pairs)
+    jumps = setup.all_position_jumps("affine", pairs)
     changes = _changes(setup, jumps, pairs)
-    cost = announce(
+    cost = announce_cost(
         "heads",
         model,
         batches,
         block_runs=sum(model.n_blocks - block + 1 for block, _, _ in changes),
-        readings=len(changes) + 1,
+        unembeddings=len(changes) + 1,
     )
     variants = Variants(model)
-    for rerun in runs(setup, batches, variants):
+    for rerun in rerun_batches(setup, batches, variants):
         for key, change in changes.items():
             block = key[0]
             pair = Site(block, "attn.in"), Site(block, "heads")
             last = rerun.from_level(block - 1, changes={pair: change})
             variants.add(key, rerun.pick(last))
     result = Result("heads", {"heads": _ranked(variants, list(changes))})
-    result.settings = cost | {
+    result.settings = to_json(cost) | {
         "budget_share": SHARE,
         "estimator": "affine",
         "n_fit": jumps.provenance.n_fit,
@@ -81,7 +81,7 @@ def slices(model: Model) -> list[slice]:
 
 
 def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[Key, Change]:
-    sums = collect_all_positions(setup, pairs).fit
+    sums = setup.all_position_moments(pairs).fit
     found: dict[Key, Change] = {}
     for block in range(1, setup.model.n_blocks + 1):
         site = Site(block, "heads")
@@ -112,7 +112,7 @@ def _ranked(variants: Variants, keys: list[Key]) -> list[Row]:
                 "head": head,
                 "how": how,
                 "p@1": float((variants.examples((block, head, how), "place") < 1).mean()),
-                "kl": variants.mean((block, head, how)),
+                "kl": variants.mean_kl((block, head, how)),
             }
             for block, head, this in keys
             if this == how

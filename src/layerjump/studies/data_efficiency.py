@@ -25,8 +25,8 @@ from layerjump.jumps.scoring import R2
 from layerjump.jumps.statistics import Moments
 from layerjump.lens.lens import Lens
 from layerjump.models.activations import capture_states
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup, mean_r2
+from layerjump.studies._untyped import Result, Row, mean_r2
+from layerjump.studies.setup import Setup
 
 NOISE = 0.15
 """The share of words that `noised` replaces."""
@@ -95,7 +95,7 @@ FEW = 5
 def run(setup: Setup) -> Result:
     """Solve prefixes and spoilt copies of the fit text, and read the test text through all of them."""
     work = _Work(setup, setup.plan(setup.corpus, "to-last"), setup.settings.estimators[0])
-    scored = setup.few()
+    scored = setup.few_test_batches()
     fits = _read(setup, [*work.prefixes(), *map(work.variant, VARIANTS)], scored)
     prefixes, others = fits[: -len(VARIANTS)], fits[-len(VARIANTS) :]
     variants = {"clean": prefixes[-1], **dict(zip(VARIANTS, others, strict=True))}
@@ -238,7 +238,7 @@ def segments(fit: Batches, width: int) -> list[list[int]]:
 def _read(setup: Setup, fits: list[_Fit], scored: Batches) -> list[_Fit]:
     """The fits with what each of them predicts: one pass for all."""
     lenses = {str(place): Lens(setup.model, fit.jumps) for place, fit in enumerate(fits)}
-    hits = setup.read(lenses, scored).hits(1)[:, :-1].double().mean(-1)
+    hits = setup.score_lenses(lenses, scored).hits(1)[:, :-1].double().mean(-1)
     return [replace(fit, hits=tuple(mine)) for fit, mine in zip(fits, hits.tolist(), strict=True)]
 
 

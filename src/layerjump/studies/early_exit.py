@@ -1,15 +1,16 @@
-"""`exits`: early exit, replayed exactly as the authors of `mat` coded it (papers' section 6).
+"""`exits`: early exit, replayed with the rule of the authors of `mat` (section 6 of the paper).
 
-Every example is read at all levels once; each λ of the grid then says where it would have stopped. Cost is the mean
-number of blocks run, accuracy how often the token given out is the model's own. Beside the rule: stopping at a fixed
-level, and an oracle that stops at the first level whose best token is the model's.
-
-Figures of `exits`: what stopping early costs and saves.
+Every example is scored at all levels once; each λ of the grid then determines its exit level. The cost is the mean
+number of blocks run; the accuracy is how often the token at the exit level is the model's. For comparison: exits at a
+fixed level, and an oracle that exits at the first level whose best token is the model's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -22,119 +23,167 @@ from layerjump.metrics.bootstrap import mean_interval, statistic_interval
 from layerjump.studies.charts import (
     GREY,
     Panel,
-    Study,
-    add_line,
-    bars,
     colours,
+    draw_bars,
+    draw_line,
     empty_figure,
-    lenses_of,
+    html_table,
+    identity_last,
     listed,
     number,
     percent,
     safe,
     unique,
-    where,
 )
-from layerjump.studies.results import Result, Row
+from layerjump.studies.results import Column, Finding, Interval, Result, Study
 from layerjump.studies.setup import Setup
-from layerjump.studies.tables import html_table
 
 AUTHORS_BERT_POSITION = 3
-"""The t that the authors' BERT code gives the rule for every example."""
+"""The position t that the authors' BERT code passes to the rule for every example."""
 
 
-def run(setup: Setup) -> Result:
-    """Curves of agreement against blocks run, and what each saves at the target agreement."""
-    readings, settings = setup.readings(), setup.settings
-    given = _given_position(setup)
-    position = readings.position if given is None else torch.full_like(readings.position, given)
-    length = float((readings.position + 1).double().mean())
-    curves: list[Row] = []
-    saved: list[Row] = []
-    for place, lens in enumerate(readings.lenses):
+@dataclass(frozen=True)
+class CurveRow:
+    """One threshold of a rule, or one fixed level."""
+
+    lens: str
+    kind: str
+    """`dynamic` (the rule) or `fixed`."""
+    at: float
+    """λ of the rule, or the level."""
+    blocks: float
+    """Blocks run, on average."""
+    agreement: Annotated[Interval, Column("agreement{}")]
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """Blocks saved at a target agreement."""
+
+    lens: str
+    kind: str
+    """`dynamic`, `fixed` or `oracle`."""
+    target: float | None
+    """None for the oracle, which always agrees."""
+    blocks_saved: float
+    """NaN where the curve never reaches the target."""
+    low: float
+    high: float
+    share: float
+    """Of all blocks."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Agreement against blocks run, and blocks saved at the targets."""
+
+    curves: list[CurveRow]
+    saved: list[SavedRow]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Blocks saved by kind, lens and target, such as `dynamic_mat_at_0.95`."""
+
+    blocks_saved: Annotated[dict[str, float], Column("{}")]
+
+
+class Exits(NamedTuple):
+    """Where examples exit under one threshold."""
+
+    level: Tensor
+    right: Tensor
+    """Whether the token at that level is the model's."""
+
+
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Replay the rule, compare it with fixed levels, and state the blocks saved at the target agreements."""
+    scores, fixed_position = setup.lens_scores(), _fixed_position(setup)
+    position = scores.position
+    if fixed_position is not None:
+        position = torch.full_like(position, fixed_position)
+    length = float((scores.position + 1).double().mean())
+    curves: list[CurveRow] = []
+    saved: list[SavedRow] = []
+    for index, lens in enumerate(scores.lenses):
+        hits = scores.hits(1)[index]
         grid = sorted({*GRID, *(FINE if lens == "identity" else ())})
-        dynamic = [_replay(readings, place, position, value, length) for value in grid]
-        fixed = _fixed(readings, place)
-        curves += _rows(lens, "dynamic", grid, dynamic, readings, setup)
-        curves += _rows(lens, "fixed", range(len(fixed)), fixed, readings, setup)
-        for target in settings.targets:
-            for kind, points in (("dynamic", dynamic), ("fixed", fixed)):
-                saved.append(saved_row(lens, kind, points, target, readings.document, setup))
-        saved.append(_oracle(readings, place, setup))
-    result = Result("exits", {"curves": curves, "saved": saved})
-    result.settings = {
-        "rule": "stop at the first level ≥ 1 with p1 − p2 > 0.9 λ + 0.1 exp(−4 t / N)",
+        dynamic = []
+        for strength in grid:
+            level = SoftmaxGap(strength, length).replay(scores.confidence[index], position)
+            dynamic.append(Exits(level, hits.gather(0, level[None])[0]))
+        fixed = [Exits(torch.full_like(scores.best, k), right) for k, right in enumerate(hits)]
+        curves += _curve(lens, "dynamic", grid, dynamic, scores, setup)
+        curves += _curve(lens, "fixed", range(len(fixed)), fixed, scores, setup)
+        for target in setup.settings.targets:
+            for kind, exits in (("dynamic", dynamic), ("fixed", fixed)):
+                saved.append(saved_row(lens, kind, exits, target, scores.document, setup))
+        saved.append(_oracle_row(scores, index, setup))
+    facts = {
+        "rule": "exit at the first level ≥ 1 with p1 − p2 > 0.9 λ + 0.1 exp(−4 t / N)",
         "N": length,
-        "t": "its own position" if given is None else given,
-        "n_examples": readings.n_examples,
+        "t": "its own position" if fixed_position is None else fixed_position,
+        "n_examples": scores.n_examples,
         "blocks": setup.model.n_blocks,
     }
-    result.headline = {
-        f"{row['kind']}_{row['lens']}_at_{row['target']:g}": row["blocks_saved"]
-        for row in saved
-        if row["target"] is not None
-    }
-    result.notes.append(
-        "Blocks saved at a target are read off the curve by linear interpolation between neighbouring points of its "
-        "upper envelope (the best agreement reached at no more cost); the paper does not say how it interpolates. "
-        "They count blocks alone: not the map's product, nor the vocabulary product at every level."
+    note = (
+        "Blocks saved at a target are interpolated linearly between neighbouring points of the curve's upper envelope "
+        "(the best agreement at no more cost); the paper does not say how it interpolates. Only blocks are counted, "
+        "not the map and the unembedding at every level."
     )
-    return result
+    return Result("exits", Tables(curves, saved), headline_of(saved), [note], facts)
 
 
-def _given_position(setup: Setup) -> int | None:
-    """The t of every example; None: each has its own."""
-    given = setup.settings.exit_position
-    if given is None and setup.settings.paper and setup.model.masked:
+def headline_of(saved: Sequence[SavedRow]) -> Headline:
+    """Return the blocks saved at every target."""
+    return Headline(
+        {
+            f"{row.kind}_{row.lens}_at_{row.target:g}": row.blocks_saved
+            for row in saved
+            if row.target is not None
+        }
+    )
+
+
+def _fixed_position(setup: Setup) -> int | None:
+    """Return the position t that the rule takes for every example; None: each takes its own."""
+    position = setup.settings.exit_position
+    if position is None and setup.settings.paper and setup.model.masked:
         return AUTHORS_BERT_POSITION
-    return given
+    return position
 
 
-def _replay(
-    readings: LensScores, place: int, position: Tensor, strength: float, length: float
-) -> tuple[Tensor, Tensor]:
-    """Where each example stops under one λ, and whether it gives the model's token there."""
-    levels = SoftmaxGap(strength, length).replay(readings.confidence[place], position)
-    return levels, readings.hits(1)[place].gather(0, levels[None])[0]
-
-
-def _fixed(readings: LensScores, place: int) -> list[tuple[Tensor, Tensor]]:
-    hits = readings.hits(1)[place]
-    return [(torch.full_like(readings.best, level), hits[level]) for level in range(len(hits))]
-
-
-def _rows(
+def _curve(
     lens: str,
     kind: str,
-    grid: Sequence[float] | range,
-    points: list[tuple[Tensor, Tensor]],
-    readings: LensScores,
+    grid: Sequence[float],
+    exits: Sequence[Exits],
+    scores: LensScores,
     setup: Setup,
-) -> list[Row]:
-    documents, seed = readings.document.numpy(), setup.settings.seed
-    hits = np.stack([hit.double().numpy() for _, hit in points])
-    _, low, high = mean_interval(hits, documents, seed=seed)
+) -> list[CurveRow]:
+    right = np.stack([point.right.double().numpy() for point in exits])
+    _, low, high = mean_interval(right, scores.document.numpy(), seed=setup.settings.seed)
     return [
-        {
-            "lens": lens,
-            "kind": kind,
-            "at": float(at),
-            "blocks": float(levels.double().mean()),
-            "agreement": float(hit.double().mean()),
-            "agreement low": float(low[index]),
-            "agreement high": float(high[index]),
-        }
-        for index, (at, (levels, hit)) in enumerate(zip(grid, points, strict=True))
+        CurveRow(
+            lens,
+            kind,
+            at=float(at),
+            blocks=float(point.level.double().mean()),
+            agreement=Interval(
+                float(point.right.double().mean()), float(low[index]), float(high[index])
+            ),
+        )
+        for index, (at, point) in enumerate(zip(grid, exits, strict=True))
     ]
 
 
 def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> float:
-    """The blocks at which the curve's upper envelope first reaches the target; NaN if it never does."""
+    """Return the blocks at which the upper envelope of a curve first reaches the target; NaN if it never does."""
     order = np.lexsort((-agreement, cost))
     cost, best = cost[order], np.maximum.accumulate(agreement[order])
     reached = np.flatnonzero(best >= target)
     if not len(reached):
-        return float("nan")
+        return math.nan
     index = int(reached[0])
     if index == 0:
         return float(cost[index])
@@ -145,88 +194,85 @@ def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> flo
 def saved_row(
     lens: str,
     kind: str,
-    points: list[tuple[Tensor, Tensor]],
+    exits: Sequence[Exits],
     target: float,
     documents: Tensor,
     setup: Setup,
-) -> Row:
-    """Blocks saved at a target agreement; points are (levels where examples leave, whether they are right there)."""
-    levels = np.stack([level.double().numpy() for level, _ in points])
-    hits = np.stack([hit.double().numpy() for _, hit in points])
-    blocks = setup.model.n_blocks
+) -> SavedRow:
+    """Return the blocks that a rule saves at a target agreement, from its exits under every threshold."""
+    levels = np.stack([point.level.double().numpy() for point in exits])
+    right = np.stack([point.right.double().numpy() for point in exits])
+    n_blocks = setup.model.n_blocks
 
     def saving(weights: np.ndarray) -> float:
         total = weights.sum()
-        return blocks - blocks_needed(levels @ weights / total, hits @ weights / total, target)
+        return n_blocks - blocks_needed(levels @ weights / total, right @ weights / total, target)
 
-    found = saving(np.ones(len(documents)))
+    saved = saving(np.ones(len(documents)))
     low, high = statistic_interval(saving, documents.numpy(), seed=setup.settings.seed)
-    return _saved_row(lens, kind, target, found, low, high, blocks)
+    return SavedRow(lens, kind, target, saved, low, high, saved / n_blocks)
 
 
-def _oracle(readings: LensScores, place: int, setup: Setup) -> Row:
-    """The first level, from 1 on, whose best token is the model's: no rule that stops by then can save more."""
-    right = readings.hits(1)[place].clone()
+def _oracle_row(scores: LensScores, index: int, setup: Setup) -> SavedRow:
+    """Return what exits at the first level ≥ 1 whose best token is the model's save: no rule can save more."""
+    right = scores.hits(1)[index].clone()
     right[0] = False
     first = right.int().argmax(0).double().numpy()
-    blocks = setup.model.n_blocks
-    mean, low, high = mean_interval(
-        blocks - first, readings.document.numpy(), seed=setup.settings.seed
+    n_blocks = setup.model.n_blocks
+    saved, low, high = mean_interval(
+        n_blocks - first, scores.document.numpy(), seed=setup.settings.seed
     )
-    ends = float(mean), float(low), float(high)
-    return _saved_row(readings.lenses[place], "oracle", None, *ends, blocks)
-
-
-def _saved_row(
-    lens: str, kind: str, target: float | None, found: float, low: float, high: float, blocks: int
-) -> Row:
-    return {
-        "lens": lens,
-        "kind": kind,
-        "target": target,
-        "blocks_saved": found,
-        "low": low,
-        "high": high,
-        "share": found / blocks,
-    }
+    share = float(saved) / n_blocks
+    lens = scores.lenses[index]
+    return SavedRow(lens, "oracle", None, float(saved), float(low), float(high), share)
 
 
 RULES = {"dynamic": "confidence rule", "fixed": "fixed level", "oracle": "oracle"}
-_CLOSE = 0.2
-"""The second picture shows so much of the agreement below 1."""
 
 
-def curves(study: Study) -> list[Panel]:
-    """Agreement with the full model against the blocks run: the whole range, then near the target."""
-    rows, saved = study["tables"].get("curves"), study["tables"].get("saved", [])
-    if not rows:
-        return []
-    targets = targets_of(saved)
-    low = 1 - _CLOSE
-    figures = [
-        _curves(rows, targets, "the whole range", (-0.02, 1.03)),
-        _curves(rows, targets, "near the target", (min([low, *targets]) - 0.01, 1.01)),
-    ]
-    return [Panel("Agreement against blocks run", _half_cost(rows), ("curves",), figures)]
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return agreement against blocks run, then the blocks saved at each target."""
+    curves, saved = result.tables.curves, result.tables.saved
+    targets = _targets(saved)
+    agreement = Panel(
+        "Agreement against blocks run",
+        _half_cost(curves),
+        ("curves",),
+        [
+            _curves_chart(curves, targets, "full range", (-0.02, 1.03)),
+            _curves_chart(curves, targets, "near the target", (min([0.8, *targets]) - 0.01, 1.01)),
+        ],
+    )
+    savings = Panel(
+        "Blocks saved",
+        saved_sentence(result),
+        ("saved",),
+        [_saved_chart(saved, target) for target in targets],
+        html=_saved_table(saved),
+    )
+    return [agreement, savings]
 
 
-def _curves(
-    rows: Sequence[Row], targets: Sequence[float], title: str, span: tuple[float, float]
+def _targets(saved: Sequence[SavedRow]) -> list[float]:
+    return unique(row.target for row in saved if row.target is not None)
+
+
+def _curves_chart(
+    rows: Sequence[CurveRow], targets: Sequence[float], title: str, span: tuple[float, float]
 ) -> go.Figure:
     figure = empty_figure(title, x="blocks run, mean", y="agreement", height=360)
-    lenses = lenses_of(rows)
-    paint = colours(lenses)
+    lenses = identity_last(row.lens for row in rows)
+    palette = colours(lenses)
     for lens in lenses:
         for kind, dash in (("dynamic", "solid"), ("fixed", "dot")):
-            mine = sorted(where(rows, lens=lens, kind=kind), key=lambda row: row["blocks"])
-            name = f"{lens}, {RULES[kind]}"
-            add_line(
+            curve = [row for row in rows if (row.lens, row.kind) == (lens, kind)]
+            curve.sort(key=lambda row: row.blocks)
+            draw_line(
                 figure,
-                mine,
-                "blocks",
-                "agreement",
-                name=name,
-                colour=paint[lens],
+                [row.blocks for row in curve],
+                [row.agreement for row in curve],
+                name=f"{lens}, {RULES[kind]}",
+                colour=palette[lens],
                 dash=dash,
                 band=kind == "dynamic",
                 hover="blocks",
@@ -239,60 +285,42 @@ def _curves(
             annotation_position="top left",
             annotation_font_size=11,
         )
-    most = max(row["blocks"] for row in rows)
+    most = max(row.blocks for row in rows)
     figure.update_xaxes(range=[-0.03 * most, 1.03 * most])
     return figure.update_yaxes(range=list(span))
 
 
-def _half_cost(rows: Sequence[Row]) -> str:
-    """How much agreement half the blocks buy."""
-    most = max(row["blocks"] for row in rows)
+def _half_cost(rows: Sequence[CurveRow]) -> str:
+    """Say how much agreement half of the blocks buy."""
+    most = max(row.blocks for row in rows)
     parts = []
-    for lens in lenses_of(rows):
-        within = [
-            row for row in where(rows, lens=lens, kind="dynamic") if row["blocks"] <= most / 2
-        ]
-        best = max(within, key=lambda row: row["agreement"], default=None)
-        if best:
-            parts.append(f"{percent(best['agreement'])} ({lens}, {number(best['blocks'])} blocks)")
+    for lens in identity_last(row.lens for row in rows):
+        dynamic = [row for row in rows if (row.lens, row.kind) == (lens, "dynamic")]
+        within = [row for row in dynamic if row.blocks <= most / 2]
+        if within:
+            best = max(within, key=lambda row: row.agreement.mean)
+            agreement = percent(best.agreement.mean)
+            parts.append(f"{agreement} of the cases ({lens}, {number(best.blocks)} blocks)")
     if not parts:
-        return f"No strength of the confidence rule runs less than half of the {most:g} blocks."
+        return f"At every λ the confidence rule runs more than half of the {most:g} blocks."
     return (
-        f"With no more than half of the {most:g} blocks, the confidence rule gives the full model's token in at "
-        f"best {listed(parts)} of the cases."
+        f"With at most half of the {most:g} blocks, the confidence rule predicts the full model's token in at best "
+        f"{listed(parts)}."
     )
 
 
-def savings(study: Study) -> list[Panel]:
-    """Blocks saved at each target, with intervals, beside what an oracle would save."""
-    rows = study["tables"].get("saved")
-    if not rows:
-        return []
-    figures = [_bars(rows, target) for target in targets_of(rows)]
-    return [
-        Panel("Blocks saved", saved_sentence(study), ("saved",), figures, html=_saved_table(rows))
-    ]
-
-
-def _bars(rows: Sequence[Row], target: float) -> go.Figure:
+def _saved_chart(rows: Sequence[SavedRow], target: float) -> go.Figure:
     figure = empty_figure(f"at {percent(target)} agreement", x="blocks saved, mean", height=270)
-    lenses = lenses_of(rows)
-    paint = colours(lenses)
+    lenses = identity_last(row.lens for row in rows)
+    palette = colours(lenses)
     for lens in lenses:
-        mine = [
-            row | {"rule": RULES[row["kind"]]}
-            for row in where(rows, lens=lens)
-            if row["target"] in (target, None)
-        ]
-        bars(
-            mine,
-            "rule",
-            "blocks_saved",
+        bars = [row for row in rows if row.lens == lens and row.target in (target, None)]
+        draw_bars(
+            figure,
+            [RULES[row.kind] for row in bars],
+            [Interval(row.blocks_saved, row.low, row.high) for row in bars],
             name=lens,
-            colour=paint[lens],
-            figure=figure,
-            low="low",
-            high="high",
+            colour=palette[lens],
         )
     figure.update_layout(barmode="group", bargap=0.3)
     figure.update_xaxes(rangemode="tozero")
@@ -304,44 +332,67 @@ def _bars(rows: Sequence[Row], target: float) -> go.Figure:
     )
 
 
-def _saved_table(rows: Sequence[Row]) -> str:
-    head = ["lens", "rule", "agreement kept", "blocks saved", "95 % interval", "share of all"]
+def _saved_table(rows: Sequence[SavedRow]) -> str:
+    head = ["lens", "rule", "agreement", "blocks saved", "95 % interval", "share of all blocks"]
     body = [
         [
-            safe(row["lens"]),
-            RULES[row["kind"]],
-            "all" if row["target"] is None else percent(row["target"]),
-            number(row["blocks_saved"]),
-            f"{number(row['low'])} … {number(row['high'])}",
-            "–" if row["share"] is None else percent(row["share"]),
+            safe(row.lens),
+            RULES[row.kind],
+            "all" if row.target is None else percent(row.target),
+            number(row.blocks_saved),
+            f"{number(row.low)} … {number(row.high)}",
+            percent(row.share),
         ]
-        for lens in lenses_of(rows)
-        for row in where(rows, lens=lens)
+        for lens in identity_last(row.lens for row in rows)
+        for row in rows
+        if row.lens == lens
     ]
     return html_table(head, body, numeric=range(2, 6))
 
 
-def targets_of(rows: Sequence[Row]) -> list[float]:
-    """The agreements that were to be kept."""
-    return unique(row["target"] for row in rows if row["target"] is not None)
-
-
-def saved_sentence(study: Study) -> str:
-    """Blocks saved at the first target by every map and by the identity, and what an oracle would save."""
-    rows = study["tables"]["saved"]
-    blocks, target = study["settings"]["blocks"], targets_of(rows)[0]
-    parts = []
-    for lens in lenses_of(rows):
-        (row,) = where(rows, lens=lens, kind="dynamic", target=target)
-        if row["blocks_saved"] is None:
-            parts.append(f"{lens} never reaches it")
-            continue
-        parts.append(
-            f"{lens} saves {number(row['blocks_saved'])} of {blocks} blocks ({percent(row['share'])}; 95 % interval "
-            f"{number(row['low'])} to {number(row['high'])})"
-        )
-    best = max(where(rows, kind="oracle"), key=lambda row: row["blocks_saved"])
+def saved_sentence(result: Result[Tables, Headline]) -> str:
+    """Say how many blocks every lens saves at the first target, and how many the oracle saves."""
+    rows = result.tables.saved
+    target, first = _targets(rows)[0], _dynamic(rows)
+    n_blocks = max(row.blocks for row in result.tables.curves)
+    parts = [
+        f"{row.lens} never reaches it"
+        if math.isnan(row.blocks_saved)
+        else f"{row.lens} saves {number(row.blocks_saved)} of {n_blocks:g} blocks ({percent(row.share)}; 95 % interval "
+        f"{number(row.low)} to {number(row.high)})"
+        for row in first
+    ]
+    oracles = [row for row in rows if row.kind == "oracle"]
+    best = max(oracles, key=lambda row: row.blocks_saved)
     return (
-        f"At {percent(target)} agreement with the full model, {listed(parts)}; a rule that knew when to stop "
-        f"would save {number(best['blocks_saved'])} ({best['lens']})."
+        f"At {percent(target)} agreement with the full model, {listed(parts)}; an oracle would save "
+        f"{number(best.blocks_saved)} ({best.lens})."
     )
+
+
+def _dynamic(rows: Sequence[SavedRow]) -> list[SavedRow]:
+    """Return the rows of the confidence rule at the first target, the identity last."""
+    target = _targets(rows)[0]
+    by_lens = {row.lens: row for row in rows if (row.kind, row.target) == ("dynamic", target)}
+    return [by_lens[lens] for lens in identity_last(by_lens)]
+
+
+def finding(result: Result[Tables, Headline]) -> Finding:
+    """Return the blocks that the first lens and the identity save at the first target."""
+    rows = result.tables.saved
+    best, identity = _dynamic(rows)[0], _dynamic(rows)[-1]
+    n_blocks = max(row.blocks for row in result.tables.curves)
+
+    def share(row: SavedRow) -> str:
+        return "never reached" if math.isnan(row.share) else percent(row.share)
+
+    return Finding(
+        f"Blocks saved at {percent(_targets(rows)[0])} agreement",
+        f"{number(best.blocks_saved)} of {n_blocks:g}",
+        f"with {best.lens} ({share(best)}); with the identity {number(identity.blocks_saved)} ({share(identity)}).",
+    )
+
+
+STUDY = Study(
+    "exits", "how many blocks does early exit save?", run, Tables, Headline, figures, finding
+)

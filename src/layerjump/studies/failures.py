@@ -19,8 +19,8 @@ from layerjump.data.tokenization import token_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.evaluate import LensScores
 from layerjump.models.activations import capture_states
+from layerjump.studies._untyped import Result, Row
 from layerjump.studies.examples import context
-from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 
 WORST = 20
@@ -29,11 +29,11 @@ PERCENTILES = (50, 90, 95, 99)
 
 def run(setup: Setup) -> Result:
     """Sort the readings into bins, and measure the errors themselves in a pass of their own."""
-    readings, estimator = setup.readings(), setup.settings.estimators[0]
+    readings, estimator = setup.lens_scores(), setup.settings.estimators[0]
     jumps = setup.jumps(estimator)
     levels = quarters(setup.model.n_blocks)
     first = Positions("all", skip_first=0, special=True)
-    everywhere = setup.batches(positions=first, tokens=setup.settings.budget)
+    everywhere = setup.batches(positions=first, tokens=setup.settings.score_tokens)
     result = Result("failures")
     result.tables = {
         "by position": _binned(readings, levels, *by_position(readings.position)),
@@ -42,7 +42,7 @@ def run(setup: Setup) -> Result:
         ),
         "by entropy": _binned(readings, levels, *by_quarter(readings.entropy)),
         "first token": _first_token(_errors(setup, jumps, everywhere)),
-        "errors": _tails(_errors(setup, jumps, setup.scored())),
+        "errors": _tails(_errors(setup, jumps, setup.test_batches())),
         "worst": _worst(setup, readings, setup.model.n_blocks // 2),
     }
     result.settings = {
@@ -220,7 +220,7 @@ def _contexts(setup: Setup, wanted: set[int]) -> dict[int, str]:
     """The text around some of the readings' examples, which are the scored picks in order."""
     found: dict[int, str] = {}
     start = 0
-    for batch in setup.scored():
+    for batch in setup.test_batches():
         for pick in range(batch.n_picks):
             if start + pick in wanted:
                 found[start + pick] = context(setup.model, batch, pick)

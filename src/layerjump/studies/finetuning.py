@@ -17,20 +17,21 @@ import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.errors import BadStudy, argument
-from layerjump.studies.charts import (
+from layerjump.studies._untyped import (
     BLUE,
     GREY,
     Panel,
+    Result,
+    Row,
     Study,
     add_line,
     empty_figure,
     level_axis,
     number,
 )
-from layerjump.studies.charts import (
+from layerjump.studies._untyped import (
     mean as mean_of,
 )
-from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 from layerjump.training.finetune import (
     BATCH,
@@ -59,23 +60,27 @@ def unable(setup: Setup) -> str | None:
         return "it writes answers behind prompts, and this model is not causal"
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    return None if setup.settings.task else f"it needs a task to learn; give {argument('task')}"
+    return (
+        None
+        if setup.settings.finetune_task
+        else f"it needs a task to learn; give {argument('finetune_task')}"
+    )
 
 
 def run(setup: Setup) -> Result:
     """Fine-tune once a run; measure before and after."""
     settings, model = setup.settings, setup.model
-    items = load_task(str(settings.task))
-    if len(items) < max(2, settings.runs):
+    items = load_task(str(settings.finetune_task))
+    if len(items) < max(2, settings.finetune_runs):
         raise BadStudy(
-            f"the task {settings.task} has {len(items)} items, too few for {settings.runs} runs; give more, or "
-            f"fewer {argument('runs')}"
+            f"the task {settings.finetune_task} has {len(items)} items, too few for {settings.finetune_runs} runs; "
+            f"give more, or fewer {argument('finetune_runs')}"
         )
-    steps = settings.steps or STEPS
+    steps = settings.train_steps or STEPS
     before = measure_profile(model, setup.corpus, seed=settings.seed)
     result = Result("finetune", {"runs": [], "blocks": []})
     after: list[Profile] = []
-    for turn, (learnt, held) in enumerate(folds(items, settings.runs, settings.seed)):
+    for turn, (learnt, held) in enumerate(folds(items, settings.finetune_runs, settings.seed)):
         tuned = finetune(model, learnt, steps=steps, seed=settings.seed + turn)
         after.append(measure_profile(tuned, setup.corpus, seed=settings.seed))
         scored = held[:SCORED]
@@ -90,12 +95,12 @@ def run(setup: Setup) -> Result:
         result.tables["runs"].append(row)
     result.tables["blocks"] = [_block(place, before, after) for place in range(model.n_blocks)]
     result.settings = {
-        "task": Path(str(settings.task)).name,
+        "task": Path(str(settings.finetune_task)).name,
         "items": len(items),
         "steps": steps,
         "batch": BATCH,
         "learning_rate": LEARNING_RATE,
-        "runs": settings.runs,
+        "runs": settings.finetune_runs,
     }
     result.headline = _headline(result.tables["runs"])
     result.notes.append(

@@ -33,8 +33,8 @@ from layerjump.errors import BadArtifact, argument, one_line
 from layerjump.io import read_json
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.activations import capture_states
+from layerjump.studies._untyped import Result, Row
 from layerjump.studies.examples import context
-from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 
 SHEET, KEY = "plausibility.csv", "plausibility-key.json"

@@ -1,100 +1,143 @@
-"""Schedules of blocks that run and levels that are jumped over: pure functions, no model.
+"""`alternation`: run some blocks, skip others with a jump, run again (section 4.3 of the paper).
 
-A schedule is the jumps it makes, in order: ((4, 6), (9, 12)) runs blocks 1 to 4, jumps from level 4 to level 6, runs
-blocks 7 to 9 and jumps from 9 to 12. No jump starts where another ends: one fitted map over both does better.
+Rules, each for every number of blocks run that it can reach:
 
-`alternation`: run some blocks, jump over others, run again (papers' section 4.3).
+    single jump   run l blocks, then jump to the last level
+    round robin   run a blocks, skip b, and so on; for all a + b that divide the number of blocks
+    r2            the largest product of the held-out R² of the jumps (the authors' informed rule)
+    kl            the smallest sum of the costs of the jumps; the cost of a jump is the KL divergence of the output when
+                  only that jump is made and everything else is exact
+    ours          of the schedules of all these rules with the same number of blocks, the one with the lowest KL
 
-Rules, each for as many numbers of blocks run as it can:
-
-    single jump   run l blocks, jump to the last level
-    round robin   run a blocks, jump b, again and again; all a + b that divide the number of blocks
-    r2            the product of the jumps' held-out R² is as large as can be (the authors' informed rule)
-    kl            the sum of the jumps' costs is as small as can be; a jump's cost is the KL of the output when only
-                  that jump is made and all else is exact
-    ours          of the schedules of all these rules with that many blocks, the one with the lowest KL when run
-
-R², costs and the last choice are taken on select documents, every number shown on test documents. All positions go
+R², costs and the last choice are taken on select documents, all reported numbers on test documents. All positions go
 through the jumps, so the maps are fitted on all positions.
-
-The figure of `alternation`: what running some blocks and jumping over others keeps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import plotly.graph_objects as go
 from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.data.positions import MASKED_SHARE, Positions
+from layerjump.errors import BadArtifact
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
-from layerjump.jumps.maps import Affine, apply_map, to_affine
+from layerjump.jumps.maps import apply_map
 from layerjump.jumps.scoring import r2
-from layerjump.studies.ablation import Variants, announce, budgeted, runs
+from layerjump.studies.ablation import (
+    Cost,
+    Variants,
+    VariantScores,
+    announce_cost,
+    rerun_batches,
+    small_batches,
+)
 from layerjump.studies.charts import (
     Panel,
-    Study,
-    add_line,
+    Value,
     colours,
+    draw_heat_map,
+    draw_line,
     empty_figure,
     level_axis,
     number,
     percent,
     unique,
-    where,
+    unit_axis,
 )
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup, collect_all_positions, fit_all_positions
+from layerjump.studies.results import Column, Result, Study, to_json
+from layerjump.studies.setup import Setup, maps_of
 
 Jump = tuple[int, int]
-Schedule = tuple[Jump, ...]
+
+ALONE_SHARE = 0.5
+"""Of `score_tokens`: select tokens on which every jump is tried alone. Schedules are chosen on all of them."""
+GOOD_AGREEMENT = 0.95
+"""Agreement at which the headline states the blocks needed."""
 
 
-def blocks_run(schedule: Schedule, blocks: int) -> int:
-    """How many blocks a schedule runs."""
-    return blocks - sum(target - source for source, target in schedule)
+@dataclass(frozen=True)
+class Schedule:
+    """Which blocks run and which are skipped.
 
-
-def single(blocks: int) -> list[Schedule]:
-    """The jump to the last level from every level."""
-    return [((level, blocks),) for level in range(blocks)]
-
-
-def round_robins(blocks: int) -> dict[tuple[int, int], Schedule]:
-    """(a, b) → run a blocks, jump b, again and again, for all a + b that divide the blocks.
-
-    With a + b = the number of blocks there is one jump only: those are `single`, and left out here.
+    The jumps ((4, 6), (9, 12)) of 12 blocks run blocks 1 to 4, jump from level 4 to 6, run blocks 7 to 9 and jump from
+    level 9 to 12. No jump starts where another ends: one fitted map over both does better.
     """
-    found: dict[tuple[int, int], Schedule] = {}
-    for turn in range(2, blocks):
-        if blocks % turn == 0:
-            for run in range(1, turn):
-                starts = range(run, blocks, turn)
-                found[run, turn - run] = tuple((level, level + turn - run) for level in starts)
-    return found
+
+    jumps: tuple[Jump, ...]
+    n_blocks: int
+
+    @property
+    def blocks_run(self) -> int:
+        """How many blocks it runs."""
+        return self.n_blocks - sum(target - source for source, target in self.jumps)
+
+    @property
+    def legs(self) -> list[tuple[int, int]]:
+        """The levels between which blocks run, one pair before, between and after the jumps."""
+        starts = [0, *(target for _, target in self.jumps)]
+        ends = [*(source for source, _ in self.jumps), self.n_blocks]
+        return list(zip(starts, ends, strict=True))
+
+    def to_json(self) -> str:
+        """Return the legs, such as `0-4 → 6-9 → 12`; a leg that runs no block is one number."""
+        return " → ".join(f"{a}-{b}" if a < b else str(a) for a, b in self.legs)
+
+    @classmethod
+    def from_json(cls, saved: object) -> Schedule:
+        """Read what `to_json` wrote."""
+        if not isinstance(saved, str) or not re.fullmatch(r"\d+(-\d+)?( → \d+(-\d+)?)*", saved):
+            raise BadArtifact(
+                f"expected a schedule such as 0-4 → 6-9 → 12, got {str(saved)[:50]!r}"
+            )
+        legs = [[int(level) for level in leg.split("-")] for leg in saved.split(" → ")]
+        jumps = [(leg[-1], after[0]) for leg, after in zip(legs, legs[1:], strict=False)]
+        return cls(tuple(jumps), legs[-1][-1])
 
 
-def cheapest(blocks: int, cost: Mapping[Jump, float]) -> dict[int, Schedule]:
-    """For each number of blocks run, from 0 to all but one, the schedule whose jumps' costs have the least sum.
+def single_jumps(n_blocks: int) -> list[Schedule]:
+    """Return the jump to the last level from every level."""
+    return [Schedule(((level, n_blocks),), n_blocks) for level in range(n_blocks)]
 
-    Dynamic programming over levels: the best way to a level with so many blocks run, which ends with a block or with a
-    jump, extends such a way to an earlier level.
+
+def round_robins(n_blocks: int) -> dict[tuple[int, int], Schedule]:
+    """Return (a, b) → run a blocks, skip b, and so on, for all a + b that divide the number of blocks.
+
+    With a + b equal to the number of blocks there is only one jump: those are `single_jumps`, and left out here.
     """
-    # (level, blocks run) → (cost, schedule), apart for ways that end with a block and with a jump
-    by_block: dict[tuple[int, int], tuple[float, Schedule]] = {(0, 0): (0.0, ())}
-    by_jump: dict[tuple[int, int], tuple[float, Schedule]] = {}
-    for level in range(1, blocks + 1):
+    schedules = {}
+    for period in range(2, n_blocks):
+        if n_blocks % period == 0:
+            for run in range(1, period):
+                starts = range(run, n_blocks, period)
+                jumps = tuple((level, level + period - run) for level in starts)
+                schedules[run, period - run] = Schedule(jumps, n_blocks)
+    return schedules
+
+
+def cheapest(n_blocks: int, cost: Mapping[Jump, float]) -> dict[int, Schedule]:
+    """Return, for each number of blocks run from 0 to all but one, the schedule with the least sum of costs.
+
+    Dynamic programming over levels: the best path to a level with a given number of blocks run ends with a block or
+    with a jump, and extends such a path to an earlier level.
+    """
+    # (level, blocks run) → (cost, jumps), kept apart for paths that end with a block and with a jump
+    Paths = dict[tuple[int, int], tuple[float, tuple[Jump, ...]]]
+    by_block: Paths = {(0, 0): (0.0, ())}
+    by_jump: Paths = {}
+    for level in range(1, n_blocks + 1):
         for run in range(level + 1):
             before = (level - 1, run - 1)
-            ways = [way[before] for way in (by_block, by_jump) if before in way]
-            if ways:
-                by_block[level, run] = min(ways, key=lambda way: way[0])
+            paths = [ends[before] for ends in (by_block, by_jump) if before in ends]
+            if paths:
+                by_block[level, run] = min(paths, key=lambda path: path[0])
             jumps = [
                 (by_block[source, run][0] + cost[source, level], source)
                 for source in range(level)
@@ -103,88 +146,122 @@ def cheapest(blocks: int, cost: Mapping[Jump, float]) -> dict[int, Schedule]:
             if jumps:
                 total, source = min(jumps)
                 by_jump[level, run] = total, (*by_block[source, run][1], (source, level))
-    ends = {run: _better(by_block, by_jump, (blocks, run)) for run in range(blocks)}
-    return {run: schedule for run, (total, schedule) in ends.items() if total < math.inf}
+    schedules = {}
+    for run in range(n_blocks):
+        paths = [ends[n_blocks, run] for ends in (by_block, by_jump) if (n_blocks, run) in ends]
+        if paths:
+            total, path = min(paths, key=lambda path: path[0])
+            if total < math.inf:
+                schedules[run] = Schedule(path, n_blocks)
+    return schedules
 
 
-def most_explained(blocks: int, r2: Mapping[Jump, float]) -> dict[int, Schedule]:
-    """For each number of blocks run, the schedule whose jumps' R² have the greatest product."""
-    floor = 1e-12  # an R² at or below 0 explains nothing, but a schedule may have to use it
-    return cheapest(blocks, {jump: -math.log(max(value, floor)) for jump, value in r2.items()})
+def most_explained(n_blocks: int, r2: Mapping[Jump, float]) -> dict[int, Schedule]:
+    """Return, for each number of blocks run, the schedule with the largest product of R²."""
+    floor = 1e-12  # an R² of 0 or less explains nothing, but a schedule may have to use it
+    return cheapest(n_blocks, {jump: -math.log(max(value, floor)) for jump, value in r2.items()})
 
 
-def said(schedule: Schedule, blocks: int) -> str:
-    """A schedule in one line: `0-4 → 6-9 → 12` runs from level 0 to 4, jumps to 6, runs to 9, jumps to 12."""
-    starts = [0, *(target for _, target in schedule)]
-    ends = [*(source for source, _ in schedule), blocks]
-    legs = zip(starts, ends, strict=True)
-    return " → ".join(f"{start}-{end}" if start < end else str(start) for start, end in legs)
+@dataclass(frozen=True)
+class ScheduleRow:
+    """One schedule of one rule."""
+
+    rule: str
+    a: int | None
+    """Blocks run in a row, of a round robin."""
+    b: int | None
+    """Blocks skipped in a row, of a round robin."""
+    blocks_run: Annotated[int, Column("blocks run")]
+    schedule: Schedule
+    scores: Annotated[VariantScores, Column("{}")]
 
 
-def _better(
-    by_block: Mapping[tuple[int, int], tuple[float, Schedule]],
-    by_jump: Mapping[tuple[int, int], tuple[float, Schedule]],
-    end: tuple[int, int],
-) -> tuple[float, Schedule]:
-    ways = [way[end] for way in (by_block, by_jump) if end in way]
-    return min(ways, key=lambda way: way[0], default=(math.inf, ()))
+@dataclass(frozen=True)
+class JumpRow:
+    """One jump alone, on select documents."""
+
+    source: Annotated[int, Column("from")]
+    target: Annotated[int, Column("to")]
+    r2: float
+    kl: float
 
 
-ALONE_SHARE = 0.5
-"""Of the run's budget: select tokens on which every jump is tried alone. Schedules are chosen on the full budget."""
-GOOD = 0.95
-"""Agreement at which the headline states the blocks needed."""
+@dataclass(frozen=True)
+class Tables:
+    """All schedules, and the jumps that they are chosen by."""
+
+    schedules: list[ScheduleRow]
+    pairs: list[JumpRow]
 
 
-def run(setup: Setup) -> Result:
-    """Measure every jump alone, make the schedules, choose, and score all of them on test documents."""
-    setup, note = with_select(setup)
-    estimator, blocks = setup.settings.estimators[0], setup.model.n_blocks
-    jumps = fit_all_positions(setup, estimator, "all")
+@dataclass(frozen=True)
+class Headline:
+    """Per rule (with underscores): means over the schedules, and the blocks that a precision@1 of 0.95 takes."""
+
+    mean_p1: Annotated[dict[str, float], Column("mean_p@1_{}")]
+    mean_lead: Annotated[dict[str, float], Column("mean_lead_over_single_jump_{}")]
+    blocks_for_good_agreement: Annotated[dict[str, int], Column("blocks_for_0.95_{}")]
+
+
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Measure every jump alone, choose the schedules, and score all of them on test documents."""
+    setup, note = with_select_documents(setup)
+    estimator, n_blocks = setup.settings.estimators[0], setup.model.n_blocks
+    jumps = setup.all_position_jumps(estimator, "all")
     explained = _explained(setup, jumps)
-    costs, alone_cost = _costs(setup, jumps)
-    rules = _rules(blocks, explained, costs)
-    rules["ours"], select_cost = _best_when_run(setup, jumps, rules)
-    every = [schedule for rule in rules.values() for schedule in rule]
-    variants, test_cost = _tried(setup, jumps, every, budgeted(setup), "every schedule")
-    result = Result("alternation", {"schedules": _rows(rules, variants, setup)})
-    result.tables["pairs"] = [
-        {"from": a, "to": b, "r2": explained[a, b], "kl": costs[a, b]} for a, b in sorted(costs)
-    ]
-    result.settings = {
+    costs, alone_cost = _jump_costs(setup, jumps)
+    rules = {
+        "single jump": single_jumps(n_blocks),
+        "round robin": list(round_robins(n_blocks).values()),
+        "r2": list(most_explained(n_blocks, explained).values()),
+        "kl": list(cheapest(n_blocks, costs).values()),
+    }
+    candidates = unique(schedule for schedules in rules.values() for schedule in schedules)
+    selected, select_cost = _run_schedules(
+        setup, jumps, candidates, _select_batches(setup), "choosing a schedule"
+    )
+    best: dict[int, Schedule] = {}
+    for schedule in sorted(candidates, key=selected.mean_kl):
+        best.setdefault(schedule.blocks_run, schedule)
+    rules["ours"] = [best[count] for count in sorted(best)]
+    tested, test_cost = _run_schedules(
+        setup, jumps, candidates, small_batches(setup), "every schedule"
+    )
+    rows = _rows(rules, tested, setup.settings.seed)
+    pairs = [JumpRow(*jump, explained[jump], costs[jump]) for jump in sorted(costs)]
+    facts = {
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
-        "budget": setup.settings.budget,
-        "blocks": blocks,
-        "jumps alone": alone_cost,
-        "choosing": select_cost,
-        "schedules": test_cost,
+        "budget": setup.settings.score_tokens,
+        "blocks": n_blocks,
+        "jumps alone": to_json(alone_cost),
+        "choosing": to_json(select_cost),
+        "schedules": to_json(test_cost),
     }
-    result.headline = _headline(result.tables["schedules"], blocks)
-    result.notes += [note] if note else []
-    return result
+    notes = [note] if note else []
+    return Result("alternation", Tables(rows, pairs), _headline(rows, n_blocks), notes, facts)
 
 
-def with_select(setup: Setup) -> tuple[Setup, str | None]:
-    """The run with some documents to choose schedules on: its own, or a tenth of those it would fit on."""
-    parts = setup.parts()
-    if parts.select:
+def with_select_documents(setup: Setup) -> tuple[Setup, str | None]:
+    """Return a run that has select documents, and a note where a tenth of the fit documents had to become them."""
+    splits = setup.splits()
+    if splits.select:
         return setup, None
-    held = max(1, len(parts.fit) // 10)
-    sizes = f"{len(parts.fit) - held}/{held}/{len(parts.test)}"
+    held_out = max(1, len(splits.fit) // 10)
+    split = f"{len(splits.fit) - held_out}/{held_out}/{len(splits.test)}"
     note = (
-        f"The split {setup.settings.split} has no select documents: {held} of the {len(parts.fit)} fit documents were "
-        f"held out to choose schedules on."
+        f"The split {setup.settings.split} has no select documents: {held_out} of the {len(splits.fit)} fit documents "
+        f"were held out to choose on."
     )
-    return setup.without_kept(settings=replace(setup.settings, split=sizes)), note
+    return setup.with_empty_cache(settings=replace(setup.settings, split=split)), note
 
 
-def follow(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
-    """Level L as a schedule reaches it, at all positions; what runs before its first jump is known already."""
-    level = schedule[0][0] if schedule else rerun.model.n_blocks
+def run_schedule(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
+    """Return the states at level L, at all positions; states before the first jump come from the ordinary run."""
+    level = schedule.legs[0][1]
     states = rerun.levels[level]
-    for source, target in schedule:
+    for source, target in schedule.jumps:
         states = rerun.from_level(level, states, to=source)
         states = apply_map(jumps[source, target], states)
         level = target
@@ -192,155 +269,144 @@ def follow(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
 
 
 def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
-    """R² of every jump on select documents."""
-    sums = collect_all_positions(setup, "all").select
-    found: dict[Jump, float] = {}
-    for source, target in jumps:
-        jump = to_affine(jumps[source, target])
-        bias = None if jump.bias is None else jump.bias.double()
-        exact = Affine.of(jump.weight.double(), bias=bias)
-        score = r2(exact, sums.source(source), sums.target(source, target))
-        found[source.index, target.index] = score.uniform
-    return found
+    """Return R² of every jump on select documents."""
+    moments = setup.all_position_moments("all").select
+    return {
+        (a.index, b.index): r2(jump, moments.source(a), moments.target(a, b)).uniform
+        for (a, b), jump in maps_of(jumps).items()
+    }
 
 
 def _select_batches(setup: Setup, share: float = 1.0) -> Batches:
     # More than one position a document even in the paper's protocol: these numbers only choose.
     positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
-    return budgeted(setup, share, part="select", positions=positions)
+    return small_batches(setup, share, part="select", positions=positions)
 
 
-def _costs(setup: Setup, jumps: Jumps) -> tuple[dict[Jump, float], dict[str, Any]]:
-    """KL of the output when one jump is made and all else is exact, for every jump."""
-    batches, blocks = _select_batches(setup, ALONE_SHARE), setup.model.n_blocks
-    pairs = [(source.index, target.index) for source, target in jumps]
-    cost = announce(
-        "alternation, each jump alone",
+def _jump_costs(setup: Setup, jumps: Jumps) -> tuple[dict[Jump, float], Cost]:
+    """Return the KL divergence of the output for every jump when it is the only one."""
+    n_blocks = setup.model.n_blocks
+    alone = {(a.index, b.index): Schedule(((a.index, b.index),), n_blocks) for a, b in jumps}
+    batches = _select_batches(setup, ALONE_SHARE)
+    variants, cost = _run_schedules(setup, jumps, list(alone.values()), batches, "each jump alone")
+    return {jump: variants.mean_kl(schedule) for jump, schedule in alone.items()}, cost
+
+
+def _run_schedules(
+    setup: Setup, jumps: Jumps, schedules: Sequence[Schedule], batches: Batches, purpose: str
+) -> tuple[Variants, Cost]:
+    """Run every schedule over the batches."""
+    cost = announce_cost(
+        f"alternation, {purpose}",
         setup.model,
         batches,
-        block_runs=sum(blocks - target for _, target in pairs),
-        readings=len(pairs) + 1,
+        block_runs=sum(schedule.blocks_run - schedule.legs[0][1] for schedule in schedules),
+        unembeddings=len(schedules) + 1,
     )
     variants = Variants(setup.model)
-    for rerun in runs(setup, batches, variants):
-        for pair in pairs:
-            variants.add(pair, rerun.pick(follow(rerun, (pair,), jumps)))
-    return {pair: variants.mean(pair) for pair in pairs}, cost
-
-
-def _rules(
-    blocks: int, explained: dict[Jump, float], costs: dict[Jump, float]
-) -> dict[str, list[Schedule]]:
-    return {
-        "single jump": single(blocks),
-        "round robin": list(round_robins(blocks).values()),
-        "r2": list(most_explained(blocks, explained).values()),
-        "kl": list(cheapest(blocks, costs).values()),
-    }
-
-
-def _best_when_run(
-    setup: Setup, jumps: Jumps, rules: dict[str, list[Schedule]]
-) -> tuple[list[Schedule], dict[str, Any]]:
-    """For each number of blocks run, the schedule with the lowest KL on select documents."""
-    tried = [schedule for rule in rules.values() for schedule in rule]
-    variants, cost = _tried(setup, jumps, tried, _select_batches(setup), "choosing a schedule")
-    best: dict[int, Schedule] = {}
-    for schedule in sorted(dict.fromkeys(tried), key=lambda each: variants.mean(each)):
-        best.setdefault(blocks_run(schedule, setup.model.n_blocks), schedule)
-    return [best[count] for count in sorted(best)], cost
-
-
-def _tried(
-    setup: Setup, jumps: Jumps, schedules: list[Schedule], batches: Batches, what: str
-) -> tuple[Variants, dict[str, Any]]:
-    """Every schedule run over the batches, and what that costs."""
-    distinct, blocks = list(dict.fromkeys(schedules)), setup.model.n_blocks
-    cost = announce(
-        f"alternation, {what}",
-        setup.model,
-        batches,
-        block_runs=sum(blocks_run(each, blocks) - each[0][0] for each in distinct),
-        readings=len(distinct) + 1,
-    )
-    variants = Variants(setup.model)
-    for rerun in runs(setup, batches, variants):
-        for schedule in distinct:
-            variants.add(schedule, rerun.pick(follow(rerun, schedule, jumps)))
+    for rerun in rerun_batches(setup, batches, variants):
+        for schedule in schedules:
+            variants.add(schedule, rerun.pick(run_schedule(rerun, schedule, jumps)))
     return variants, cost
 
 
-def _rows(rules: dict[str, list[Schedule]], variants: Variants, setup: Setup) -> list[Row]:
-    blocks = setup.model.n_blocks
-    turns = {schedule: turn for turn, schedule in round_robins(blocks).items()}
-    rows: list[Row] = []
+def _rows(rules: Mapping[str, list[Schedule]], tested: Variants, seed: int) -> list[ScheduleRow]:
+    n_blocks = rules["single jump"][0].n_blocks
+    periods = {schedule: period for period, schedule in round_robins(n_blocks).items()}
+    rows = []
     for rule, schedules in rules.items():
         for schedule in schedules:
-            run_, jumped = turns[schedule] if rule == "round robin" else (None, None)
-            count = blocks_run(schedule, blocks)
-            row: Row = {"rule": rule, "a": run_, "b": jumped, "blocks run": count}
-            score = variants.row(schedule, seed=setup.settings.seed)
-            rows.append(row | {"schedule": said(schedule, blocks)} | score)
+            a, b = periods[schedule] if rule == "round robin" else (None, None)
+            scores = tested.scores(schedule, seed=seed)
+            rows.append(ScheduleRow(rule, a, b, schedule.blocks_run, schedule, scores))
     return rows
 
 
-def _headline(rows: list[Row], blocks: int) -> dict[str, object]:
-    """For each rule: mean P@1 over the blocks it reaches, its lead over the single jump, and where 95 % is."""
-    alone = {row["blocks run"]: row["p@1"] for row in rows if row["rule"] == "single jump"}
-    found: dict[str, object] = {}
-    for rule in dict.fromkeys(row["rule"] for row in rows):
+def _headline(rows: Sequence[ScheduleRow], n_blocks: int) -> Headline:
+    single = {row.blocks_run: row.scores.p1.mean for row in rows if row.rule == "single jump"}
+    headline = Headline({}, {}, {})
+    for rule in unique(row.rule for row in rows):
         name = rule.replace(" ", "_")
-        mine = [row for row in rows if row["rule"] == rule]
-        if not mine:
-            continue
-        found[f"mean_p@1_{name}"] = sum(row["p@1"] for row in mine) / len(mine)
-        ahead = [row["p@1"] - alone[row["blocks run"]] for row in mine]
-        found[f"mean_lead_over_single_jump_{name}"] = sum(ahead) / len(ahead)
-        good = [row["blocks run"] for row in mine if row["p@1"] >= GOOD]
-        found[f"blocks_for_{GOOD:g}_{name}"] = min(good, default=blocks)
-    return found
+        p1 = [(row.blocks_run, row.scores.p1.mean) for row in rows if row.rule == rule]
+        headline.mean_p1[name] = sum(value for _, value in p1) / len(p1)
+        headline.mean_lead[name] = sum(value - single[count] for count, value in p1) / len(p1)
+        good = [count for count, value in p1 if value >= GOOD_AGREEMENT]
+        headline.blocks_for_good_agreement[name] = min(good, default=n_blocks)
+    return headline
 
 
-def schedules(study: Study) -> list[Panel]:
-    """Precision@1 and KL against the blocks run, the best schedule of every rule for each number of blocks."""
-    rows = study["tables"].get("schedules")
-    if not rows:
-        return []
-    figures = [
-        _by_rule(rows, "p@1", "precision@1"),
-        _by_rule(rows, "kl", "KL from the model, nats"),
-    ]
-    return [Panel("Run, jump, run again", _reading(rows), ("schedules",), figures)]
-
-
-def best_of(rows: Sequence[Row], rule: str) -> list[Row]:
-    """For each number of blocks run, the rule's schedule with the highest precision@1."""
-    mine = where(rows, rule=rule)
-    counts = sorted(unique(row["blocks run"] for row in mine))
-    return [max(where(mine, **{"blocks run": n}), key=lambda row: row["p@1"]) for n in counts]
-
-
-def _by_rule(rows: Sequence[Row], column: str, title: str) -> go.Figure:
-    figure = empty_figure(title, x="blocks run", height=360)
-    rules = unique(row["rule"] for row in rows)
-    paint = colours(rules)
-    for rule in rules:
-        dash = "dot" if rule == "round robin" else "solid"
-        mine = best_of(rows, rule)
-        add_line(figure, mine, "blocks run", column, name=rule, colour=paint[rule], dash=dash)
-    if column == "p@1":
-        figure.update_yaxes(range=[-0.02, 1.03])
-    return level_axis(figure, rows, "blocks run")
-
-
-def _reading(rows: Sequence[Row]) -> str:
-    most = max(row["blocks run"] for row in rows)
-    within = [row for row in rows if row["blocks run"] <= most / 2]
-    if not within:
-        return f"No schedule runs less than half of the {most} blocks."
-    best = max(within, key=lambda row: row["p@1"])
-    return (
-        f"Of the schedules that run no more than half of the {most} blocks, the best is by the rule {best['rule']} "
-        f"with {number(best['blocks run'])} blocks: it gives the model's own token in {percent(best['p@1'])} of the "
-        f"cases."
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return precision@1 and KL of every rule against the blocks run, then the jumps alone."""
+    rows, pairs = result.tables.schedules, result.tables.pairs
+    most = max(row.blocks_run for row in rows)
+    within = [row for row in rows if row.blocks_run <= most / 2]
+    reading = f"Every schedule runs more than half of the {most} blocks."
+    if within:
+        best = max(within, key=lambda row: row.scores.p1.mean)
+        reading = (
+            f"Of the schedules that run at most half of the {most} blocks, the best is by the rule {best.rule} with "
+            f"{number(best.blocks_run)} blocks: it predicts the model's token in {percent(best.scores.p1.mean)} of the "
+            f"cases."
+        )
+    schedules = Panel(
+        "Precision against blocks run",
+        reading,
+        ("schedules",),
+        [
+            unit_axis(_rule_chart(rows, "precision@1", lambda row: row.scores.p1)),
+            _rule_chart(rows, "KL from the model, nats", lambda row: row.scores.kl),
+        ],
     )
+    cheap, dear = (end(pairs, key=lambda row: row.kl) for end in (min, max))
+    alone = Panel(
+        "Each jump alone",
+        f"On select documents, the jump from level {cheap.source} to {cheap.target} costs least (KL "
+        f"{number(cheap.kl)}) and the jump from level {dear.source} to {dear.target} most (KL {number(dear.kl)}).",
+        ("pairs",),
+        [
+            draw_heat_map(
+                {(row.target, row.source): value(row) for row in pairs},
+                title=title,
+                x="to level",
+                y="from level",
+                span=span,
+            )
+            for title, value, span in _JUMP_CHARTS
+        ],
+    )
+    return [schedules, alone]
+
+
+_JUMP_CHARTS: list[tuple[str, Callable[[JumpRow], float], tuple[float, float] | None]] = [
+    ("R²", lambda row: row.r2, (0.0, 1.0)),
+    ("KL from the model, nats", lambda row: row.kl, None),
+]
+
+
+def _rule_chart(
+    rows: Sequence[ScheduleRow], title: str, score: Callable[[ScheduleRow], Value]
+) -> go.Figure:
+    """Draw, for every rule and number of blocks run, the schedule with the highest precision@1."""
+    figure = empty_figure(title, x="blocks run", height=360)
+    rules = unique(row.rule for row in rows)
+    palette = colours(rules)
+    for rule in rules:
+        best: dict[int, ScheduleRow] = {}
+        of_rule = [row for row in rows if row.rule == rule]
+        for row in sorted(of_rule, key=lambda row: -row.scores.p1.mean):
+            best.setdefault(row.blocks_run, row)
+        draw_line(
+            figure,
+            sorted(best),
+            [score(best[count]) for count in sorted(best)],
+            name=rule,
+            colour=palette[rule],
+            dash="dot" if rule == "round robin" else "solid",
+            hover="blocks run",
+        )
+    return level_axis(figure, [row.blocks_run for row in rows])
+
+
+STUDY: Study[Tables, Headline] = Study(
+    "alternation", "which blocks to run, and which to skip?", run, Tables, Headline, figures
+)

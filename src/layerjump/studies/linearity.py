@@ -1,23 +1,22 @@
 """`linearity`: how linear each block is, as in "Your Transformer is Secretly Linear" (arXiv 2405.12250), and why.
 
-The paper's score is the in-sample, variance-weighted R² of a regression with intercept, over all tokens: with the
-residual stream (level l → l + 1) and without it (level l → l + 1 minus level l). Beside it stand the held-out score,
-what the identity alone scores, and what pure noise would score, d / (n − 1). Position 0 is an attention sink with a
-huge state that by itself decides a variance-weighted score, so every score is given with and without it.
-
-Figures of `linearity`: how linear each block is, and why.
+The paper's score is the in-sample, variance-weighted R² of a regression with intercept over all tokens: with the
+residual stream (level l → l + 1) and without it (level l → l + 1 minus level l). For comparison: the held-out score,
+the score of the identity, and what pure noise would score, d / (n − 1). Position 0 is an attention sink with a huge
+state that dominates a variance-weighted score, so every score is given with and without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from layerjump.data.positions import Positions
 from layerjump.jumps.block_linearity import block_map, block_pair, block_scores
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.maps import Affine
@@ -36,301 +35,487 @@ from layerjump.studies.charts import (
     ORANGE,
     PURPLE,
     Panel,
-    Study,
-    add_line,
+    Value,
+    draw_heat_map,
+    draw_line,
     empty_figure,
-    heat_map,
     level_axis,
     mean,
     number,
+    unit_axis,
 )
-from layerjump.studies.predictions import unit_axis
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup
+from layerjump.studies.results import Column, Finding, Interval, Result, Study, from_json
+from layerjump.studies.setup import EVERY_POSITION, Setup
 
-EVERY = Positions("all", skip_first=0, special=True)
-TOKENS = 16_000
-"""At most so many tokens are run (the paper's notebook takes about 14,000)."""
-LATER = " without position 0"
-
-
-def run(setup: Setup) -> Result:
-    """Measure the model's blocks; of an encoder–decoder the decoder's, and then the encoder's beside them."""
-    result = _measure(setup)
-    if setup.model.task == "seq2seq":
-        beside = _measure(setup.without_kept(model=setup.model.encoder_side()))
-        result.tables |= {f"encoder {name}": table for name, table in beside.tables.items()}
-        result.settings |= {f"encoder_{name}": value for name, value in beside.settings.items()}
-        result.headline |= {f"encoder_{name}": value for name, value in beside.headline.items()}
-        result.notes.append(
-            "Tables without `encoder` in their names are the decoder's, which reads the second half of a text; the "
-            "encoder is measured on whole texts."
-        )
-    return result
-
-
-def _measure(setup: Setup) -> Result:
-    """One pass over fit and test documents, neighbours only."""
-    fit, test = _sums(setup, "fit", 0.8), _sums(setup, "test", 0.2)
-    levels = range(setup.model.n_blocks)
-    later = [_without_first(fit, test, level) for level in levels]
-    distance = linearity.angles(_sampled(test.later))
-    result = Result("linearity")
-    result.tables["levels"] = _levels(fit.later)
-    every = fit.with_sinks(), test.with_sinks()
-    result.tables["blocks"] = blocks = [
-        {"block": level + 1}
-        | block_scores(block_map(every[0], level), *every, level)
-        | later[level]
-        for level in levels
-    ]
-    result.tables["angles"] = [
-        {"from": a, "to": b, "angle": float(distance[a, b])}
-        for a in range(len(distance))
-        for b in range(a + 1, len(distance))
-    ]
-    result.settings = {
-        "n_fit": every[0].n,
-        "n_test": every[1].n,
-        "sampled": len(test.documents),
-        "positions": "all tokens, position 0 and special tokens included",
-    }
-    steps = [float(distance[level, level + 1]) for level in levels]
-    result.headline = _headline(blocks) | {"jump_strength": linearity.jump_strength(steps)}
-    result.notes.append(
-        "Jump strength (the last block's mean angle over the mean of the others') is our definition. Angles, the "
-        "relative size of steps and the width of intervals are of a sample of test positions other than 0; intervals "
-        "resample documents and hold the fitted map fixed."
-    )
-    return result
+MAX_TOKENS = 16_000
+"""Tokens to run at most (the paper's notebook takes about 14,000)."""
 
 
 @dataclass(frozen=True)
-class _Sums:
-    later: Moments
-    """Of all positions but the first."""
-    sinks: list[dict[Site, Tensor]]
-    """The states at position 0: few rows, so that they take less memory than sums of their own would."""
+class Scores:
+    """R² of one block on all positions, weighted by variance."""
+
+    with_residual: Annotated[float, Column("with residual")]
+    without_residual: Annotated[float, Column("without residual")]
+    with_residual_held_out: Annotated[float, Column("with residual held out")]
+    without_residual_held_out: Annotated[float, Column("without residual held out")]
+    identity: float
+    chance_floor: Annotated[float, Column("chance floor")]
+
+
+@dataclass(frozen=True)
+class LaterScores:
+    """R² of one block on all positions but position 0, weighted by variance."""
+
+    with_residual: Annotated[float, Column("with residual without position 0")]
+    without_residual: Annotated[float, Column("without residual without position 0")]
+    with_residual_held_out: Annotated[
+        Interval, Column("with residual held out without position 0{}")
+    ]
+    without_residual_held_out: Annotated[
+        Interval, Column("without residual held out without position 0{}")
+    ]
+    identity: Annotated[float, Column("identity without position 0")]
+    chance_floor: Annotated[float, Column("chance floor without position 0")]
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """How much a block changes the residual stream, at positions other than 0."""
+
+    relative_norm: Annotated[float, Column("step norm over stream norm")]
+    influence: Annotated[float, Column("block influence")]
+    """1 − cosine between the states before and after the block."""
+    angle: float
+    """In half turns."""
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block."""
+
+    block: int
+    all: Annotated[Scores, Column("{}")]
+    later: Annotated[LaterScores, Column("{}")]
+    step: Annotated[StepSize, Column("{}")]
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """The states of one level."""
+
+    level: int
+    mean_norm: Annotated[float, Column("mean norm")]
+    anisotropy: float
+    intrinsic_dimension: Annotated[float, Column("intrinsic dimension")]
+
+
+@dataclass(frozen=True)
+class AngleRow:
+    """The mean angle between the states of two levels, in half turns."""
+
+    source: Annotated[int, Column("from")]
+    target: Annotated[int, Column("to")]
+    angle: float
+
+
+@dataclass(frozen=True)
+class StackTables:
+    """One stack of blocks."""
+
+    levels: list[LevelRow]
+    blocks: list[BlockRow]
+    angles: list[AngleRow]
+
+
+@dataclass(frozen=True)
+class Tables(StackTables):
+    """The decoder's stack, and of an encoder–decoder also the encoder's."""
+
+    encoder: Annotated[StackTables | None, Column("encoder {}")] = None
+
+
+@dataclass(frozen=True)
+class StackHeadline:
+    """Means over the blocks of one stack."""
+
+    mean_with_residual: float
+    mean_with_residual_without_position_0: float
+    mean_without_residual: float
+    mean_without_residual_without_position_0: float
+    mean_identity: float
+    mean_identity_without_position_0: float
+    mean_chance_floor: float
+    mean_chance_floor_without_position_0: float
+    mean_with_residual_held_out_without_position_0: float
+    mean_without_residual_held_out_without_position_0: float
+    jump_strength: float
+    """The angle of the last block over the mean angle of the others."""
+
+
+@dataclass(frozen=True)
+class Headline(StackHeadline):
+    """The decoder's stack, and of an encoder–decoder also the encoder's."""
+
+    encoder: Annotated[StackHeadline | None, Column("encoder_{}")] = None
+
+
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Measure the blocks of the model; of an encoder–decoder those of both stacks."""
+    tables, headline, facts = _measure(setup)
+    notes = [
+        "Jump strength (the mean angle of the last block over the mean of the others) is our definition. Angles, step "
+        "sizes and the widths of intervals are of a sample of test positions other than 0; intervals resample "
+        "documents with the fitted map held fixed."
+    ]
+    encoder_tables, encoder_headline = None, None
+    if setup.model.task == "seq2seq":
+        encoder = setup.with_empty_cache(model=setup.model.encoder_side())
+        encoder_tables, encoder_headline, encoder_facts = _measure(encoder)
+        facts |= {f"encoder_{name}": value for name, value in encoder_facts.items()}
+        notes.append(
+            "Tables without `encoder` in their names are of the decoder, which sees the second half of each text; the "
+            "encoder is measured on full texts."
+        )
+    return Result(
+        "linearity",
+        Tables(tables.levels, tables.blocks, tables.angles, encoder_tables),
+        Headline(**asdict(headline), encoder=encoder_headline),
+        notes,
+        facts,
+    )
+
+
+def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object]]:
+    """Measure one stack in one pass over fit and test documents, adjacent levels only."""
+    fit, test = _collect(setup, "fit", 0.8), _collect(setup, "test", 0.2)
+    # What is measured without position 0 comes first: the moments take it in afterwards.
+    later = [_later_scores(fit, test, level) for level in range(setup.model.n_blocks)]
+    steps = [_step_size(test.moments, level) for level in range(setup.model.n_blocks)]
+    levels = [
+        LevelRow(
+            site.index,
+            mean_norm=fit.moments.mean_norm(site),
+            anisotropy=linearity.anisotropy(fit.moments.source(site).scatter),
+            intrinsic_dimension=linearity.intrinsic_dimension(fit.moments.reservoir.states[site]),
+        )
+        for site in fit.moments.sites
+    ]
+    sampled = [test.moments.reservoir.states[site] for site in test.moments.sites]
+    angles = linearity.angles(sampled)
+    fit.add_position_0()
+    test.add_position_0()
+    blocks = [
+        BlockRow(
+            level + 1,
+            all=_scores(block_map(fit.moments, level), fit.moments, test.moments, level),
+            later=later[level],
+            step=steps[level],
+        )
+        for level in range(setup.model.n_blocks)
+    ]
+    angle_rows = [
+        AngleRow(a, b, float(angles[a, b]))
+        for a in range(len(angles))
+        for b in range(a + 1, len(angles))
+    ]
+    adjacent = [float(angles[level, level + 1]) for level in range(setup.model.n_blocks)]
+    facts: dict[str, object] = {
+        "n_fit": fit.moments.n,
+        "n_test": test.moments.n,
+        "sampled": len(test.documents),
+        "positions": "all tokens, position 0 and special tokens included",
+    }
+    headline = _headline(blocks, linearity.jump_strength(adjacent))
+    return StackTables(levels, blocks, angle_rows), headline, facts
+
+
+@dataclass
+class _Activations:
+    """Second moments of adjacent levels over one part of the split."""
+
+    moments: Moments
+    """Of all positions but position 0, until `add_position_0`."""
+    states_at_0: list[dict[Site, Tensor]]
+    """Few rows, which take less memory than moments of their own would."""
     documents: Tensor
     """The document of every row of the reservoir."""
 
-    def with_sinks(self) -> Moments:
-        """The sums of all positions; from here on `later` is those too, for there are no others."""
-        for states_at_0 in self.sinks:
-            self.later.add(states_at_0)
-        self.sinks.clear()
-        return self.later
+    def add_position_0(self) -> None:
+        """Let `moments` cover all positions."""
+        while self.states_at_0:
+            self.moments.add(self.states_at_0.pop(0))
 
 
-def _sums(setup: Setup, part: str, share: float) -> _Sums:
-    """Sums of neighbours over one part of the split."""
+def _collect(setup: Setup, part: str, share: float) -> _Activations:
     model = setup.model
     pairs = parse_pairs("adjacent", model.structure)
-    later = Moments(pairs, full_targets=True, products=product_dtype(model))
-    wanted = min(TOKENS, setup.settings.tokens or TOKENS)
-    found = setup.batches(part=part, positions=EVERY, tokens=max(1, int(share * wanted)))
-    estimate_cost(model, later, {part: found}).require_memory()
-    sinks: list[dict[Site, Tensor]] = []
+    moments = Moments(pairs, full_targets=True, products=product_dtype(model))
+    tokens = min(MAX_TOKENS, setup.settings.tokens or MAX_TOKENS)
+    batches = setup.batches(part=part, positions=EVERY_POSITION, tokens=max(1, int(share * tokens)))
+    estimate_cost(model, moments, {part: batches}).require_memory()
+    states_at_0: list[dict[Site, Tensor]] = []
     document_of: dict[int, int] = {}
     done = 0
-    for batch in capture_states(model, found, later.sites):
-        document, position = batch.batch.document, batch.batch.position
-        keys = keys_of(document, position, batch.batch.sequence, seed=setup.settings.seed)
+    for states in capture_states(model, batches, moments.sites):
+        document, position = states.batch.document, states.batch.position
+        keys = keys_of(document, position, states.batch.sequence, seed=setup.settings.seed)
         document_of.update(zip(keys.tolist(), document.tolist(), strict=True))
         first = position == 0
-        sinks.append({site: state[first] for site, state in batch.at.items()})
+        states_at_0.append({site: state[first] for site, state in states.at.items()})
         if not first.all():
-            rest = {site: state[~first] for site, state in batch.at.items()}
-            later.add(rest, keys=keys[~first])
-        done += batch.batch.n_tokens
+            later = {site: state[~first] for site, state in states.at.items()}
+            moments.add(later, keys=keys[~first])
+        done += states.batch.n_tokens
         if setup.progress:
-            setup.progress(done, found.n_tokens)
-    documents = [document_of[key] for key in later.reservoir.keys.tolist()]
-    return _Sums(later, sinks, torch.tensor(documents))
+            setup.progress(done, batches.n_tokens)
+    documents = [document_of[key] for key in moments.reservoir.keys.tolist()]
+    return _Activations(moments, states_at_0, torch.tensor(documents))
 
 
-def _without_first(fit: _Sums, test: _Sums, level: int) -> Row:
-    """All that is said of a block from the positions after the first."""
-    jump = block_map(fit.later, level)
-    scores = block_scores(jump, fit.later, test.later, level, LATER)
-    return scores | _intervals(jump, test, level, scores) | _why(test.later, level)
+def _scores(jump: Affine, fit: Moments, test: Moments, level: int) -> Scores:
+    return from_json(Scores, block_scores(jump, fit, test, level))
 
 
-def _intervals(jump: Affine, test: _Sums, level: int, scores: Row) -> Row:
-    """95 % intervals of the held-out scores without position 0, by resampling the sampled rows' documents."""
-    device = jump.weight.device  # the sums'; sampled states are on the CPU
-    sampled = test.later.reservoir.states
+def _later_scores(fit: _Activations, test: _Activations, level: int) -> LaterScores:
+    """Score a block without position 0, with 95 % intervals of the held-out scores."""
+    jump = block_map(fit.moments, level)
+    scores = _scores(jump, fit.moments, test.moments, level)
+    device = jump.weight.device  # of the moments; sampled states are on the CPU
+    sampled = test.moments.reservoir.states
     x, y = (sampled[site].to(device, torch.float64) for site in block_pair(level))
     error = (jump(x) - y).square().sum(-1)
-    row: Row = {}
-    for name, total in (("with", y), ("without", y - x)):
-        variation = (total - total.mean(0)).square().sum(-1)
-        # Linearised ratio: the mean of (error − ratio · variation) / mean variation has the ratio's own spread.
+
+    def interval(score: float, target: Tensor) -> Interval:
+        variation = (target - target.mean(0)).square().sum(-1)
+        # Linearised ratio: the mean of (error − ratio · variation) / mean variation has the spread of the ratio.
         ratio = error.sum() / variation.sum()
         spread = ((error - ratio * variation) / variation.mean()).nan_to_num(0.0)  # 0 / 0: no step
         _, low, high = mean_interval(spread.cpu().numpy(), test.documents.numpy())
-        score = f"{name} residual held out{LATER}"
-        row[f"{score} low"] = scores[score] - float(high)
-        row[f"{score} high"] = scores[score] - float(low)
-    return row
+        return Interval(score, score - float(high), score - float(low))
+
+    return LaterScores(
+        with_residual=scores.with_residual,
+        without_residual=scores.without_residual,
+        with_residual_held_out=interval(scores.with_residual_held_out, y),
+        without_residual_held_out=interval(scores.without_residual_held_out, y - x),
+        identity=scores.identity,
+        chance_floor=scores.chance_floor,
+    )
 
 
-def _why(test: Moments, level: int) -> Row:
-    """How small the block's step is beside the stream it is added to, and how far it turns it."""
+def _step_size(test: Moments, level: int) -> StepSize:
     x, y = (test.reservoir.states[site].double() for site in block_pair(level))
     cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
-    return {
-        "step norm over stream norm": float(((y - x).norm(dim=-1) / x.norm(dim=-1)).mean()),
-        "block influence": float((1 - cosine).mean()),
-        "angle": float(cosine.clamp(-1, 1).arccos().mean() / torch.pi),
-    }
+    return StepSize(
+        relative_norm=float(((y - x).norm(dim=-1) / x.norm(dim=-1)).mean()),
+        influence=float((1 - cosine).mean()),
+        angle=float(cosine.clamp(-1, 1).arccos().mean() / torch.pi),
+    )
 
 
-def _levels(fit: Moments) -> list[Row]:
+def _headline(blocks: Sequence[BlockRow], jump_strength: float) -> StackHeadline:
+    def over_blocks(score: Callable[[BlockRow], float]) -> float:
+        return sum(score(row) for row in blocks) / len(blocks)
+
+    return StackHeadline(
+        mean_with_residual=over_blocks(lambda row: row.all.with_residual),
+        mean_with_residual_without_position_0=over_blocks(lambda row: row.later.with_residual),
+        mean_without_residual=over_blocks(lambda row: row.all.without_residual),
+        mean_without_residual_without_position_0=over_blocks(
+            lambda row: row.later.without_residual
+        ),
+        mean_identity=over_blocks(lambda row: row.all.identity),
+        mean_identity_without_position_0=over_blocks(lambda row: row.later.identity),
+        mean_chance_floor=over_blocks(lambda row: row.all.chance_floor),
+        mean_chance_floor_without_position_0=over_blocks(lambda row: row.later.chance_floor),
+        mean_with_residual_held_out_without_position_0=over_blocks(
+            lambda row: row.later.with_residual_held_out.mean
+        ),
+        mean_without_residual_held_out_without_position_0=over_blocks(
+            lambda row: row.later.without_residual_held_out.mean
+        ),
+        jump_strength=jump_strength,
+    )
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return linearity and step size by block, angles between levels and the shape of the states, for each stack."""
+    tables, headline = result.tables, result.headline
+    panels = _stack_panels(tables, headline, "")
+    if tables.encoder and headline.encoder:
+        panels += _stack_panels(tables.encoder, headline.encoder, "encoder ")
+    return panels
+
+
+def _stack_panels(tables: StackTables, headline: StackHeadline, stack: str) -> list[Panel]:
+    title = stack and " of the encoder"
     return [
-        {
-            "level": site.index,
-            "mean norm": fit.mean_norm(site),
-            "anisotropy": linearity.anisotropy(fit.source(site).scatter),
-            "intrinsic dimension": linearity.intrinsic_dimension(fit.reservoir.states[site]),
-        }
-        for site in fit.sites
+        Panel(
+            f"How linear each block{title} is",
+            _scores_reading(tables.blocks, headline),
+            (f"{stack}blocks",),
+            _score_charts(tables.blocks),
+        ),
+        _step_panel(tables.blocks, f"How much each block{title} changes", f"{stack}blocks"),
+        _angle_panel(tables.angles, f"Angles between the levels{title}", f"{stack}angles"),
+        _shape_panel(tables.levels, f"The shape of the states{title}", f"{stack}levels"),
     ]
 
 
-def _sampled(sums: Moments) -> list[Tensor]:
-    return [sums.reservoir.states[site] for site in sums.sites]
+def _score_charts(rows: Sequence[BlockRow]) -> list[go.Figure]:
+    def chart(
+        title: str,
+        in_sample: Sequence[float],
+        held_out: Sequence[Value],
+        chance_floor: Sequence[float],
+        identity: Sequence[float] | None = None,
+    ) -> go.Figure:
+        blocks = [row.block for row in rows]
+        figure = empty_figure(title, x="block", y="R², weighted by variance")
+        lines: list[tuple[Sequence[Value] | None, str, str, str]] = [
+            (in_sample, "in sample (as in the paper)", BLUE, "solid"),
+            (held_out, "held out", GREEN, "solid"),
+            (identity, "identity", ORANGE, "dash"),
+            (chance_floor, "score of pure noise", GREY, "dot"),
+        ]
+        for values, name, colour, dash in lines:
+            if values is not None:
+                draw_line(
+                    figure, blocks, values, name=name, colour=colour, dash=dash, hover="block"
+                )
+        return unit_axis(level_axis(figure, blocks), [*in_sample, *held_out])
 
-
-def _headline(blocks: list[Row]) -> dict[str, float]:
-    names = [
-        f"{name}{which}"
-        for name in ("with residual", "without residual", "identity", "chance floor")
-        for which in ("", LATER)
+    return [
+        chart(
+            "with residual, all positions",
+            [row.all.with_residual for row in rows],
+            [row.all.with_residual_held_out for row in rows],
+            [row.all.chance_floor for row in rows],
+            [row.all.identity for row in rows],
+        ),
+        chart(
+            "with residual, without position 0",
+            [row.later.with_residual for row in rows],
+            [row.later.with_residual_held_out for row in rows],
+            [row.later.chance_floor for row in rows],
+            [row.later.identity for row in rows],
+        ),
+        chart(
+            "without residual, all positions",
+            [row.all.without_residual for row in rows],
+            [row.all.without_residual_held_out for row in rows],
+            [row.all.chance_floor for row in rows],
+        ),
+        chart(
+            "without residual, without position 0",
+            [row.later.without_residual for row in rows],
+            [row.later.without_residual_held_out for row in rows],
+            [row.later.chance_floor for row in rows],
+        ),
     ]
-    names += [f"{name} residual held out{LATER}" for name in ("with", "without")]
-    found = {f"mean {name}": sum(row[name] for row in blocks) / len(blocks) for name in names}
-    return {name.replace(" ", "_"): value for name, value in found.items()}
 
 
-_WITHOUT = " without position 0"
-_SERIES = (
-    ("", "in sample (the paper's)", BLUE, "solid"),
-    (" held out", "held out", GREEN, "solid"),
-)
-
-
-def scores(study: Study) -> list[Panel]:
-    """With and without the residual stream, with and without position 0."""
-    rows = study["tables"].get("blocks")
-    if not rows:
-        return []
-    figures = [
-        _scores(rows, stream, which, f"{stream}, {title}")
-        for stream in ("with residual", "without residual")
-        for which, title in (("", "all positions"), (_WITHOUT, "without position 0"))
-    ]
-    held_out = f"without residual held out{_WITHOUT}"
-    least = min(rows, key=lambda row: row[held_out])
-    reading = (
-        f"With the residual stream the blocks score {_mean(rows, 'with residual')} on average, the identity alone "
-        f"{_mean(rows, 'identity')}; of what a block itself adds, a linear map explains "
-        f"{_mean(rows, 'without residual')} in sample and {number(mean(row[held_out] for row in rows))} on unseen text "
-        f"without position 0, where noise would score {_mean(rows, f'chance floor{_WITHOUT}')}; the least linear is "
-        f"block {least['block']} ({number(least[held_out])})."
+def _scores_reading(rows: Sequence[BlockRow], headline: StackHeadline) -> str:
+    least = min(rows, key=lambda row: row.later.without_residual_held_out.mean)
+    return (
+        f"With the residual stream the mean score of the blocks is {number(headline.mean_with_residual)}; the identity "
+        f"scores {number(headline.mean_identity)}. Without it, a linear map explains "
+        f"{number(headline.mean_without_residual)} of what a block adds in sample, and "
+        f"{number(headline.mean_without_residual_held_out_without_position_0)} on held-out text without position 0, "
+        f"where noise would score {number(headline.mean_chance_floor_without_position_0)}. Block {least.block} is the "
+        f"least linear ({number(least.later.without_residual_held_out.mean)})."
     )
-    return [Panel("How linear each block is", reading, ("blocks",), figures)]
 
 
-def _mean(rows: Sequence[Row], column: str) -> str:
-    return number(mean(row[column] for row in rows))
-
-
-def _scores(rows: Sequence[Row], stream: str, which: str, title: str) -> go.Figure:
-    figure = empty_figure(title, x="block", y="R², weighted by variance")
-    for suffix, name, colour, dash in _SERIES:
-        column = f"{stream}{suffix}{which}"
-        add_line(figure, rows, "block", column, name=name, colour=colour, dash=dash)
-    if stream == "with residual":
-        column = f"identity{which}"
-        add_line(figure, rows, "block", column, name="identity", colour=ORANGE, dash="dash")
-    column = f"chance floor{which}"
-    add_line(figure, rows, "block", column, name="noise would score", colour=GREY, dash="dot")
-    return unit_axis(level_axis(figure, rows, "block"), rows, stream)
-
-
-def steps(study: Study) -> list[Panel]:
-    """Why a block looks linear: its step is short, or hardly turns the stream."""
-    rows = study["tables"].get("blocks")
-    if not rows:
-        return []
-    ratio, influence = "step norm over stream norm", "block influence"
-    figures = [
-        _single(rows, "block", ratio, "length of the step over the stream's", BLUE),
-        _single(rows, "block", influence, "block influence: 1 − cosine", GREEN),
-    ]
-    longest = max(rows, key=lambda row: row[ratio])
-    least = min(rows, key=lambda row: row[influence])
+def _step_panel(rows: Sequence[BlockRow], title: str, table: str) -> Panel:
+    longest = max(rows, key=lambda row: row.step.relative_norm)
+    least = min(rows, key=lambda row: row.step.influence)
     reading = (
-        f"What a block adds is {_mean(rows, ratio)} times as long as the stream it is added to on average, most at "
-        f"block {longest['block']} ({number(longest[ratio])}); block {least['block']} turns the stream least "
-        f"(influence {number(least[influence])})."
+        f"What a block adds is on average {number(mean(row.step.relative_norm for row in rows))} times as long as its "
+        f"input, at most {number(longest.step.relative_norm)} times (block {longest.block}). Block {least.block} "
+        f"changes the direction of the residual stream least (influence {number(least.step.influence)})."
     )
-    return [Panel("How much each block changes", reading, ("blocks",), figures)]
+    blocks = [row.block for row in rows]
+    norms, influences = zip(*[(r.step.relative_norm, r.step.influence) for r in rows], strict=True)
+    figures = [
+        _single_line("norm of the step over norm of the stream", "block", blocks, norms, BLUE),
+        _single_line("block influence: 1 − cosine", "block", blocks, influences, GREEN),
+    ]
+    return Panel(title, reading, (table,), figures)
 
 
-def angles(study: Study) -> list[Panel]:
-    """The mean angle between the states of two levels."""
-    rows = study["tables"].get("angles")
-    if not rows:
-        return []
-    figure = heat_map(
-        rows,
-        "to",
-        "from",
-        "angle",
+def _angle_panel(rows: Sequence[AngleRow], title: str, table: str) -> Panel:
+    degrees = {(row.source, row.target): 180 * row.angle for row in rows}
+    adjacent = {pair: angle for pair, angle in degrees.items() if pair[1] == pair[0] + 1}
+    widest = max(adjacent, key=lambda pair: adjacent[pair])
+    ends = max(degrees, key=lambda pair: pair[1] - pair[0])
+    reading = (
+        f"The mean angle between adjacent levels is {number(mean(adjacent.values()))}°, with a maximum of "
+        f"{number(adjacent[widest])}° from level {widest[0]} to {widest[1]}. Between the first and the last level it "
+        f"is {number(degrees[ends])}°."
+    )
+    figure = draw_heat_map(
+        {(target, source): angle for (source, target), angle in degrees.items()},
         title="mean angle, degrees",
-        x_title="to level",
-        y_title="from level",
-        factor=180,
+        x="to level",
+        y="from level",
         unit="°",
     )
-    steps = [row for row in rows if row["to"] == row["from"] + 1]
-    widest = max(steps, key=lambda row: row["angle"])
-    first_last = max(rows, key=lambda row: row["to"] - row["from"])
+    return Panel(title, reading, (table,), [figure])
+
+
+def _shape_panel(rows: Sequence[LevelRow], title: str, table: str) -> Panel:
+    flattest = max(rows, key=lambda row: 0 if math.isnan(row.anisotropy) else row.anisotropy)
+    widest = max(
+        rows,
+        key=lambda row: 0 if math.isnan(row.intrinsic_dimension) else row.intrinsic_dimension,
+    )
     reading = (
-        f"From one level to the next the stream turns by {number(180 * mean(row['angle'] for row in steps))}° on "
-        f"average, most from level {widest['from']} to {widest['to']} ({number(180 * widest['angle'])}°); from the "
-        f"first level to the last it is {number(180 * first_last['angle'])}°."
+        f"The states are most anisotropic at level {flattest.level} ({number(flattest.anisotropy)}) and have the "
+        f"highest intrinsic dimension at level {widest.level} ({number(widest.intrinsic_dimension)}). Their mean norm "
+        f"goes from {number(rows[0].mean_norm)} to {number(rows[-1].mean_norm)}."
     )
-    return [Panel("How far the stream turns", reading, ("angles",), [figure])]
+    levels = [row.level for row in rows]
+    figures = [
+        _single_line("mean norm", "level", levels, [r.mean_norm for r in rows], AMBER),
+        _single_line("anisotropy", "level", levels, [r.anisotropy for r in rows], PURPLE),
+        _single_line(
+            "intrinsic dimension", "level", levels, [r.intrinsic_dimension for r in rows], BLUE
+        ),
+    ]
+    return Panel(title, reading, (table,), figures)
 
 
-def shape(study: Study) -> list[Panel]:
-    """Norm, anisotropy and intrinsic dimension by level."""
-    rows = study["tables"].get("levels")
-    if not rows:
-        return []
-    columns = (
-        ("mean norm", "mean norm", AMBER),
-        ("anisotropy", "anisotropy", PURPLE),
-        ("intrinsic dimension", "intrinsic dimension", BLUE),
-    )
-    figures = [_single(rows, "level", name, title, colour) for name, title, colour in columns]
-    flattest = max(rows, key=lambda row: row["anisotropy"] or 0)
-    widest = max(rows, key=lambda row: row["intrinsic dimension"] or 0)
-    reading = (
-        f"States are most stretched along one direction at level {flattest['level']} (anisotropy "
-        f"{number(flattest['anisotropy'])}) and need most dimensions at level {widest['level']} "
-        f"({number(widest['intrinsic dimension'])}); their mean norm goes from {number(rows[0]['mean norm'])} to "
-        f"{number(rows[-1]['mean norm'])}."
-    )
-    return [Panel("The shape of the states", reading, ("levels",), figures)]
-
-
-def _single(rows: Sequence[Row], x: str, y: str, title: str, colour: str) -> go.Figure:
-    figure = empty_figure(title, x=x)
-    add_line(figure, rows, x, y, name=y, colour=colour)
+def _single_line(
+    title: str, axis: str, x: Sequence[int], y: Sequence[float], colour: str
+) -> go.Figure:
+    figure = empty_figure(title, x=axis)
+    draw_line(figure, x, y, name=title, colour=colour, hover=axis)
     figure.update_traces(showlegend=False)
     figure.update_yaxes(rangemode="tozero")
-    return level_axis(figure, rows, x)
+    return level_axis(figure, x)
+
+
+def finding(result: Result[Tables, Headline]) -> Finding:
+    """Return the mean linearity with and without the residual stream."""
+    head = result.headline
+    return Finding(
+        "Mean linearity of a block",
+        number(head.mean_with_residual),
+        f"with the residual stream (the identity: {number(head.mean_identity)}); without it "
+        f"{number(head.mean_without_residual)} in sample and "
+        f"{number(head.mean_without_residual_held_out_without_position_0)} on held-out text without position 0.",
+    )
+
+
+STUDY = Study(
+    "linearity",
+    "how linear is each block, and why?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    finding,
+    cannot_run=lambda setup: None,
+)

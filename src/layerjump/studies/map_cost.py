@@ -27,8 +27,9 @@ from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.models.unembedding import unembedding_metric
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_on
+from layerjump.studies import layer_skipping
+from layerjump.studies._untyped import Result, Row, mean_r2
+from layerjump.studies.setup import Setup, hits_below_last, maps_of, r2_of_maps
 
 
 def block_flops(model: Model) -> list[int]:
@@ -64,25 +65,22 @@ DIVISORS = (2, 4, 8, 16, 32, 100)
 def run(setup: Setup) -> Result:
     """Score every kind of map on one set of sums and positions, then count what shortcuts cost."""
     result = Result("size")
-    sums = setup.keep(
-        "collected to-last with select",
-        lambda: setup.collect(setup.corpus, "to-last", select=True),
-    )
+    sums = setup.moments("to-last", select=True)
     result.tables["maps"] = _scored(setup, sums, _kinds(setup, sums, result.notes))
     result.tables["exits"] = _exits(setup)
-    alternation = setup.made("alternation result")
-    if alternation is None or alternation.skipped:
+    alternation = setup.result_of(layer_skipping.STUDY)
+    if alternation is None:
         result.notes.append(
             "Alternation schedules and pruned blocks are listed here when `alternation` runs in the same run."
         )
     else:
-        result.tables["schedules"] = _schedules(setup, alternation.tables["schedules"])
+        result.tables["schedules"] = _schedules(setup, alternation.tables.schedules)
     result.settings = {
         "n_fit": sums.fit.n,
         "n_test": sums.test.n,
-        "n_examples": setup.few().n_picks,
+        "n_examples": setup.few_test_batches().n_picks,
         "exits_by": setup.settings.estimators[0],
-        "n_examples_exits": setup.readings().n_examples,
+        "n_examples_exits": setup.lens_scores().n_examples,
     }
     result.headline = _headline(result.tables["maps"])
     result.notes.append(
@@ -181,14 +179,14 @@ def _scored(setup: Setup, sums: SplitMoments, kinds: list[_Kind]) -> list[Row]:
     for kind in kinds:
         infos = {pair: JumpInfo(*pair, kind.name) for pair in kind.maps}
         lenses[kind.name] = Lens(setup.model, Jumps.of(kind.maps, infos, known))
-    hits = hits_below_last(setup.read(lenses, setup.few())).mean(-1).tolist()
+    hits = hits_below_last(setup.score_lenses(lenses, setup.few_test_batches())).mean(-1).tolist()
     return [
         {
             "map": kind.name,
             "rank": kind.rank,
             "parameters": kind.n_parameters,
             "bytes": kind.n_bytes,
-            **mean_r2(r2_on(kind.maps, sums.test)),
+            **mean_r2(r2_of_maps(kind.maps, sums.test)),
             "p@1": hit,
         }
         for kind, hit in zip(kinds, hits, strict=True)
@@ -198,7 +196,7 @@ def _scored(setup: Setup, sums: SplitMoments, kinds: list[_Kind]) -> list[Row]:
 def _exits(setup: Setup) -> list[Row]:
     """What stopping at each level costs: the blocks so far, the jump and the head."""
     name, last = setup.settings.estimators[0], setup.model.n_blocks
-    readings, jumps = setup.readings(), setup.jumps(name)
+    readings, jumps = setup.lens_scores(), setup.jumps(name)
     hits = readings.hits(1)[readings.lenses.index(name)].double().mean(-1).tolist()
     blocks, head = block_flops(setup.model), head_flops(setup.model)
     rows: list[Row] = []
@@ -217,33 +215,27 @@ def _exits(setup: Setup) -> list[Row]:
     return rows
 
 
-def _schedules(setup: Setup, rows: list[Row]) -> list[Row]:
+def _schedules(setup: Setup, rows: list[layer_skipping.ScheduleRow]) -> list[Row]:
     """What each alternation of blocks and jumps costs; `single jump` with few blocks left out is a pruned model."""
     jump = setup.jumps(setup.settings.estimators[0])[0, setup.model.n_blocks]
     blocks, head = block_flops(setup.model), head_flops(setup.model)
     found: list[Row] = []
     for row in rows:
-        legs = legs_of(row["schedule"])
+        legs = row.schedule.legs
         ran = sum(sum(blocks[start:end]) for start, end in legs)
         flops = ran + (len(legs) - 1) * jump_flops(jump) + head
         found.append(
             {
-                "rule": row["rule"],
-                "schedule": row["schedule"],
-                "blocks": row["blocks run"],
+                "rule": row.rule,
+                "schedule": row.schedule.to_json(),
+                "blocks": row.blocks_run,
                 "flops per token": flops,
                 "share of flops": flops / (sum(blocks) + head),
                 "map bytes": (len(legs) - 1) * jump_bytes(jump),
-                "p@1": row["p@1"],
+                "p@1": row.scores.p1.mean,
             }
         )
     return found
-
-
-def legs_of(schedule: str) -> list[tuple[int, int]]:
-    """The levels between which blocks run: `0-4 → 6-9 → 12` is (0, 4), (6, 9), (12, 12)."""
-    legs = [leg.strip().split("-") for leg in schedule.split("→")]
-    return [(int(leg[0]), int(leg[-1])) for leg in legs]
 
 
 def _headline(maps: list[Row]) -> Row:

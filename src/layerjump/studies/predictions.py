@@ -1,232 +1,183 @@
-"""`predictions`: what each level already predicts, through identity and through every fitted estimator.
+"""`predictions`: what each level already predicts, through the identity and through every fitted estimator.
 
-Precision@k: the lens' best token is among the model's k best. Surprisal: −ln of the model's own probability of the
-lens' best token. KL: from the model's distribution to the lens'. All hold the lens against the same model's output,
-not against the text. A masked model is asked for the [MASK]ed token through its full head.
-
-Figures of `r2` and `predictions`: what one level says about a later one, and about the next token.
+Precision@k: the lens's best token is among the model's k best. Surprisal: −ln of the model's probability of the lens's
+best token. KL: from the model's distribution to the lens's. All compare the lens with the output of the same model, not
+with the text. A masked model predicts [MASK] tokens through its full prediction head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.metrics.logits import KS
 from layerjump.studies.charts import (
-    BLUE,
-    ORANGE,
     Panel,
-    Study,
-    add_line,
     colours,
+    draw_line,
     empty_figure,
-    heat_map,
-    lenses_of,
+    identity_last,
     level_axis,
     listed,
     mean,
-    named,
     number,
-    where,
+    unit_axis,
 )
-from layerjump.studies.results import Result, Row
+from layerjump.studies.results import Column, Finding, Interval, Result, Study
 from layerjump.studies.setup import Setup
 
 
-def run(setup: Setup) -> Result:
+@dataclass(frozen=True)
+class LevelRow:
+    """One lens at one level."""
+
+    lens: str
+    level: int
+    p1: Annotated[Interval, Column("p@1{}")]
+    p5: Annotated[Interval, Column("p@5{}")]
+    p10: Annotated[Interval, Column("p@10{}")]
+    surprisal: Annotated[Interval, Column("surprisal{}")]
+    kl: Annotated[Interval, Column("kl{}")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The rows of all lenses and levels."""
+
+    levels: list[LevelRow]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Per lens: the mean precision@1 below the last level, and the first level with a precision@1 of one half."""
+
+    mean_p1: Annotated[dict[str, float], Column("mean_p@1_{}")]
+    half_right_from_level: Annotated[dict[str, int], Column("half_right_from_level_{}")]
+    levels_where_map_beats_identity: int
+
+
+def run(setup: Setup) -> Result[Tables, Headline]:
     """Score every lens at every level, with 95 % intervals by bootstrap over documents."""
-    readings = setup.readings()
-    scores = {f"p@{k}": readings.hits(k).double().numpy() for k in KS}
-    scores |= {"surprisal": readings.surprisal.numpy(), "kl": readings.kl.numpy()}
-    documents = readings.document.numpy()
-    spans = {
-        name: mean_interval(values, documents, seed=setup.settings.seed)
-        for name, values in scores.items()
-    }
-    rows: list[Row] = []
-    for place, lens in enumerate(readings.lenses):
-        for level in range(readings.n_levels):
-            row: Row = {"lens": lens, "level": level}
-            for name, (centre, low, high) in spans.items():
-                row[name] = float(centre[place, level])
-                row[f"{name} low"] = float(low[place, level])
-                row[f"{name} high"] = float(high[place, level])
-            rows.append(row)
-    result = Result("predictions", {"levels": rows})
-    result.settings = {
-        "n_examples": readings.n_examples,
+    scores = setup.lens_scores()
+    documents = scores.document.numpy()
+
+    def intervals(values: np.ndarray) -> Callable[[int, int], Interval]:
+        centre, low, high = mean_interval(values, documents, seed=setup.settings.seed)
+        return lambda *at: Interval(float(centre[at]), float(low[at]), float(high[at]))
+
+    p1, p5, p10 = (intervals(scores.hits(k).double().numpy()) for k in (1, 5, 10))
+    surprisal, kl = intervals(scores.surprisal.numpy()), intervals(scores.kl.numpy())
+    rows = [
+        LevelRow(lens, level, *(score(index, level) for score in (p1, p5, p10, surprisal, kl)))
+        for index, lens in enumerate(scores.lenses)
+        for level in range(scores.n_levels)
+    ]
+    facts = {
+        "n_examples": scores.n_examples,
         "n_documents": len(np.unique(documents)),
-        "lenses": list(readings.lenses),
+        "lenses": list(scores.lenses),
     }
-    result.headline = _headline(rows, setup)
-    return result
+    headline = _headline(rows, setup.settings.estimators[0])
+    return Result("predictions", Tables(rows), headline, settings=facts)
 
 
-def _headline(rows: list[Row], setup: Setup) -> dict[str, object]:
-    """Mean P@1 below the last level, and the first level that is right half the time, for each lens."""
-    found: dict[str, object] = {}
-    for lens in dict.fromkeys(row["lens"] for row in rows):
-        mine = [row["p@1"] for row in rows if row["lens"] == lens]
-        found[f"mean_p@1_{lens}"] = sum(mine[:-1]) / max(1, len(mine) - 1)
-        found[f"half_right_from_level_{lens}"] = next(
-            level for level, value in enumerate(mine) if value >= 0.5
-        )
-    best, plain = setup.settings.estimators[0], "identity"
-    by = {(row["lens"], row["level"]): row["p@1"] for row in rows}
-    found["levels_where_map_beats_identity"] = sum(
-        by[best, level] > by[plain, level] for level in range(setup.model.n_blocks)
+def _headline(rows: Sequence[LevelRow], estimator: str) -> Headline:
+    p1: dict[str, list[float]] = {}
+    for row in rows:
+        p1.setdefault(row.lens, []).append(row.p1.mean)
+    below = {lens: values[:-1] for lens, values in p1.items()}
+    return Headline(
+        mean_p1={lens: sum(values) / max(1, len(values)) for lens, values in below.items()},
+        half_right_from_level={
+            lens: next(level for level, value in enumerate(values) if value >= 0.5)
+            for lens, values in p1.items()
+        },
+        levels_where_map_beats_identity=sum(
+            fitted > identity
+            for fitted, identity in zip(below[estimator], below["identity"], strict=True)
+        ),
     )
-    return found
 
 
-def r2_pairs(study: Study) -> list[Panel]:
-    """Two heat maps (map, identity) for each way to average R², for each estimator."""
-    panels = []
-    for table in named(study, "pairs "):
-        estimator = table.removeprefix("pairs ")
-        for kind, column in (
-            ("averaged over coordinates", "r2"),
-            ("weighted by variance", "r2_weighted"),
-        ):
-            panels.append(_r2_panel(study["tables"][table], table, estimator, kind, column))
-    return panels
-
-
-def _r2_panel(rows: Sequence[Row], table: str, estimator: str, kind: str, column: str) -> Panel:
-    plain = f"{column}_identity"
-    figures = [
-        heat_map(
-            rows,
-            "to",
-            "from",
-            name,
-            title=title,
-            x_title="to level",
-            y_title="from level",
-            span=(0.0, 1.0),
-        )
-        for name, title in ((column, f"map ({estimator})"), (plain, "identity"))
-    ]
-    better = sum(row[column] > row[plain] for row in rows)
-    best = max(rows, key=lambda row: row[column] - row[plain])
-    reading = (
-        f"On unseen text the map beats the identity for {better} of {len(rows)} pairs of levels: R² is "
-        f"{number(mean(row[column] for row in rows))} on average against {number(mean(row[plain] for row in rows))}; "
-        f"the gain is largest from level {best['from']} to level {best['to']}, {number(best[column])} against "
-        f"{number(best[plain])}."
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return precision@k of every lens by level, then surprisal and KL."""
+    rows, head = result.tables.levels, result.headline
+    lenses, last = identity_last(row.lens for row in rows), max(row.level for row in rows)
+    first = [f"from level {head.half_right_from_level[lens]} on ({lens})" for lens in lenses]
+    means = [f"{number(head.mean_p1[lens])} ({lens})" for lens in lenses]
+    precision = Panel(
+        "How often each level predicts the model's token",
+        f"Of levels 0 to {last}, the best token is the model's at least half the time {listed(first)}. Below the last "
+        f"level the mean precision@1 is {listed(means)}.",
+        ("levels",),
+        [
+            unit_axis(_chart(rows, "precision@1", lambda row: row.p1)),
+            unit_axis(_chart(rows, "precision@5", lambda row: row.p5)),
+            unit_axis(_chart(rows, "precision@10", lambda row: row.p10)),
+        ],
     )
-    below = sum(row[plain] < 0 for row in rows) + sum(row[column] < 0 for row in rows)
-    if below:
-        reading += f" Colours stop at 0; {below} values lie below it."
-    return Panel(f"R² of {estimator} and of the identity, {kind}", reading, (table,), figures)
+    middle = {row.lens: row for row in rows if row.level == last // 2}
+    kl = listed([f"{number(middle[lens].kl.mean)} ({lens})" for lens in lenses])
+    surprisal = listed([f"{number(middle[lens].surprisal.mean)} ({lens})" for lens in lenses])
+    least = mean(row.surprisal.mean for row in rows if row.level == last)
+    distance = Panel(
+        "How far each level's prediction is from the model's",
+        f"At level {last // 2} of {last}, the KL divergence from the model's distribution is {kl} nats. The surprisal "
+        f"of the level's best token is {surprisal} nats; that of the model's own best token is {number(least)}.",
+        ("levels",),
+        [
+            _chart(rows, "surprisal, nats", lambda row: row.surprisal),
+            _chart(rows, "KL from the model, nats", lambda row: row.kl),
+        ],
+    )
+    return [precision, distance]
 
 
-def r2_composed(study: Study) -> list[Panel]:
-    """Does a chain of maps between neighbours do what one direct map does?"""
-    return [_composed_panel(study["tables"][table], table) for table in named(study, "composed ")]
-
-
-def _composed_panel(rows: Sequence[Row], table: str) -> Panel:
-    estimator = table.removeprefix("composed ")
-    figures = []
-    for start, title in (
-        ("r2", "averaged over coordinates"),
-        ("r2_weighted", "weighted by variance"),
-    ):
-        figure = empty_figure(title, x="from level", y="R² at the last level")
-        for way, colour, dash in (("direct", BLUE, "solid"), ("composed", ORANGE, "dash")):
-            add_line(figure, rows, "from", f"{start}_{way}", name=way, colour=colour, dash=dash)
-        figures.append(unit_axis(level_axis(figure, rows, "from"), rows, f"{start}_"))
-    worst = max(rows, key=lambda row: row["r2_direct"] - row["r2_composed"])
-    gap = worst["r2_direct"] - worst["r2_composed"]
-    if gap < 0.01:
-        reading = (
-            f"Going to the last level by all the maps between neighbours loses next to nothing: at most {number(gap)} "
-            f"of R² against the one direct map."
-        )
-    else:
-        reading = (
-            f"The one direct map to the last level explains more than the chain of maps between neighbours: "
-            f"{number(worst['r2_direct'])} against {number(worst['r2_composed'])} from level {worst['from']}, where "
-            f"the gap is widest."
-        )
-    return Panel(f"One direct {estimator} jump, or one after another", reading, (table,), figures)
-
-
-def unit_axis(figure: go.Figure, rows: Sequence[Row], start: str, floor: float = -0.3) -> go.Figure:
-    """R² from 0 to 1; a little below where there are values below, but never so far that the rest is flattened."""
-    values = [v for row in rows for k, v in row.items() if k.startswith(start) and v is not None]
-    lowest = max(floor, min([0.0, *values]))
-    return figure.update_yaxes(range=[lowest - 0.03, 1.03])
-
-
-def predictions(study: Study) -> list[Panel]:
-    """Precision@k of every lens by level, then surprisal and KL."""
-    rows = study["tables"].get("levels")
-    if not rows:
-        return []
-    precision = [_by_level(rows, f"p@{k}", f"precision@{k}", unit=True) for k in (1, 5, 10)]
-    distance = [
-        _by_level(rows, "surprisal", "surprisal, nats"),
-        _by_level(rows, "kl", "KL from the model, nats"),
-    ]
-    return [
-        Panel("How often each level is already right", _right_from(rows), ("levels",), precision),
-        Panel("How far each level's prediction is off", _half_way(rows), ("levels",), distance),
-    ]
-
-
-def _by_level(rows: Sequence[Row], column: str, title: str, *, unit: bool = False) -> go.Figure:
+def _chart(
+    rows: Sequence[LevelRow], title: str, score: Callable[[LevelRow], Interval]
+) -> go.Figure:
     figure = empty_figure(title, x="level")
-    names = lenses_of(rows)
-    paint = colours(names)
-    for place, name in enumerate(names):
-        # Fitted lenses are often so close that one would hide the other if both were drawn solid.
-        dash = "dash" if name == "identity" else ("solid", "dashdot", "dot")[place % 3]
-        mine = where(rows, lens=name)
-        add_line(
-            figure, mine, "level", column, name=name, colour=paint[name], dash=dash, hover="level"
+    lenses = identity_last(row.lens for row in rows)
+    palette = colours(lenses)
+    for index, lens in enumerate(lenses):
+        # Fitted lenses are often so close that one would hide the other if both were solid.
+        dash = "dash" if lens == "identity" else ("solid", "dashdot", "dot")[index % 3]
+        of_lens = [row for row in rows if row.lens == lens]
+        draw_line(
+            figure,
+            [row.level for row in of_lens],
+            [score(row) for row in of_lens],
+            name=lens,
+            colour=palette[lens],
+            dash=dash,
+            hover="level",
         )
-    figure.update_yaxes(**({"range": [-0.02, 1.03]} if unit else {"rangemode": "tozero"}))
-    return level_axis(figure, rows, "level")
+    figure.update_yaxes(rangemode="tozero")
+    return level_axis(figure, [row.level for row in rows])
 
 
-def half_right(rows: Sequence[Row], lens: str) -> int:
-    """The first level whose best token is the model's own at least half the time."""
-    return next(row["level"] for row in where(rows, lens=lens) if row["p@1"] >= 0.5)
-
-
-def _right_from(rows: Sequence[Row]) -> str:
-    last = max(row["level"] for row in rows)
-    first = [f"from level {half_right(rows, name)} on {how(name)}" for name in lenses_of(rows)]
-    means = [
-        f"{number(mean(row['p@1'] for row in where(rows, lens=name) if row['level'] < last))} ({name})"
-        for name in lenses_of(rows)
-    ]
-    return (
-        f"Of levels 0 to {last}, the best token is the model's own at least half the time {listed(first)}; on average "
-        f"below the last level precision@1 is {listed(means)}."
+def finding(result: Result[Tables, Headline]) -> Finding:
+    """Return the level from which on the best token is the model's half the time."""
+    first = result.headline.half_right_from_level
+    best = identity_last(first)[0]
+    last = max(row.level for row in result.tables.levels)
+    return Finding(
+        "Predicts the model's token half the time from",
+        f"level {first[best]} of {last}",
+        f"on with {best}; with the identity from level {first['identity']} on.",
     )
 
 
-def how(lens: str) -> str:
-    """The way a lens reads a level, in words."""
-    return "as the level stands (identity)" if lens == "identity" else f"through {lens}"
-
-
-def _half_way(rows: Sequence[Row]) -> str:
-    last = max(row["level"] for row in rows)
-    middle = last // 2
-    found = {name: where(rows, lens=name, level=middle)[0] for name in lenses_of(rows)}
-    kl = listed([f"{number(row['kl'])} ({name})" for name, row in found.items()])
-    surprisal = listed([f"{number(row['surprisal'])} ({name})" for name, row in found.items()])
-    least = where(rows, level=last)[0]["surprisal"]
-    return (
-        f"Half way, at level {middle} of {last}, the prediction is {kl} nats of KL away from the model's own, and the "
-        f"model is surprised by the level's best token by {surprisal} nats, where its own best token has "
-        f"{number(least)}."
-    )
+STUDY = Study(
+    "predictions",
+    "what does each level already predict?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    finding,
+)

@@ -14,8 +14,8 @@ from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
 from layerjump.generation.calibration.search import THRESHOLDS, Probes, RuleCandidate, fit_probes
-from layerjump.studies.early_exit import saved_row
-from layerjump.studies.results import Result, Row
+from layerjump.studies._untyped import Result, Row, to_json
+from layerjump.studies.early_exit import Exits, saved_row
 from layerjump.studies.setup import Setup
 
 KINDS = {"gate": "gate", "both": "two-stage"}
@@ -27,7 +27,7 @@ def unable(setup: Setup) -> str | None:
     """Why a run has no gates."""
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    if len(setup.parts(setup.corpus).select) < 2:
+    if len(setup.splits(setup.corpus).select) < 2:
         return f"probes are fitted on the validation split, and this run has none; give {argument('split', '80/10/10')}"
     return None
 
@@ -53,7 +53,7 @@ def run(setup: Setup) -> Result:
                 for threshold, (levels, hits) in zip(THRESHOLDS, points, strict=True)
             ]
             saved += [
-                saved_row(name, kind, points, target, test.document, setup)
+                to_json(saved_row(name, kind, points, target, test.document, setup))
                 for target in setup.settings.targets
             ]
     result = Result("gates", {"curves": curves, "saved": saved})
@@ -75,7 +75,7 @@ def _evidence(setup: Setup, name: str, part: str) -> CalibrationSet:
     batches = (
         setup.batches(picks=PICKS, positions=many, part=part)
         if part == "select"
-        else setup.scored()
+        else setup.test_batches()
     )
     return build_calibration_set(setup.model, jumps, batches, range(setup.model.n_blocks))
 
@@ -95,10 +95,8 @@ def _of(evidence: CalibrationSet, rows: torch.Tensor) -> CalibrationSet:
     )
 
 
-def _replayed(
-    setup: Setup, kind: str, probes: Probes, evidence: CalibrationSet
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _replayed(setup: Setup, kind: str, probes: Probes, evidence: CalibrationSet) -> list[Exits]:
     """Where each example leaves under every threshold, and whether it gives the model's token there."""
     blocks = setup.model.n_blocks
     replay = RuleCandidate(kind, tuple(range(1, blocks)), probes).replay(evidence, blocks)
-    return [(made.left, made.right) for made in map(replay, THRESHOLDS)]
+    return [Exits(made.left, made.right) for made in map(replay, THRESHOLDS)]

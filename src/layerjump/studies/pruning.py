@@ -37,8 +37,10 @@ from layerjump.pruning.select import (
     order_by_loss,
     required_blocks,
 )
-from layerjump.studies.charts import (
+from layerjump.studies._untyped import (
     Panel,
+    Result,
+    Row,
     Study,
     add_line,
     colours,
@@ -50,8 +52,7 @@ from layerjump.studies.charts import (
     unique,
     where,
 )
-from layerjump.studies.layer_skipping import with_select
-from layerjump.studies.results import Result, Row
+from layerjump.studies.layer_skipping import with_select_documents
 from layerjump.studies.setup import Setup
 
 TOKENS = 16_000
@@ -81,7 +82,7 @@ def counts(free: int, blocks: int) -> list[int]:
 
 def run(setup: Setup) -> Result:
     """Prune in every way, and measure each."""
-    setup, note = with_select(setup)
+    setup, note = with_select_documents(setup)
     model, calibration = setup.model, _calibration(setup)
     stay = required_blocks(model, calibration.fit)
     given = BlockSelector(model, calibration.fit, calibration.validation, stay)
@@ -105,7 +106,7 @@ def run(setup: Setup) -> Result:
     }
     result.headline = _headline(rows)
     result.notes += [note] if note else []
-    if setup.settings.tasks and not tasks:
+    if setup.settings.eval_tasks and not tasks:
         result.notes.append(
             f"The tasks score the next token, so a {model.task} model has no scores."
         )
@@ -159,9 +160,9 @@ def _row(pruned: Pruned, before: TokenLosses, calibration: CalibrationData) -> R
 def _scored(setup: Setup, model: Model, method: str, dropped: int) -> list[Row]:
     """What a model scores on the tasks of this run, if it has any."""
     settings = setup.settings
-    if not settings.tasks or settings.task_data is None or model.task != "causal":
+    if not settings.eval_tasks or settings.eval_data is None or model.task != "causal":
         return []
-    found = evaluate(model, settings.tasks, settings.task_data, limit=settings.task_limit)
+    found = evaluate(model, settings.eval_tasks, settings.eval_data, limit=settings.eval_limit)
     return [
         {
             "method": method,

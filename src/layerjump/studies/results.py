@@ -1,50 +1,342 @@
-"""Result of a study: tables, headline, notes."""
+"""Typed results of studies, and their form in results.json.
+
+A study declares its rows, tables and headline as frozen dataclasses. A field is one key of a JSON object, with the
+field's name unless `Column` gives another. A `{}` in the key spreads a nested dataclass or a mapping over several keys:
+
+    @dataclass(frozen=True)
+    class LevelRow:
+        level: int
+        kl: float
+        p1: Annotated[Interval, Column("p@1{}")]                    # "p@1", "p@1 low", "p@1 high"
+        tokens: Annotated[dict[str, list[str]], Column("{}")]       # every other key of the object
+
+`to_json` writes such objects; `from_json` reads them back and raises `BadArtifact` where a value does not have the
+declared type. A number that is not finite is null in the file and NaN in memory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as type_hints
 
-Row = dict[str, Any]
+from layerjump.errors import BadArtifact
+
+if TYPE_CHECKING:
+    from layerjump.studies.charts import Panel
+    from layerjump.studies.setup import Setup
+
+T = TypeVar("T")
+Tables = TypeVar("Tables")
+Headline = TypeVar("Headline")
+
+
+@dataclass(frozen=True)
+class Column:
+    """The key of a dataclass field in JSON."""
+
+    key: str | None = None
+    """None: the name of the field."""
+    optional: bool = False
+    """Whether the key is left out of the file where the value is None."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % confidence interval."""
+
+    mean: Annotated[float, Column("")]
+    low: Annotated[float, Column(" low")]
+    high: Annotated[float, Column(" high")]
+
+
+@dataclass(frozen=True)
+class Empty:
+    """No tables, or no headline."""
 
 
 @dataclass
-class Result:
-    """A study's numbers. Every figure and CSV of the report is made from these tables and nothing else."""
+class Result(Generic[Tables, Headline]):
+    """The numbers of one finished study. Every figure and CSV file of a report is made from its tables."""
 
     study: str
-    tables: dict[str, list[Row]] = field(default_factory=dict)
-    headline: dict[str, Any] = field(default_factory=dict)
-    """The few numbers a summary quotes, by name."""
+    tables: Tables
+    headline: Headline
+    """The few numbers that a summary quotes."""
     notes: list[str] = field(default_factory=list)
-    """Sentences a reader must know: definitions that are ours, shortfalls, warnings."""
+    """Sentences a reader must know: definitions of our own, shortfalls, warnings."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """Facts shown above the figures, such as the number of examples. No code reads them."""
     seconds: float = 0.0
-    skipped: str | None = None
-    """Why the study was not run, if it was not."""
     files: dict[str, str] = field(default_factory=dict)
-    """Further files for the folder, name to text: not part of the results, nor of the report."""
+    """Text of further files for the output directory, by name; not part of results.json."""
 
-    def as_json(self) -> dict[str, Any]:
-        saved = asdict(self)
-        del saved["files"]
-        return plain(saved)
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Result:
-        return cls(**saved)
+    def to_json(self) -> dict[str, Any]:
+        """Return the study's entry of results.json."""
+        names = ("study", "tables", "headline", "notes", "settings", "seconds")
+        return {name: to_json(getattr(self, name)) for name in names} | {"skipped": None}
 
 
-def plain(value: Any) -> Any:
-    """Only what JSON knows: numbers that are not finite become None, numpy and torch scalars become Python's."""
+@dataclass(frozen=True)
+class Skipped:
+    """A study that could not run."""
+
+    study: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the study's entry of results.json."""
+        return Result(self.study, Empty(), Empty()).to_json() | {"skipped": self.reason}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a study found, for the top of a report."""
+
+    title: str
+    answer: str
+    """The main number with its unit: a few words."""
+    detail: str
+    """The rest of the sentence."""
+
+
+@dataclass(frozen=True)
+class Study(Generic[Tables, Headline]):
+    """One named experiment: how to run it, the types of its result, and how to show them."""
+
+    name: str
+    question: str
+    """What it answers; the title of its section."""
+    run: Callable[[Setup], Result[Tables, Headline]]
+    tables: type[Tables]
+    headline: type[Headline]
+    figures: Callable[[Result[Tables, Headline]], list[Panel]]
+    finding: Callable[[Result[Tables, Headline]], Finding | None] = lambda result: None
+    cannot_run: Callable[[Setup], str | None] = lambda setup: setup.model.no_predictions
+    """Returns why a run cannot include the study, or None."""
+    level_pairs: str = "to-last"
+    """The pairs of levels whose jumps it needs: `to-last` or `all`."""
+
+    def from_json(self, saved: Mapping[str, Any]) -> Result[Tables, Headline] | Skipped:
+        """Read the study's entry of results.json."""
+        where = f"the study {self.name[:50]}"
+        if saved.get("skipped") is not None:
+            return Skipped(self.name, from_json(str, saved["skipped"], where))
+        return Result(
+            self.name,
+            from_json(self.tables, saved.get("tables"), where),
+            from_json(self.headline, saved.get("headline"), where),
+            from_json(list[str], saved.get("notes"), where),
+            from_json(dict[str, Any], saved.get("settings"), where),
+            from_json(float, saved.get("seconds"), where),
+        )
+
+
+AnyStudy = Study[Any, Any]
+Outcome = Result[Any, Any] | Skipped
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model of a run."""
+
+    name: str
+    revision: str | None
+    fingerprint: str
+    family: str
+    task: str
+    n_blocks: Annotated[int, Column("blocks")]
+    d_model: Annotated[int, Column("width")]
+    vocab_size: Annotated[int, Column("vocabulary")]
+
+
+@dataclass(frozen=True)
+class TextInfo:
+    """A text of a run."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class MainTextInfo(TextInfo):
+    """The text that a run fits and tests on."""
+
+    note: str
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """How the results of a run were made."""
+
+    layerjump: str
+    """The version of the package."""
+    machine: str
+    command: str
+    """Empty for a run from Python."""
+    model: ModelInfo
+    text: MainTextInfo
+    other_texts: list[TextInfo]
+    settings: dict[str, Any]
+    differs_from_paper: list[str] = field(default_factory=list)
+    """Sentences on what a run with the paper's protocol does otherwise than its authors did."""
+    level_pairs: str = "to-last"
+
+
+@dataclass
+class Results:
+    """What results.json holds: how a run was made, and the outcome of every study."""
+
+    run: RunInfo
+    studies: dict[str, Outcome] = field(default_factory=dict)
+
+
+def to_json(value: Any) -> Any:
+    """Return a value in JSON types: dataclasses become objects, numpy and torch scalars become Python numbers."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return _object(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_json(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return the JSON object of a dataclass."""
+    saved: dict[str, Any] = {}
+    kind: Any = type(value)
+    for spec in _specs(kind):
+        item = to_json(getattr(value, spec.name))
+        if item is None and spec.optional:
+            continue
+        spread = item if spec.spreads else {"": item}
+        saved |= {spec.key.replace("{}", key): inner for key, inner in spread.items()}
+    return saved
+
+
+def from_json(kind: type[T], value: Any, where: str = "results.json") -> T:
+    """Read a value of a declared type: a dataclass, a builtin, or a list, dict or union of these."""
+    parsed: T = _parse(kind, value, where)
+    return parsed
+
+
+def _parse(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if hasattr(kind, "from_json"):
+        return kind.from_json(value)
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, dict):
+            return _parse_object(kind, value, "{}", where)
+    elif origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        choices = [choice for choice in inner if choice is not NoneType]
+        same = [choice for choice in choices if type(value) is choice]
+        return _parse((same or choices)[0], value, where)
+    elif origin is list:
+        if isinstance(value, list):
+            return [_parse(inner[0], item, f"{where}, item {i}") for i, item in enumerate(value, 1)]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {key: _parse(inner[1], item, f"{where}, {key}") for key, item in value.items()}
+    elif kind is float:
+        if value is None:
+            return math.nan
+        if type(value) in (int, float) and abs(value) < 1e300:
+            return float(value)
+    elif type(value) is kind:
+        return value
+    raise _damaged(where, f"expected {getattr(kind, '__name__', kind)}, got {str(value)[:50]!r}")
+
+
+def _parse_object(kind: Any, saved: Mapping[str, Any], template: str, where: str) -> Any:
+    """Read a dataclass from those keys of an object that match a template."""
+    values: dict[str, Any] = {}
+    rest = {key: saved[key] for key in saved if key not in set(_fixed_keys(kind, template))}
+    for spec in _specs(kind):
+        key = template.replace("{}", spec.key)
+        if spec.nested:
+            if not spec.optional or any(name in saved for name in _fixed_keys(spec.nested, key)):
+                values[spec.name] = _parse_object(spec.nested, saved, key, where)
+        elif spec.spreads:
+            start, end = key.split("{}")
+            names = [name for name in rest if name.startswith(start) and name.endswith(end)]
+            spread = {name[len(start) : len(name) - len(end)]: rest.pop(name) for name in names}
+            values[spec.name] = _parse(spec.kind, spread, where)
+        elif key in saved:
+            values[spec.name] = _parse(spec.kind, saved[key], f"{where}, {key}")
+        elif spec.required:
+            raise _damaged(where, f"expected the key {key!r}")
+    return kind(**values)
+
+
+def _damaged(where: str, problem: str) -> BadArtifact:
+    return BadArtifact(
+        f"{' '.join(where.split())[:200]}: {problem}; results.json was edited, damaged or written by another version, "
+        f"so run the study again"
+    )
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """How one field of a dataclass is written."""
+
+    name: str
+    key: str
+    kind: Any
+    nested: Any
+    """The dataclass that a `{}` in the key spreads, if it does."""
+    optional: bool
+    required: bool
+
+    @property
+    def spreads(self) -> bool:
+        return "{}" in self.key
+
+
+@cache
+def _specs(kind: Any) -> tuple[_Spec, ...]:
+    hints = type_hints(kind, include_extras=True)
+    return tuple(_spec(item, hints[item.name]) for item in dataclasses.fields(kind))
+
+
+def _spec(item: dataclasses.Field[Any], hint: Any) -> _Spec:
+    column, kind = Column(), hint
+    if get_origin(hint) is Annotated:
+        kind, column = get_args(hint)
+    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    key = item.name if column.key is None else column.key
+    spreads = "{}" in key
+    nested = next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)
+    return _Spec(
+        name=item.name,
+        key=key,
+        kind=kind,
+        nested=nested if spreads else None,
+        optional=column.optional or (spreads and NoneType in choices),
+        required=item.default is item.default_factory is dataclasses.MISSING,
+    )
+
+
+def _fixed_keys(kind: Any, template: str) -> Iterator[str]:
+    """The keys of a dataclass without those of its mappings, whose keys vary."""
+    for spec in _specs(kind):
+        key = template.replace("{}", spec.key)
+        if spec.nested:
+            yield from _fixed_keys(spec.nested, key)
+        elif not spec.spreads:
+            yield key

@@ -1,136 +1,301 @@
-"""Run studies one after another; save each when it is done, and resume."""
+"""Run studies one after another, save each when it is done, and resume.
+
+`STUDIES` is the list of all studies. To add one, write a module with a `STUDY` and add it to the list.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from layerjump import __version__
-from layerjump.errors import BadArtifact, NewerFormat, argument
+from layerjump.errors import BadArtifact, BadStudy, NewerFormat, argument
 from layerjump.io import read_json, write_json, write_text, writing
 from layerjump.metrics.timing import describe_machine
 from layerjump.models.fingerprint import fingerprint
-from layerjump.studies.registry import Study
-from layerjump.studies.results import Result, plain
-from layerjump.studies.setup import Setup, differences
+from layerjump.studies import (
+    architecture,
+    attention_heads,
+    data_efficiency,
+    early_exit,
+    examples,
+    failures,
+    finetuning,
+    human_evaluation,
+    layer_skipping,
+    linearity,
+    map_cost,
+    predictions,
+    probes,
+    pruning,
+    r2,
+    submodules,
+    training_dynamics,
+    transfer,
+)
+from layerjump.studies._untyped import untyped_study
+from layerjump.studies.charts import Panel, number, table_of_records
+from layerjump.studies.results import (
+    AnyStudy,
+    Finding,
+    MainTextInfo,
+    ModelInfo,
+    Outcome,
+    Result,
+    Results,
+    RunInfo,
+    Skipped,
+    Study,
+    TextInfo,
+    from_json,
+    to_json,
+)
+from layerjump.studies.setup import Setup, paper_deviations
+
+_PARTS = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
+
+
+def _replaced(result: Result[Any, Any]) -> Finding | None:
+    head = result.headline
+    best = head.get("most_tolerant")
+    means = {part: head[key] for part in _PARTS if (key := f"mean_p@1_{part}") in head}
+    if best not in means:
+        return None
+    others = ", ".join(
+        f"{_PARTS[part]} {number(value)}" for part, value in means.items() if part != best
+    )
+    return Finding(
+        "Most linear sub-module",
+        _PARTS[best],
+        f"with maps in its place from a level on, precision@1 is {number(means[best])} on average ({others}).",
+    )
+
+
+_ALL: tuple[AnyStudy, ...] = (
+    r2.STUDY,
+    predictions.STUDY,
+    early_exit.STUDY,
+    untyped_study(
+        "gates",
+        "how many more does it save to ask a probe of the state?",
+        probes.run,
+        cannot_run=probes.unable,
+    ),
+    linearity.STUDY,
+    untyped_study(
+        "submodules",
+        "which sub-modules can be matrices, where, and why?",
+        submodules.run,
+        finding=_replaced,
+    ),
+    untyped_study(
+        "heads",
+        "which attention heads can be matrices?",
+        attention_heads.run,
+        cannot_run=attention_heads.unable,
+    ),
+    layer_skipping.STUDY,
+    untyped_study(
+        "pruning",
+        "what is lost when blocks are dropped?",
+        pruning.run,
+        pruning.pruned,
+        pruning.tasks,
+        cannot_run=pruning.unable,
+    ),
+    examples.STUDY,
+    untyped_study(
+        "transfer",
+        "does a map fitted on one text serve another?",
+        transfer.run,
+        cannot_run=transfer.unable,
+    ),
+    untyped_study("data", "how much text does a map need, and of what kind?", data_efficiency.run),
+    untyped_study(
+        "dynamics",
+        "how does linearity change from checkpoint to checkpoint?",
+        training_dynamics.run,
+        training_dynamics.over_steps,
+        training_dynamics.by_block,
+        cannot_run=training_dynamics.unable,
+    ),
+    untyped_study(
+        "finetune",
+        "does fine-tuning make blocks more linear?",
+        finetuning.run,
+        finetuning.blocks,
+        cannot_run=finetuning.unable,
+    ),
+    untyped_study(
+        "architecture",
+        "does it matter how a transformer is built?",
+        architecture.run,
+        architecture.variants,
+        cannot_run=architecture.unable,
+    ),
+    untyped_study("size", "what do maps and shortcuts cost, and give?", map_cost.run),
+    untyped_study("failures", "where are the maps wrong?", failures.run),
+    untyped_study(
+        "plausibility",
+        "a blinded sheet: are the readings plausible to a human?",
+        human_evaluation.run,
+    ),
+)
+STUDIES = {study.name: study for study in _ALL}
+MAIN = ("r2", "predictions", "exits", "linearity", "examples")
+"""The studies of a run by default."""
 
 FORMAT = 1
 KIND = "layerjump results"
 FILE = "results.json"
 
-Say = Callable[[str], None]
+
+def select_studies(names: str | None) -> list[AnyStudy]:
+    """Return the studies of a list such as `r2,exits`, in the order of `STUDIES`; `all` is every one."""
+    if names is None:
+        return [STUDIES[name] for name in MAIN]
+    selected = list(STUDIES) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in selected:
+        if name not in STUDIES:
+            raise BadStudy(
+                f"there is no study {name!r}; expected one of {', '.join(STUDIES)}, or all"
+            )
+    return [study for name, study in STUDIES.items() if name in selected]
 
 
 def run_studies(
     setup: Setup,
-    studies: Sequence[Study],
+    studies: Sequence[AnyStudy],
     folder: Path,
     *,
     command: str = "",
     resume: bool = False,
-    say: Say = lambda _: None,
-) -> dict[str, Any]:
-    """Run the studies and write `results.json` after each; returns what that file holds."""
+    log: Callable[[str], None] = lambda _: None,
+) -> Results:
+    """Run the studies and write results.json after each; with `resume`, keep what an earlier run finished."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     before = load_results(path) if resume and path.exists() else None
-    pairs = {study.level_pairs for study in studies if not study.unable(setup)}
+    pairs = {study.level_pairs for study in studies if not study.cannot_run(setup)}
     if before:
-        # All pairs draw other positions: what is still to do must read the same jumps as what was done.
-        pairs.add(str(before.get("level_pairs")))
-    setup.level_pairs = "all" if "all" in pairs else "to-last"
-    results = _fresh(setup, command)
+        # All pairs draw other positions, and studies still to run must use the same jumps as those that ran.
+        pairs.add(before.run.level_pairs)
+    setup = replace(setup, level_pairs="all" if "all" in pairs else "to-last")
+    results = Results(_run_info(setup, command))
     if before:
-        _require_same(before, results, path)
-        results["studies"] = dict(before["studies"])
+        _require_same_run(before.run, results.run, path)
+        results.studies |= before.studies
     for study in studies:
-        if study.name in results["studies"]:
-            say(f"{study.name}: done before")
-            _hand_on(setup, Result.from_json(results["studies"][study.name]))
-            continue
-        result = _run_one(setup, study, say)
-        _hand_on(setup, result)
-        results["studies"][study.name] = result.as_json()
-        for name, text in result.files.items():
-            write_text(folder / name, text)
-        write_json(path, results)
+        if study.name in results.studies:
+            log(f"{study.name}: done before")
+        else:
+            results.studies[study.name] = outcome = _run_study(setup, study, log)
+            if isinstance(outcome, Result):
+                for name, text in outcome.files.items():
+                    write_text(folder / name, text)
+            write_json(path, results_to_json(results))
+        setup.add_outcome(results.studies[study.name])
     return results
 
 
-def _hand_on(setup: Setup, result: Result) -> None:
-    """Later studies may build on an earlier one's result."""
-    setup.keep(f"{result.study} result", lambda: result)
-
-
-def _run_one(setup: Setup, study: Study, say: Say) -> Result:
-    reason = study.unable(setup)
+def _run_study(setup: Setup, study: AnyStudy, log: Callable[[str], None]) -> Outcome:
+    reason = study.cannot_run(setup)
     if reason:
-        say(f"{study.name}: skipped, {reason}")
-        return Result(study.name, skipped=reason)
-    say(f"{study.name}: {study.asks}")
+        log(f"{study.name}: skipped, {reason}")
+        return Skipped(study.name, reason)
+    log(f"{study.name}: {study.question}")
     start = time.perf_counter()
     result = study.run(setup)
     result.seconds = time.perf_counter() - start
     return result
 
 
-def _fresh(setup: Setup, command: str) -> dict[str, Any]:
+def _run_info(setup: Setup, command: str) -> RunInfo:
     model, corpus = setup.model, setup.corpus
-    return plain(
-        {
-            "kind": KIND,
-            "format": FORMAT,
-            "layerjump": __version__,
-            "machine": describe_machine(),
-            "command": command,
-            "model": {
-                "name": model.name,
-                "revision": model.revision,
-                "fingerprint": fingerprint(model.hf),
-                "family": model.hf.config.model_type,
-                "task": model.structure.family.task,
-                "blocks": model.n_blocks,
-                "width": model.d_model,
-                "vocabulary": model.structure.vocab_size,
-            },
-            "text": {"name": corpus.name, "sha256": corpus.sha256, "note": corpus.note},
-            "other_texts": [{"name": other.name, "sha256": other.sha256} for other in setup.others],
-            "settings": asdict(setup.settings),
-            "differs_from_paper": differences(setup),
-            "level_pairs": setup.level_pairs,
-            "studies": {},
-        }
+    return RunInfo(
+        layerjump=__version__,
+        machine=describe_machine(),
+        command=command,
+        model=ModelInfo(
+            name=model.name,
+            revision=model.revision,
+            fingerprint=fingerprint(model.hf),
+            family=model.hf.config.model_type,
+            task=model.structure.family.task,
+            n_blocks=model.n_blocks,
+            d_model=model.d_model,
+            vocab_size=model.structure.vocab_size,
+        ),
+        text=MainTextInfo(corpus.name, corpus.sha256, corpus.note),
+        other_texts=[TextInfo(other.name, other.sha256) for other in setup.others],
+        settings=to_json(setup.settings),
+        differs_from_paper=paper_deviations(setup),
+        level_pairs=setup.level_pairs,
     )
 
 
-def _require_same(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """An unfinished run goes on only with the same model, text and settings."""
+def _require_same_run(before: RunInfo, now: RunInfo, path: Path) -> None:
+    """Raise unless an unfinished run has the same model, text and settings."""
     for name in ("model", "text", "other_texts", "settings", "level_pairs"):
-        if before.get(name) != now[name]:
+        if getattr(before, name) != getattr(now, name):
             raise BadArtifact(
-                f"{path} holds results with another {name} than this run's; give "
-                f"{argument('force', True)} in place of {argument('resume', True)}, or another folder"
+                f"{path} holds results with another {name} than this run; pass {argument('force', True)} in place of "
+                f"{argument('resume', True)}, or another folder"
             )
 
 
-def load_results(path: Path) -> dict[str, Any]:
-    """Read a `results.json`, or the one in a folder."""
+def results_to_json(results: Results) -> dict[str, Any]:
+    """Return what results.json holds."""
+    head = {"kind": KIND, "format": FORMAT}
+    return head | to_json(results.run) | {"studies": to_json(results.studies)}
+
+
+def results_from_json(saved: Mapping[str, Any]) -> Results:
+    """Read what `results_to_json` returns."""
+    run = from_json(RunInfo, dict(saved))
+    entries = from_json(dict[str, dict[str, Any]], saved.get("studies"))
+    return Results(
+        run, {name: study_named(name).from_json(saved) for name, saved in entries.items()}
+    )
+
+
+def load_results(path: Path) -> Results:
+    """Read a results.json, or the one in a folder."""
     path = path / FILE if path.is_dir() else path
     saved = read_json(path)
     if saved.get("kind") != KIND or not isinstance(saved.get("studies"), dict):
         raise BadArtifact(
-            f"{path} does not hold results of `layerjump study`; give a folder that it wrote"
+            f"{path} does not hold results of `layerjump study`; pass a folder that it wrote"
         )
-    if type(saved.get("format", 0)) is not int:
+    version = saved.get("format", 0)
+    if type(version) is not int:
         raise BadArtifact(
-            f"{path} has format {str(saved['format'])[:50]!r}, but a number was wanted; run the study again"
+            f"{path}: expected a number as format, got {str(version)[:50]!r}; run the study again"
         )
-    if saved.get("format", 0) > FORMAT:
+    if version > FORMAT:
         raise NewerFormat(
-            f"{path} has format {str(saved['format'])[:50]}, but this version reads up to {FORMAT}; update layerjump"
+            f"{path} has format {str(version)[:50]}, but this version reads up to {FORMAT}; update layerjump"
         )
-    return saved
+    return results_from_json(saved)
+
+
+def study_named(name: str) -> AnyStudy:
+    """Return a study; one that only another version has is shown as plain tables."""
+    if name in STUDIES:
+        return STUDIES[name]
+
+    def figures(result: Result[dict[str, list[dict[str, Any]]], dict[str, Any]]) -> list[Panel]:
+        return [
+            Panel(table, f"{number(len(rows))} rows.", (table,), html=table_of_records(rows))
+            for table, rows in result.tables.items()
+            if rows
+        ]
+
+    def run(setup: Setup) -> Result[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+        raise BadStudy(f"there is no study {name!r}; expected one of {', '.join(STUDIES)}")
+
+    return Study(name, name, run, dict[str, list[dict[str, Any]]], dict[str, Any], figures)

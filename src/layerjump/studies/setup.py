@@ -1,22 +1,16 @@
-"""What the studies of one run share: model, text, settings, and fits made once.
+"""What the studies of one run share: model, text, settings, and the fits and scores that are computed once.
 
-What the studies of one run share: the model, the text, and fits that are made once and kept.
-
-Fits for maps that are applied at every position: position 0 and special tokens are fitted on too.
-
-A masked model sees the same share of [MASK]s as it is asked about, but is fitted on all positions of that text, not
-on the masks alone: its maps must carry the context as well.
-
-Scores that several studies give to a set of jumps to the last level.
-
-What a run with `--protocol paper` does otherwise than the authors did, so that a report can say so.
+Two kinds of maps are fitted. Jumps between levels are for prediction: they are fitted where predictions are made
+(`Setup.jumps`). Maps that replace part of a running model are applied at every position, so position 0 and special
+tokens are fitted on too (`Setup.all_position_jumps`). A masked model then sees its usual share of [MASK] tokens, but is
+fitted on all positions of that text: its maps must carry the context as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +19,7 @@ from torch import Tensor
 from layerjump.data.batches import Batch, Batches, make_batches
 from layerjump.data.corpus import Corpus, Splits, split_documents
 from layerjump.data.positions import MASKED_SHARE, PAPER, Positions
-from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
+from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
 from layerjump.evaluation.lm_eval import require_lm_eval
 from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.jumps.collect import RunPlan, SplitMoments, plan_run, sample_positions
@@ -38,17 +32,21 @@ from layerjump.jumps.statistics import Moments
 from layerjump.lens.evaluate import LensScores, evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
-from layerjump.studies.results import Row
+from layerjump.studies.results import Column, Outcome, Result, Study
 
 Progress = Callable[[int, int], None]
 """Called with the tokens done and the tokens to do."""
-FEW = 200
-"""Test positions for studies that read through many maps."""
+FEW_POSITIONS = 200
+"""Test positions for studies that evaluate many maps."""
+EVERY_POSITION = Positions("all", skip_first=0, special=True)
+
+Tables = TypeVar("Tables")
+Headline = TypeVar("Headline")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run; the same choices give the same numbers."""
+    """The choices of a run; the same choices give the same numbers. Results files keep some under shorter keys."""
 
     tokens: int | None = None
     """Tokens of the text to run (None: all)."""
@@ -57,77 +55,120 @@ class Settings:
     split: str = "80/10/10"
     seed: int = 0
     estimators: tuple[str, ...] = ("mat",)
-    score: int = 500
-    """Test positions that are read through the vocabulary at every level."""
-    budget: int = 2_000
-    """Test tokens for the costly studies (submodules, alternation)."""
+    """The maps to compare; studies of one map use the first."""
+    score_positions: Annotated[int, Column("score")] = 500
+    """Test positions at which every lens predicts at every level."""
+    score_tokens: Annotated[int, Column("budget")] = 2_000
+    """Test tokens of the costly studies (`submodules`, `heads`, `alternation`)."""
     targets: tuple[float, ...] = (0.95,)
-    """Agreements at which `exits` states the layers saved."""
+    """`exits`: agreements with the model at which the blocks saved are stated."""
     exit_position: int | None = None
-    """`exits`: the t of every example (the authors' BERT code has 3); None: its own position."""
-    tasks: tuple[str, ...] = ()
-    """`pruning`: benchmark tasks that every model is scored on too."""
-    task_data: str | None = None
-    """The folder with their files."""
-    task_limit: int | None = None
-    """Items of each task (None: all)."""
+    """`exits`: the position t of every example (the authors' BERT code has 3); None: its own position."""
+    eval_tasks: Annotated[tuple[str, ...], Column("tasks")] = ()
+    """`pruning`: benchmark tasks that every model is also scored on."""
+    eval_data: Annotated[str | None, Column("task_data")] = None
+    """`pruning`: the folder with the files of the tasks."""
+    eval_limit: Annotated[int | None, Column("task_limit")] = None
+    """`pruning`: items of each task (None: all)."""
     checkpoints: tuple[str, ...] = ()
     """`dynamics`: folders (or folders of `checkpoint-*`), or hub revisions of the model."""
-    task: str | None = None
+    finetune_task: Annotated[str | None, Column("task")] = None
     """`finetune`: the file of items to learn."""
-    steps: int | None = None
-    """`finetune`, `architecture`: optimiser steps of each training."""
-    runs: int = 3
-    """`finetune`, `architecture`: trainings with different seeds."""
+    train_steps: Annotated[int | None, Column("steps")] = None
+    """`finetune`, `architecture`: optimiser steps of each training run."""
+    finetune_runs: Annotated[int, Column("runs")] = 3
+    """`finetune`, `architecture`: training runs with different seeds."""
     paper: bool = False
-    """The authors' protocol: one position a sentence, position 0 allowed, no bias, no penalty."""
+    """Follow the protocol of the paper: one position a sentence, position 0 allowed, no bias, no regularisation."""
 
 
-_LEAST = {"tokens": 1, "score": 1, "budget": 1, "exit_position": 0, "steps": 1, "runs": 1}
-PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, score=10**9)
+PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, score_positions=10**9)
 """9,000 sentences to fit on and 1,000 to test on, one position each."""
 
 
-def settings_of(protocol: str, **given: Any) -> Settings:
-    """The settings of a protocol (`ours` or `paper`) with those given put in their place; None means not given."""
+def make_settings(
+    protocol: str = "ours",
+    *,
+    tokens: int | None = None,
+    positions: str | None = None,
+    split: str | None = None,
+    seed: int | None = None,
+    estimators: tuple[str, ...] | None = None,
+    score_positions: int | None = None,
+    score_tokens: int | None = None,
+    targets: tuple[float, ...] | None = None,
+    exit_position: int | None = None,
+    eval_tasks: tuple[str, ...] | None = None,
+    eval_data: str | None = None,
+    eval_limit: int | None = None,
+    checkpoints: tuple[str, ...] | None = None,
+    finetune_task: str | None = None,
+    train_steps: int | None = None,
+    finetune_runs: int | None = None,
+) -> Settings:
+    """Return the checked settings of a protocol, `ours` or `paper`; None keeps the value of the protocol."""
+    given = {name: value for name, value in locals().items() if name != "protocol"}
     if protocol not in ("ours", "paper"):
-        raise BadStudy(f"the protocol given is {protocol!r}; give ours or paper")
+        raise BadStudy(
+            f"expected {argument('protocol', 'ours')} or {argument('protocol', 'paper')}, got {protocol!r}"
+        )
     base = PAPER_SETTINGS if protocol == "paper" else Settings()
     settings = replace(base, **{name: value for name, value in given.items() if value is not None})
-    unknown = [name for name in settings.estimators if name not in NAMES]
-    if unknown:
-        raise BadEstimator(f"there is no estimator {unknown[0]!r}; known are {', '.join(NAMES)}")
-    if settings.estimators[:1] == (TO_PREDICTIONS,):
-        raise BadEstimator(
-            "calibrated maps lead to predictions alone, and the first estimator given is the one that all studies use; "
-            "give another first, such as mat,calibrated"
-        )
-    for name, least in _LEAST.items():
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise BadStudy(f"{name} given is {value}; give {least} or more")
-    if not all(0 < target <= 1 for target in settings.targets):
-        raise BadStudy(
-            f"targets given are {settings.targets}; give agreements above 0 and at most 1"
-        )
-    _check_tasks(settings)
+    _check(settings)
     return settings
 
 
-def _check_tasks(settings: Settings) -> None:
-    """Errors about tasks come before a long run, not in the midst of it."""
-    if not settings.tasks:
-        return
-    if settings.task_data is None:
-        raise BadStudy("tasks were given, but not where their files are; give that folder too")
-    for task in select_tasks(settings.tasks):
-        load_items(task, settings.task_data, settings.task_limit)
-    require_lm_eval()
+def _check(settings: Settings) -> None:
+    """Raise before a long run what would stop it in the middle."""
+    unknown = [name for name in settings.estimators if name not in NAMES]
+    if unknown:
+        raise BadEstimator(
+            f"there is no estimator {unknown[0]!r}; expected one of {', '.join(NAMES)}"
+        )
+    if settings.estimators[:1] == (TO_PREDICTIONS,):
+        raise BadEstimator(
+            f"calibrated maps lead to predictions only, but every study uses the first of "
+            f"{argument('estimators')}; put another first, such as mat,calibrated"
+        )
+    for name, least, value in (
+        ("tokens", 1, settings.tokens),
+        ("score_positions", 1, settings.score_positions),
+        ("score_tokens", 1, settings.score_tokens),
+        ("exit_position", 0, settings.exit_position),
+        ("train_steps", 1, settings.train_steps),
+        ("finetune_runs", 1, settings.finetune_runs),
+    ):
+        if value is not None and value < least:
+            raise BadStudy(f"expected {argument(name)} of at least {least}, got {value}")
+    if not all(0 < target <= 1 for target in settings.targets):
+        raise BadStudy(
+            f"expected {argument('targets')} above 0 and at most 1, got {settings.targets}"
+        )
+    if settings.eval_tasks:
+        if settings.eval_data is None:
+            raise BadStudy(
+                f"{argument('eval_tasks')} needs the folder with the files of the tasks; pass {argument('eval_data')}"
+            )
+        for task in select_tasks(settings.eval_tasks):
+            load_items(task, settings.eval_data, settings.eval_limit)
+        require_lm_eval()
+
+
+@dataclass
+class _Cache:
+    """What the studies of a run have computed so far."""
+
+    moments: dict[tuple[str, bool], SplitMoments] = field(default_factory=dict)
+    jumps: dict[tuple[str, str], Jumps] = field(default_factory=dict)
+    all_position_moments: dict[str, SplitMoments] = field(default_factory=dict)
+    all_position_jumps: dict[tuple[str, str], Jumps] = field(default_factory=dict)
+    lens_scores: LensScores | None = None
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
 
 @dataclass
 class Setup:
-    """A run of studies: what is asked, and what has been made so far."""
+    """A run of studies: model, text and settings, and what was computed from them so far."""
 
     model: Model
     corpus: Corpus
@@ -137,92 +178,63 @@ class Setup:
     level_pairs: str = "to-last"
     """The widest set of level pairs that any study of the run needs: one pass serves them all."""
     progress: Progress | None = None
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    _cache: _Cache = field(default_factory=_Cache, repr=False)
 
-    def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """What was made under this name before, or is made now."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+    def with_empty_cache(
+        self,
+        *,
+        model: Model | None = None,
+        corpus: Corpus | None = None,
+        settings: Settings | None = None,
+        others: Sequence[Corpus] | None = None,
+    ) -> Setup:
+        """Return the same run with other choices and nothing computed yet."""
+        return Setup(
+            model or self.model,
+            corpus or self.corpus,
+            settings or self.settings,
+            self.others if others is None else others,
+            self.level_pairs,
+            self.progress,
+        )
 
-    def made(self, name: str) -> Any:
-        """What was made under this name before; None if nothing was."""
-        return self._kept.get(name)
+    # Documents and positions
 
-    def parts(self, corpus: Corpus | None = None) -> Splits:
-        """The documents of a text to fit, select and test on."""
+    def splits(self, corpus: Corpus | None = None) -> Splits:
+        """Return the documents of a text to fit on, to select on and to test on."""
         documents = (corpus or self.corpus).documents
         return split_documents(len(documents), self.settings.split, seed=self.settings.seed)
 
     def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
-        """The documents of one part of the split; an error where it has none."""
+        """Return the documents of `fit`, `select` or `test`; raise `BadText` where there are none."""
         corpus = corpus or self.corpus
-        documents: tuple[int, ...] = getattr(self.parts(corpus), part)
+        documents: tuple[int, ...] = getattr(self.splits(corpus), part)
         if not documents:
             raise BadText(
-                f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; give it some"
+                f"the split {self.settings.split} of {corpus.name} leaves no {part} documents; pass "
+                f"{argument('split', '80/10/10')}"
             )
         return documents
 
-    def positions(self) -> Positions | str | None:
-        """The positions to fit on, as `plan` takes them."""
+    def fit_positions(self) -> Positions | str | None:
+        """Return the positions to fit on, as `plan_run` takes them."""
         if self.settings.paper:
-            return self._as_in_the_paper()
+            return self._paper_positions()
         return self.settings.positions or (MASKED_SHARE if self.model.masked else None)
 
     def test_positions(self) -> Positions:
-        """Where predictions are scored: one a sentence or where a masked model is fitted, else all but position 0."""
-        chosen = self.settings.positions
+        """Return where predictions are scored: the fitted positions of a masked model, else `one` or `all`."""
+        positions = self.settings.positions
         if self.settings.paper:
-            return self._as_in_the_paper()
+            return self._paper_positions()
         if self.model.masked:
-            # Where all positions are picked none is masked, and a token that is seen is no prediction.
-            return Positions.parse(MASKED_SHARE if chosen in (None, "all") else str(chosen))
-        return Positions.parse("one" if chosen == "one" else "all")
+            # With all positions picked none is masked, and a token that the model sees is not predicted.
+            return Positions.parse(MASKED_SHARE if positions in (None, "all") else str(positions))
+        return Positions.parse("one" if positions == "one" else "all")
 
-    def _as_in_the_paper(self) -> Positions:
-        """One a sentence unless told, and any: the first and special ones too."""
+    def _paper_positions(self) -> Positions:
+        """Return one position a sentence by default, the first and special ones included."""
         return Positions.parse(self.settings.positions or "one", skip_first=0, special=True)
-
-    def collected(self, pairs: str | None = None) -> SplitMoments:
-        """Sums for these pairs (the run's level pairs unless told), from one pass kept for all studies."""
-        pairs = pairs or self.level_pairs
-        return self.keep(f"collected {pairs}", lambda: self.collect(self.corpus, pairs))
-
-    def plan(self, corpus: Corpus, pairs: str, **changes: Any) -> RunPlan:
-        """A pass over a text with this run's settings, decided on but not started."""
-        features = "both" if pairs == PREDICTIONS else "raw"
-        return plan_run(
-            self.model,
-            corpus,
-            **{
-                "pairs": pairs,
-                "positions": self.positions(),
-                "tokens": self.settings.tokens,
-                "split": self.settings.split,
-                "seed": self.settings.seed,
-                "select": any(selects(name) for name in self.settings.estimators),
-                "features": features,
-            }
-            | changes,
-        )
-
-    def collect(self, corpus: Corpus, pairs: str, **changes: Any) -> SplitMoments:
-        """A pass over a text with this run's settings."""
-        return self.plan(corpus, pairs, **changes).run(progress=self.progress)
-
-    def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
-        """Every jump of the pairs, solved once; calibrated ones lead to predictions alone."""
-        pairs = PREDICTIONS if estimator == TO_PREDICTIONS else pairs or self.level_pairs
-        return self.keep(
-            f"jumps {estimator} {pairs}",
-            lambda: solve_jumps(self.collected(pairs), estimator, model=self.model),
-        )
-
-    def lenses(self) -> dict[str, Lens]:
-        """Identity and every estimator of the run, by name."""
-        fitted = {name: Lens(self.model, self.jumps(name)) for name in self.settings.estimators}
-        return {"identity": Lens(self.model), **fitted}
 
     def batches(
         self,
@@ -234,20 +246,20 @@ class Setup:
         corpus: Corpus | None = None,
         cells: int = 4096,
     ) -> Batches:
-        """Batches of a split's documents: about `picks` positions, of about `tokens` tokens (None: all there are).
+        """Return batches of one part's documents, with about `picks` positions of about `tokens` tokens (None: all).
 
-        A text that has fewer gives all it has: the number that was scored is always stated. A batch has at most
-        `cells` tokens and padding together, unless one sequence alone has more.
+        A shorter text gives all it has; every study states how much it scored. A batch has at most `cells` tokens and
+        padding together, unless one sequence alone has more.
         """
         text = corpus or self.corpus
         documents = self.documents(part, text)
         positions = positions or self.test_positions()
 
-        def cut(chosen: Positions, of: Sequence[int], wanted: int | None = None) -> Batches:
+        def cut(which: Positions, of: Sequence[int], wanted: int | None = None) -> Batches:
             return make_batches(
                 text,
                 self.model.tokenization,
-                chosen,
+                which,
                 documents=of,
                 seed=self.settings.seed,
                 tokens_wanted=wanted,
@@ -255,179 +267,227 @@ class Setup:
             )
 
         try:
-            found = cut(positions, documents, tokens)
+            batches = cut(positions, documents, tokens)
         except TextTooShort:
-            found = cut(positions, documents)
-        if picks is None or found.n_picks <= picks:
-            return found
-        # Fewer positions of the same documents tell more than all of a few; but a masked model would mask them.
+            batches = cut(positions, documents)
+        if picks is None or batches.n_picks <= picks:
+            return batches
+        # Few positions of many documents tell more than all positions of few; but a masked model would mask them.
         if positions.kind == "all" and not self.model.masked:
-            share = replace(positions, kind="share", amount=picks / found.n_picks)
-            found = cut(share, tuple(dict.fromkeys(found.sequences.document)))
-        # A sequence gives one position at least, so many short documents still have too many.
-        return cut(found.positions, _first_documents(found, picks))
+            share = replace(positions, kind="share", amount=picks / batches.n_picks)
+            batches = cut(share, tuple(dict.fromkeys(batches.sequences.document)))
+        # Every sequence gives at least one position, so many short documents still give too many.
+        enough = int(np.searchsorted(np.cumsum(batches.sequences.picks), picks)) + 1
+        return cut(batches.positions, list(dict.fromkeys(batches.sequences.document[:enough])))
 
-    def scored(self, corpus: Corpus | None = None) -> Batches:
-        """The test positions of a text that are read through the vocabulary."""
+    def test_batches(self, corpus: Corpus | None = None) -> Batches:
+        """Return the test positions of a text at which lenses are scored."""
         corpus = corpus or self.corpus
-        return self.batches(
-            picks=self.settings.score, tokens=self._test_tokens(corpus), corpus=corpus
+        tokens = self._test_tokens(corpus)
+        return self.batches(picks=self.settings.score_positions, tokens=tokens, corpus=corpus)
+
+    def few_test_batches(self) -> Batches:
+        """Return fewer test positions, for studies that evaluate many maps."""
+        # One position a document takes many tokens; the number of positions bounds it well enough.
+        one = self.test_positions().kind == "one"
+        tokens = None if one else self.settings.score_tokens
+        return self.batches(picks=min(self.settings.score_positions, FEW_POSITIONS), tokens=tokens)
+
+    def _test_tokens(self, corpus: Corpus) -> int | None:
+        """Return the test split's share of `tokens`, which a fit's test scores use too."""
+        if self.settings.tokens is None:
+            return None
+        splits = self.splits(corpus)
+        select = splits.select if self._selects() else ()
+        n_documents = len(splits.fit) + len(select) + len(splits.test)
+        return max(1, self.settings.tokens * len(splits.test) // n_documents)
+
+    def _selects(self) -> bool:
+        """Return whether any estimator of the run is tuned on the select split."""
+        return any(selects(name) for name in self.settings.estimators)
+
+    # Jumps between levels
+
+    def plan(
+        self,
+        corpus: Corpus,
+        pairs: str,
+        *,
+        positions: Positions | None = None,
+        select: bool | None = None,
+    ) -> RunPlan:
+        """Plan a pass over a text with the settings of this run."""
+        return plan_run(
+            self.model,
+            corpus,
+            pairs=pairs,
+            positions=positions or self.fit_positions(),
+            tokens=self.settings.tokens,
+            split=self.settings.split,
+            seed=self.settings.seed,
+            select=self._selects() if select is None else select,
+            features="both" if pairs == PREDICTIONS else "raw",
         )
 
-    def few(self) -> Batches:
-        """A few of them, for studies that read through many maps."""
-        # One position a document is dear in tokens, and needs no other bound than the picks.
-        one = self.test_positions().kind == "one"
-        tokens = None if one else self.settings.budget
-        return self.batches(picks=min(self.settings.score, FEW), tokens=tokens)
+    def collect_moments(
+        self, corpus: Corpus, pairs: str, *, select: bool | None = None
+    ) -> SplitMoments:
+        """Collect the second moments of these pairs in one pass over a text."""
+        return self.plan(corpus, pairs, select=select).run(progress=self.progress)
 
-    def read(self, lenses: Mapping[str, Lens], scored: Batches) -> LensScores:
-        """What lenses read at every level of some positions, with progress."""
+    def moments(self, pairs: str | None = None, *, select: bool = False) -> SplitMoments:
+        """Return the second moments of the run's text (default: of the run's level pairs), collected once.
+
+        `select` adds those of the select split even where no estimator of the run needs them.
+        """
+        key = pairs or self.level_pairs, select or self._selects()
+        if key not in self._cache.moments:
+            self._cache.moments[key] = self.collect_moments(self.corpus, key[0], select=key[1])
+        return self._cache.moments[key]
+
+    def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
+        """Return every jump of the pairs, fitted once; calibrated ones lead to predictions only."""
+        key = estimator, PREDICTIONS if estimator == TO_PREDICTIONS else pairs or self.level_pairs
+        if key not in self._cache.jumps:
+            self._cache.jumps[key] = solve_jumps(self.moments(key[1]), estimator, model=self.model)
+        return self._cache.jumps[key]
+
+    def lenses(self) -> dict[str, Lens]:
+        """Return the identity and every estimator of the run as lenses, by name."""
+        fitted = {name: Lens(self.model, self.jumps(name)) for name in self.settings.estimators}
+        return {"identity": Lens(self.model), **fitted}
+
+    def score_lenses(self, lenses: Mapping[str, Lens], batches: Batches) -> LensScores:
+        """Score lenses at every level of some positions, with progress."""
         done = 0
 
-        def tick(batch: Batch) -> None:
+        def report(batch: Batch) -> None:
             nonlocal done
             done += batch.n_tokens
             if self.progress:
-                self.progress(done, scored.n_tokens)
+                self.progress(done, batches.n_tokens)
 
-        return evaluate_lenses(self.model, lenses, scored, progress=tick)
+        return evaluate_lenses(self.model, lenses, batches, progress=report)
 
-    def readings(self) -> LensScores:
-        """What every lens of the run reads at the test positions, kept for all studies."""
-        return self.keep("readings", lambda: self.read(self.lenses(), self.scored()))
+    def lens_scores(self) -> LensScores:
+        """Return the scores of every lens of the run at the test positions, computed once."""
+        if self._cache.lens_scores is None:
+            self._cache.lens_scores = self.score_lenses(self.lenses(), self.test_batches())
+        return self._cache.lens_scores
 
-    def _test_tokens(self, corpus: Corpus) -> int | None:
-        """As large a share of `tokens` as the test split is of the documents: what a fit's test scores use too."""
-        if self.settings.tokens is None:
-            return None
-        parts = self.parts(corpus)
-        chosen = parts.select if any(map(selects, self.settings.estimators)) else ()
-        documents = len(parts.fit) + len(chosen) + len(parts.test)
-        return max(1, self.settings.tokens * len(parts.test) // documents)
+    # Maps that are applied at every position
 
-    def without_kept(self, **changes: Any) -> Setup:
-        """The same run with other choices, and nothing made yet."""
-        return replace(self, _kept={}, **changes)
+    def all_position_moments(self, pairs: str) -> SplitMoments:
+        """Return the second moments over every position (for all pairs: a sample of them), collected once."""
+        cache = self._cache.all_position_moments
+        if pairs not in cache:
+            cache[pairs] = self.all_position_plan(pairs).run(progress=self.progress)
+        return cache[pairs]
 
+    def all_position_jumps(self, estimator: str, pairs: str) -> Jumps:
+        """Return every map of the pairs, fitted on every position, once."""
+        cache = self._cache.all_position_jumps
+        if (estimator, pairs) not in cache:
+            moments = self.all_position_moments(pairs)
+            cache[estimator, pairs] = solve_jumps(moments, estimator, model=self.model)
+        return cache[estimator, pairs]
 
-def _first_documents(whole: Batches, picks: int) -> list[int]:
-    """As many documents as it takes for so many picks."""
-    enough = int(np.searchsorted(np.cumsum(whole.sequences.picks), picks)) + 1
-    return list(dict.fromkeys(whole.sequences.document[:enough]))
+    def all_position_plan(self, pairs: str) -> RunPlan:
+        """Plan the pass of `all_position_moments`."""
+        # All pairs are for layer-skipping schedules, which are chosen on the select split.
+        select = True if pairs == "all" else None
+        masks = Positions.parse(MASKED_SHARE, skip_first=0, special=True)
+        positions = masks if self.model.masked else EVERY_POSITION
+        if self.settings.paper:
+            positions = PAPER
+        elif self.settings.positions:
+            positions = Positions.parse(self.settings.positions, skip_first=0, special=True)
+        plan = self.plan(self.corpus, pairs, positions=positions, select=select)
+        if not self.model.masked:
+            if pairs == "all" and positions == EVERY_POSITION:
+                sample = self._sample(plan.batches["fit"])
+                plan = self.plan(self.corpus, pairs, positions=sample, select=select)
+            return plan
+        fitted = EVERY_POSITION
+        if pairs == "all":
+            fitted = self._sample(plan.batches["fit"].look_at(EVERY_POSITION))
+        batches = {name: part.look_at(fitted) for name, part in plan.batches.items()}
+        about = plan.about | {"positions": f"{fitted}, {positions} of them masked"}
+        return replace(plan, batches=batches, about=about)
 
+    def _sample(self, batches: Batches) -> Positions:
+        return sample_positions(batches.n_picks, self.model.d_model, everywhere=True)
 
-EVERY = Positions("all", skip_first=0, special=True)
+    # Results that later studies build on
 
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Remember the outcome of a study."""
+        self._cache.outcomes[outcome.study] = outcome
 
-def collect_all_positions(setup: Setup, pairs: str) -> SplitMoments:
-    """Sums over every position (all pairs: over a sample of them), kept for all studies of a run."""
-
-    def make() -> SplitMoments:
-        return _plan(setup, pairs).run(progress=setup.progress)
-
-    return setup.keep(f"everywhere {pairs}", make)
-
-
-def fit_all_positions(setup: Setup, estimator: str, pairs: str) -> Jumps:
-    """Every map of the pairs, solved once."""
-    return setup.keep(
-        f"everywhere {estimator} {pairs}",
-        lambda: solve_jumps(collect_all_positions(setup, pairs), estimator, model=setup.model),
-    )
-
-
-def _plan(setup: Setup, pairs: str) -> RunPlan:
-    # All pairs are for schedules, which are chosen on the select split.
-    settings: dict[str, Any] = {"select": True} if pairs == "all" else {}
-    if not setup.model.masked:
-        positions = _asked(setup) or EVERY
-        if pairs == "all" and positions == EVERY:
-            every = setup.plan(setup.corpus, pairs, positions=EVERY, **settings)
-            positions = sample_positions(
-                every.batches["fit"].n_picks, setup.model.d_model, everywhere=True
-            )
-        return setup.plan(setup.corpus, pairs, positions=positions, **settings)
-    masks = _asked(setup) or _parse(MASKED_SHARE)
-    made = setup.plan(setup.corpus, pairs, positions=masks, **settings)
-    look = EVERY
-    if pairs == "all":
-        every_fit = made.batches["fit"].look_at(EVERY)
-        look = sample_positions(every_fit.n_picks, setup.model.d_model, everywhere=True)
-    looking = {name: batches.look_at(look) for name, batches in made.batches.items()}
-    about = made.about | {"positions": f"{look}, {masks} of them masked"}
-    return replace(made, batches=looking, about=about)
-
-
-def _asked(setup: Setup) -> Positions | None:
-    """The positions the run was told to take, position 0 among them."""
-    if setup.settings.paper:
-        return PAPER
-    return _parse(setup.settings.positions) if setup.settings.positions else None
-
-
-def _parse(text: str) -> Positions:
-    return Positions.parse(text, skip_first=0, special=True)
+    def result_of(self, study: Study[Tables, Headline]) -> Result[Tables, Headline] | None:
+        """Return the result of a study that ran before in this run, or None."""
+        outcome = self._cache.outcomes.get(study.name)
+        return outcome if isinstance(outcome, Result) else None
 
 
 def maps_of(jumps: Jumps) -> dict[Pair, Affine]:
-    """The maps of a set of jumps, in float64 as sums are."""
+    """Return the maps of a set of jumps in float64, the precision of second moments."""
     return {pair: to_affine(jumps[pair]).to(torch.float64) for pair in jumps}
 
 
-def r2_on(maps: Mapping[Pair, Affine], sums: Moments) -> list[R2]:
-    """R² of each map on the text of some sums, in the order of the maps."""
-    return [r2(jump, sums.source(a), sums.target(a, b)) for (a, b), jump in maps.items()]
+def r2_of_maps(maps: Mapping[Pair, Affine], moments: Moments) -> list[R2]:
+    """Return R² of each map on the text of some second moments, in the order of the maps."""
+    return [r2(jump, moments.source(a), moments.target(a, b)) for (a, b), jump in maps.items()]
 
 
-def mean_r2(scores: Sequence[R2]) -> Row:
-    """Both averages of R², each averaged over the levels."""
-    return {
-        "r2": sum(score.uniform for score in scores) / len(scores),
-        "r2 weighted": sum(score.weighted for score in scores) / len(scores),
-    }
+def mean_r2(scores: Sequence[R2]) -> R2:
+    """Return the mean over levels of both kinds of R²."""
+    n = len(scores)
+    return R2(sum(s.uniform for s in scores) / n, sum(s.weighted for s in scores) / n)
 
 
-def hits_below_last(readings: LensScores) -> Tensor:
-    """The share of the levels below the last that give the model's token, (lenses, examples)."""
-    return readings.hits(1)[:, :-1].double().mean(1)
+def hits_below_last(scores: LensScores) -> Tensor:
+    """Return the share of the levels below the last whose best token is the model's, (lenses, examples)."""
+    return scores.hits(1)[:, :-1].double().mean(1)
 
 
-FAMILIES = ("gpt2", "bert")
-FIT_SENTENCES, TEST_SENTENCES = 9_000, 3_000
-MAX_LENGTH = {"gpt2": 1024}
-OURS = 512
+PAPER_FAMILIES = ("gpt2", "bert")
+PAPER_FIT_SENTENCES, PAPER_TEST_SENTENCES = 9_000, 3_000
+PAPER_MAX_LENGTH = {"gpt2": 1024}
+MAX_LENGTH = 512
 
 
-def differences(setup: Setup) -> list[str]:
-    """Sentences, one a difference; none for a run that does not follow the paper."""
+def paper_deviations(setup: Setup) -> list[str]:
+    """Return what a run with the paper's protocol does otherwise than its authors did, one sentence each."""
     settings, model = setup.settings, setup.model
     if not settings.paper:
         return []
-    family, said = model.hf.config.model_type, []
-    if family not in FAMILIES:
-        said.append(f"The model is of the family {family}; the paper's are GPT-2 and BERT.")
-    said.append(
-        f"The text is {setup.corpus.name}; the paper's are Wikipedia (20220301.en, a paragraph's last sentence) and "
-        f"news of the Leipzig collection."
+    family, sentences = model.hf.config.model_type, []
+    if family not in PAPER_FAMILIES:
+        sentences.append(f"The model is of the family {family}; the paper's are GPT-2 and BERT.")
+    sentences.append(
+        f"The text is {setup.corpus.name}; the paper's are Wikipedia (20220301.en, the last sentence of a paragraph) "
+        f"and news of the Leipzig collection."
     )
-    parts = setup.parts()
-    if len(parts.fit) != FIT_SENTENCES:
-        said.append(f"{len(parts.fit):,} sentences were for fitting; in the paper 9,000.")
-    if len(parts.test) != TEST_SENTENCES:
-        said.append(
-            f"{len(parts.test):,} sentences were for testing; in the paper 3,000 (1,000 of the news)."
+    splits = setup.splits()
+    if len(splits.fit) != PAPER_FIT_SENTENCES:
+        sentences.append(
+            f"Maps are fitted on {len(splits.fit):,} sentences; in the paper on 9,000."
+        )
+    if len(splits.test) != PAPER_TEST_SENTENCES:
+        sentences.append(
+            f"Maps are tested on {len(splits.test):,} sentences; in the paper on 3,000 (1,000 of the news)."
         )
     if settings.tokens is not None:
-        said.append(f"Only {settings.tokens:,} tokens were run; the paper sets no such bound.")
+        sentences.append(f"Only {settings.tokens:,} tokens were run; the paper sets no limit.")
     if settings.positions != PAPER_SETTINGS.positions:
-        said.append(f"Positions are {settings.positions}; in the paper one a sentence.")
+        sentences.append(f"Positions are {settings.positions}; in the paper one a sentence.")
     if settings.estimators != PAPER_SETTINGS.estimators:
-        said.append(f"Maps are {', '.join(settings.estimators)}; the paper's is mat.")
+        sentences.append(f"The maps are {', '.join(settings.estimators)}; the paper's is mat.")
     if not model.masked and model.tokenization.around[0]:
-        said.append("A special token begins every text; the paper's GPT-2 sees none.")
-    longest = MAX_LENGTH.get(family, OURS)
-    if longest > OURS:
-        said.append(f"Sentences are cut at {OURS} tokens; in the paper at {longest:,}.")
-    said.append("Splits and positions are drawn with a seed of ours; the authors set none.")
-    return said
+        sentences.append("A special token begins every text; the paper's GPT-2 sees none.")
+    longest = PAPER_MAX_LENGTH.get(family, MAX_LENGTH)
+    if longest > MAX_LENGTH:
+        sentences.append(f"Sentences are cut at {MAX_LENGTH} tokens; in the paper at {longest:,}.")
+    sentences.append("Splits and positions are drawn with our seed; the authors set none.")
+    return sentences

@@ -38,10 +38,10 @@ from layerjump.lens.lens import Lens
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.studies.ablation import Variants, announce, budgeted, runs
+from layerjump.studies._untyped import Result, Row, to_json
+from layerjump.studies.ablation import Cost, Variants, announce_cost, rerun_batches, small_batches
 from layerjump.studies.attention_mass import attention_mass
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup, collect_all_positions, fit_all_positions
+from layerjump.studies.setup import Setup
 
 SHARE = 0.5
 """Of the run's budget: there are many replacements to try."""
@@ -51,21 +51,21 @@ NORMS = ("ln1", "lnx", "ln2")
 
 def run_one_block(setup: Setup, jumps: Jumps) -> Result:
     """Two tables: `one block` and `why`."""
-    model, batches = setup.model, budgeted(setup, SHARE)
+    model, batches = setup.model, small_batches(setup, SHARE)
     parts = _single_parts(model)
     norms = [part for part in parts if part in NORMS]
     each = len(HOW) * len(parts) + (len(norms) > 1)
     blocks = model.n_blocks
-    cost = announce(
+    cost = announce_cost(
         "submodules, one block at a time",
         model,
         batches,
         block_runs=each * blocks * (blocks + 1) // 2,
-        readings=each * blocks + 1,
+        unembeddings=each * blocks + 1,
     )
     variants = Variants(model)
     changes = _block_changes(setup, jumps, parts)
-    for rerun in runs(setup, batches, variants):
+    for rerun in rerun_batches(setup, batches, variants):
         for block in range(1, blocks + 1):
             for name, change in changes[block].items():
                 last = rerun.from_level(block - 1, changes=change)
@@ -74,7 +74,7 @@ def run_one_block(setup: Setup, jumps: Jumps) -> Result:
     mass, note = attention_mass(model, batches)
     result.notes += [note] if note else []
     result.tables["why"] = _why(model, batches, jumps, variants, mass)
-    result.settings = cost
+    result.settings = to_json(cost)
     result.headline = _block_headline(result.tables["why"])
     return result
 
@@ -92,7 +92,7 @@ def _block_changes(
     setup: Setup, jumps: Jumps, parts: list[str]
 ) -> dict[int, dict[tuple[str, str], dict[Pair, Change]]]:
     """block → (how, part) → the changes to make."""
-    sums = collect_all_positions(setup, "submodules").fit
+    sums = setup.all_position_moments("submodules").fit
     found: dict[int, dict[tuple[str, str], dict[Pair, Change]]] = {}
     for block in range(1, setup.model.n_blocks + 1):
         mine: dict[tuple[str, str], dict[Pair, Change]] = {}
@@ -117,7 +117,7 @@ def _one_block(variants: Variants, parts: list[str], blocks: int) -> list[Row]:
     rows: list[Row] = []
     for name, key in keys.items():
         for block in range(1, blocks + 1):
-            row = variants.row(("map", key, block))
+            row = to_json(variants.scores(("map", key, block)))
             rows.append({"part": name, "block": block} | row)
     return rows
 
@@ -146,9 +146,9 @@ def _why(
                 "attention on sink": on_sink,
             }
             row |= {
-                "kl of the map": variants.mean(("map", part, block)),
-                "kl of the mean": variants.mean(("mean", part, block)),
-                "kl of noise of the same norm": variants.mean(("noise", part, block)),
+                "kl of the map": variants.mean_kl(("map", part, block)),
+                "kl of the mean": variants.mean_kl(("mean", part, block)),
+                "kl of noise of the same norm": variants.mean_kl(("noise", part, block)),
             }
             rows.append(row)
     return rows
@@ -202,7 +202,7 @@ LEVELS = 12
 def run(setup: Setup) -> Result:
     """Replace each kind of sub-module from every level on, then in one block at a time."""
     estimator = setup.settings.estimators[0]
-    jumps = fit_all_positions(setup, estimator, "submodules")
+    jumps = setup.all_position_jumps(estimator, "submodules")
     rows, cost, levels = _suffix(setup, jumps)
     result = Result("submodules", {"suffix": rows})
     alone = run_one_block(setup, jumps)
@@ -212,9 +212,9 @@ def run(setup: Setup) -> Result:
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
-        "budget": setup.settings.budget,
+        "budget": setup.settings.score_tokens,
         "levels": levels,
-        "suffix": cost,
+        "suffix": to_json(cost),
         "one block": alone.settings,
     }
     result.headline = _headline(rows, setup.model.n_blocks) | alone.headline
@@ -240,21 +240,21 @@ def start_levels(blocks: int) -> list[int]:
     return sorted({round(place * blocks / LEVELS) for place in range(LEVELS + 1)})
 
 
-def _suffix(setup: Setup, jumps: Jumps) -> tuple[list[Row], dict[str, object], list[int]]:
+def _suffix(setup: Setup, jumps: Jumps) -> tuple[list[Row], Cost, list[int]]:
     model, blocks = setup.model, setup.model.n_blocks
-    levels, parts, batches = start_levels(blocks), parts_of(model), budgeted(setup)
+    levels, parts, batches = start_levels(blocks), parts_of(model), small_batches(setup)
     lenses = {"jump to last": setup.settings.estimators[0], "identity": "identity"}
     named = {name: setup.lenses()[lens] for name, lens in lenses.items()}
-    cost = announce(
+    cost = announce_cost(
         "submodules, from a level on",
         model,
         batches,
         block_runs=len(parts) * sum(blocks - level for level in levels),
-        readings=(len(parts) + len(named)) * len(levels) + 1,
+        unembeddings=(len(parts) + len(named)) * len(levels) + 1,
     )
     changes = {part: _changes(model, jumps, part) for part in parts}
     variants = Variants(model)
-    for rerun in runs(setup, batches, variants):
+    for rerun in rerun_batches(setup, batches, variants):
         for level in levels:
             for part in parts:
                 last = rerun.from_level(level, changes=changes[part])
@@ -263,7 +263,8 @@ def _suffix(setup: Setup, jumps: Jumps) -> tuple[list[Row], dict[str, object], l
             for name, lens in named.items():
                 _read(variants, (name, level), lens, state)
     rows: list[Row] = [
-        {"part": part, "level": level} | variants.row((part, level), seed=setup.settings.seed)
+        {"part": part, "level": level}
+        | to_json(variants.scores((part, level), seed=setup.settings.seed))
         for part in (*parts, *named)
         for level in levels
     ]

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
-from layerjump.studies.charts import (
+from layerjump.studies._untyped import (
     AMBER,
     BLUE,
     GREEN,
@@ -27,13 +27,14 @@ from layerjump.studies.charts import (
     ORANGE,
     PURPLE,
     Panel,
+    Result,
+    Row,
     Study,
     add_line,
     empty_figure,
     heat_map,
     number,
 )
-from layerjump.studies.results import Result, Row
 from layerjump.studies.setup import Setup
 from layerjump.training.monitor import PROFILE_SPLIT, Tables, append_profile, measure_profile
 

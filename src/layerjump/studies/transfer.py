@@ -17,8 +17,8 @@ from layerjump.jumps.statistics import Moments
 from layerjump.lens.evaluate import LensScores
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.studies.results import Result, Row
-from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_on
+from layerjump.studies._untyped import Result, Row, mean_r2
+from layerjump.studies.setup import Setup, hits_below_last, maps_of, r2_of_maps
 
 
 def unable(setup: Setup) -> str | None:
@@ -42,15 +42,15 @@ def run(setup: Setup) -> Result:
     sizes: dict[str, Row] = {}
     for name, corpus in texts.items():
         first = corpus is setup.corpus
-        sums = setup.collected("to-last") if first else setup.collect(corpus, "to-last")
+        sums = setup.moments("to-last") if first else setup.collect_moments(corpus, "to-last")
         jumps = solve_jumps(sums, estimator, model=setup.model)
         lenses[name], maps[name], tests[name] = Lens(setup.model, jumps), maps_of(jumps), sums.test
         sizes[name] = {"n_fit": sums.fit.n, "n_test": sums.test.n, "text": corpus.name}
     result = Result("transfer", {"matrix": [], "levels": []})
     for name, corpus in texts.items():
-        readings = setup.read(lenses, setup.scored(corpus))
+        readings = setup.score_lenses(lenses, setup.test_batches(corpus))
         sizes[name]["n_examples"] = readings.n_examples
-        scores = {fit: r2_on(mine, tests[name]) for fit, mine in maps.items()}
+        scores = {fit: r2_of_maps(mine, tests[name]) for fit, mine in maps.items()}
         result.tables["matrix"] += _cells(name, scores, readings, setup.settings.seed)
         result.tables["levels"] += _levels(name, scores, readings)
     result.settings = {"estimator": estimator, "texts": sizes}
