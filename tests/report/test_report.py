@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from layerjump.cli.main import app
 from layerjump.io import write_json
 from layerjump.report.auto_chart import fallback, shape_of
-from layerjump.report.report import MAKERS, labels, panels, write_comparison, write_report
+from layerjump.report.report import label_runs, panels, write_comparison, write_report
 from layerjump.studies.charts import number, percent
-from layerjump.studies.runner import MAIN
+from layerjump.studies.results import to_json
+from layerjump.studies.runner import MAIN, STUDIES, results_from_json
 
 _LINK = re.compile(
     r'<a class="data" download="([^"]+)" href="data:text/csv;charset=utf-8;base64,([^"]+)"'
@@ -31,14 +32,14 @@ def results(data_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def page(results, tmp_path_factory):
-    paths = write_report(results, tmp_path_factory.mktemp("page"))
+    paths = write_report(results_from_json(results), tmp_path_factory.mktemp("page"))
     assert [path.name for path in paths] == ["report.html", "summary.md"]
     return paths[0].read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def hostile_page(results, tmp_path_factory):
-    paths = write_report(with_more(results), tmp_path_factory.mktemp("hostile"))
+    paths = write_report(results_from_json(with_more(results)), tmp_path_factory.mktemp("hostile"))
     return paths[0].read_text(encoding="utf-8")
 
 
@@ -87,7 +88,9 @@ def test_the_csv_of_every_table_holds_the_same_numbers(results, page):
 
 def test_every_figure_has_a_sentence_data_and_the_command(results, page):
     blocks = page.split('<article class="panel">')[1:]
-    assert len(blocks) == sum(len(panels(*item)) for item in results["studies"].items())
+    assert len(blocks) == sum(
+        len(panels(study)) for study in results_from_json(results).studies.values()
+    )
     for block in blocks:
         reading = re.search(r'<p class="reading">([^<]+)</p>', block)[1]
         assert reading.endswith(".")
@@ -140,7 +143,7 @@ def test_a_skipped_study_is_shown_with_its_reason(hostile_page):
 
 
 def test_summary_says_the_headline_numbers_of_the_results(results, tmp_path):
-    text = write_report(results, tmp_path)[-1].read_text(encoding="utf-8")
+    text = write_report(results_from_json(results), tmp_path)[-1].read_text(encoding="utf-8")
     saved = results["studies"]["exits"]["tables"]["saved"]
     for lens in ("mat", "identity"):
         (row,) = [r for r in saved if r["lens"] == lens and r["kind"] == "dynamic"]
@@ -154,7 +157,9 @@ def test_summary_says_the_headline_numbers_of_the_results(results, tmp_path):
 
 
 def test_summary_tells_what_was_skipped_and_breaks_no_table(results, tmp_path):
-    text = write_report(with_more(results), tmp_path)[-1].read_text(encoding="utf-8")
+    text = write_report(results_from_json(with_more(results)), tmp_path)[-1].read_text(
+        encoding="utf-8"
+    )
     assert "- heads: skipped, no heads" in text
     assert "<" not in text.replace("&lt;", "")
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -165,7 +170,7 @@ def test_a_comparison_shows_both_runs_side_by_side(results, tmp_path):
     other = with_more(results)
     other["model"]["name"] = "folder/other-model"
     del other["studies"]["linearity"]
-    paths = write_comparison([results, other], tmp_path)
+    paths = write_comparison([results_from_json(run) for run in (results, other)], tmp_path)
     assert [path.name for path in paths] == ["report.html", "summary.md"]
     text = paths[0].read_text(encoding="utf-8")
     assert text.count("plotly.js v") == 1
@@ -177,12 +182,15 @@ def test_a_comparison_shows_both_runs_side_by_side(results, tmp_path):
 
 def test_runs_of_the_same_name_are_told_apart(results):
     other = with_more(results) | {"model": results["model"]}
-    assert len(set(labels([results, other]))) == 2
-    assert labels([results, results]) == ["tiny-gpt2 on pydoc (1)", "tiny-gpt2 on pydoc (2)"]
+    one, two = results_from_json(results).run, results_from_json(other).run
+    assert len(set(label_runs([one, two]))) == 2
+    assert label_runs([one, one]) == ["tiny-gpt2 on pydoc (1)", "tiny-gpt2 on pydoc (2)"]
 
 
-def test_every_main_study_has_figures_of_its_own():
-    assert set(MAKERS) >= set(MAIN)
+def test_every_table_of_a_main_study_is_shown(results):
+    for name, study in results_from_json(results).studies.items():
+        shown = {table for panel in STUDIES[name].figures(study) for table in panel.tables}
+        assert shown == set(to_json(study.tables))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,8 @@ def test_a_table_that_fits_no_picture_is_shown_as_it_is():
 def test_heat_maps_cut_the_colour_but_not_the_number(results):
     rows = [{"from": 0, "to": 1, "r2": -3.0, "r2_identity": -9.0}]
     rows = [row | {"r2_weighted": 0.5, "r2_weighted_identity": 0.1} for row in rows]
-    figure = panels("r2", {"tables": {"pairs mat": rows}})[0].figures[0]
+    saved = results["studies"]["r2"] | {"tables": {"pairs mat": rows}}
+    figure = panels(STUDIES["r2"].from_json(saved))[0].figures[0]
     assert figure.data[0].z[0][0] == 0
     assert figure.data[0].customdata[0][0] == -3
 

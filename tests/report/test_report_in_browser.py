@@ -6,6 +6,7 @@ import pytest
 from helpers.study_results import small_run, with_more
 
 from layerjump.report.report import write_comparison, write_report
+from layerjump.studies.runner import results_from_json
 
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 
@@ -13,7 +14,7 @@ LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 @pytest.fixture(scope="module")
 def pages(data_folder, tmp_path_factory):
     results = small_run(data_folder / "tiny-gpt2", tmp_path_factory.mktemp("run"))
-    more = with_more(results)
+    results, more = results_from_json(results), results_from_json(with_more(results))
     folder = tmp_path_factory.mktemp("pages")
     return {
         "report": write_report(results, folder / "report")[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.study_results import tables_of
 from helpers.tiny_models import silent_gpt2
 from helpers.tokenizers import byte_tokenizer
 
@@ -12,6 +13,7 @@ from layerjump.interventions.patching import Rerun
 from layerjump.report.report import panels
 from layerjump.studies import layer_skipping
 from layerjump.studies.ablation import small_batches
+from layerjump.studies.layer_skipping import Schedule
 from layerjump.studies.setup import Settings, Setup
 
 SETTINGS = Settings(tokens=12_000, score_positions=100, score_tokens=400)
@@ -33,7 +35,7 @@ def result(setup):
 
 
 def test_every_rule_reaches_every_number_of_blocks(result):
-    rows = result.tables["schedules"]
+    rows = tables_of(result)["schedules"]
     for rule in ("single jump", "r2", "kl", "ours"):
         assert [row["blocks run"] for row in rows if row["rule"] == rule] == [0, 1, 2, 3]
     robin = [row for row in rows if row["rule"] == "round robin"]
@@ -44,8 +46,8 @@ def test_every_rule_reaches_every_number_of_blocks(result):
 
 
 def test_the_figure_has_every_rules_best_and_says_which_is_best(result):
-    panel, _ = panels("alternation", result.as_json())  # and the table of pairs
-    rows = result.tables["schedules"]
+    panel, _ = panels(result)  # and the jumps alone
+    rows = tables_of(result)["schedules"]
     for figure, column in zip(panel.figures, ("p@1", "kl"), strict=True):
         assert {line.name for line in figure.data} >= {row["rule"] for row in rows}
         for line in [line for line in figure.data if line.name == "ours"]:
@@ -53,19 +55,18 @@ def test_the_figure_has_every_rules_best_and_says_which_is_best(result):
             assert list(line.y) == [row[column] for row in mine]
     best = max((row for row in rows if row["blocks run"] <= 1.5), key=lambda row: row["p@1"])
     assert f"the rule {best['rule']} with {best['blocks run']} blocks" in panel.reading
-    assert panels("alternation", result.as_json() | {"tables": {}}) == []
 
 
 def test_with_no_block_run_all_rules_are_one_jump(result):
-    none = [row for row in result.tables["schedules"] if row["blocks run"] == 0]
+    none = [row for row in tables_of(result)["schedules"] if row["blocks run"] == 0]
     assert {row["schedule"] for row in none} == {"0 → 4"}
     assert len({row["kl"] for row in none}) == 1
 
 
 def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
     jumps = setup.all_position_jumps("mat", "all")
-    costs, _ = layer_skipping._costs(setup, jumps)
-    pairs = {(row["from"], row["to"]): row["kl"] for row in result.tables["pairs"]}
+    costs, _ = layer_skipping._jump_costs(setup, jumps)
+    pairs = {(row["from"], row["to"]): row["kl"] for row in tables_of(result)["pairs"]}
     assert costs == pairs
     assert len(costs) == 10
 
@@ -81,7 +82,7 @@ def test_the_choice_is_made_on_select_documents(setup):
 
 def test_without_select_documents_some_are_held_out(setup):
     other = setup.with_empty_cache(settings=Settings(tokens=6_000, split="300/0/60"))
-    changed, note = layer_skipping.with_select(other)
+    changed, note = layer_skipping.with_select_documents(other)
     assert "held out" in note
     assert changed.splits().test == other.splits().test
     assert set(changed.splits().select) | set(changed.splits().fit) == set(other.splits().fit)
@@ -91,7 +92,10 @@ def test_without_select_documents_some_are_held_out(setup):
 def test_an_empty_schedule_is_the_model(setup):
     jumps = setup.all_position_jumps("mat", "all")
     rerun = Rerun(setup.model, small_batches(setup)[0])
-    assert torch.equal(layer_skipping.follow(rerun, (), jumps), rerun.levels[-1])
+    assert torch.equal(
+        layer_skipping.run_schedule(rerun, Schedule((), setup.model.n_blocks), jumps),
+        rerun.levels[-1],
+    )
 
 
 def sink_errors(setup: Setup) -> list[tuple[float, float]]:
@@ -124,10 +128,10 @@ def test_in_an_affine_network_every_schedule_is_exact(text):
     model = lj.Model.wrap(hf, byte_tokenizer())
     settings = Settings(tokens=8_000, score_positions=60, score_tokens=200, estimators=("affine",))
     result = layer_skipping.run(Setup(model, text, settings))
-    for row in result.tables["schedules"]:
+    for row in tables_of(result)["schedules"]:
         assert row["p@1"] == 1
         assert row["kl"] == pytest.approx(0, abs=1e-6)
-    for row in result.tables["pairs"]:
+    for row in tables_of(result)["pairs"]:
         assert row["r2"] == pytest.approx(1, abs=1e-6)
 
 
@@ -135,7 +139,7 @@ def test_it_runs_on_an_encoder(data_folder, text):
     setup = Setup(lj.load(data_folder / "tiny-bert"), text, SETTINGS)
     result = layer_skipping.run(setup)
     assert "masked" in result.settings["positions"]
-    ours = [row for row in result.tables["schedules"] if row["rule"] == "ours"]
+    ours = [row for row in tables_of(result)["schedules"] if row["rule"] == "ours"]
     assert ours[-1]["p@1"] > ours[0]["p@1"]
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.regression_data import random
+from helpers.study_results import tables_of
 
 from layerjump.jumps.block_linearity import block_map, block_scores
 from layerjump.jumps.statistics import Moments
 from layerjump.metrics import linearity as measure
 from layerjump.models.structure import Site
 from layerjump.studies import linearity
-from layerjump.studies.results import plain
 
 
 def weighted_r2(x, y):
@@ -67,7 +67,7 @@ def result(study_setup):
 
 
 def test_the_linearity_study(result):
-    for row in result.tables["blocks"]:
+    for row in tables_of(result)["blocks"]:
         for which in ("", " without position 0"):
             assert 0 < row[f"with residual{which}"] <= 1
             assert (
@@ -79,15 +79,15 @@ def test_the_linearity_study(result):
             score = f"{name} residual held out without position 0"
             assert row[f"{score} low"] < row[score] < row[f"{score} high"]
             assert row[score] < row[f"{name} residual without position 0"]
-    angles = {(row["from"], row["to"]): row["angle"] for row in result.tables["angles"]}
-    for row in result.tables["blocks"]:
+    angles = {(row["from"], row["to"]): row["angle"] for row in tables_of(result)["angles"]}
+    for row in tables_of(result)["blocks"]:
         assert row["angle"] == pytest.approx(angles[row["block"] - 1, row["block"]], abs=1e-9)
-    steps = [row["angle"] for row in result.tables["blocks"]]
-    assert result.headline["jump_strength"] == pytest.approx(steps[-1] / np.mean(steps[:-1]))
+    steps = [row["angle"] for row in tables_of(result)["blocks"]]
+    assert result.headline.jump_strength == pytest.approx(steps[-1] / np.mean(steps[:-1]))
 
 
 def test_linearity_is_the_same_when_it_is_run_again(result, study_setup):
-    assert plain(linearity.run(study_setup).tables) == plain(result.tables)
+    assert tables_of(linearity.run(study_setup)) == tables_of(result)
 
 
 def test_angles_and_dimensions():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.study_results import tables_of
 
 from layerjump.errors import BadText
 from layerjump.generation.rules import FINE, GRID, NEVER
@@ -13,7 +14,9 @@ def test_the_ends_of_the_exit_curve(study_setup):
     result = early_exit.run(study_setup)
     blocks = study_setup.model.n_blocks
     for lens, grid in (("mat", GRID), ("identity", (*GRID, *FINE))):
-        rows = [r for r in result.tables["curves"] if (r["lens"], r["kind"]) == (lens, "dynamic")]
+        rows = [
+            r for r in tables_of(result)["curves"] if (r["lens"], r["kind"]) == (lens, "dynamic")
+        ]
         assert [row["at"] for row in rows] == sorted(grid)
         by = {row["at"]: row for row in rows}
         assert (by[NEVER]["blocks"], by[NEVER]["agreement"]) == (blocks, 1)
@@ -23,8 +26,10 @@ def test_the_ends_of_the_exit_curve(study_setup):
 
 
 def test_a_fixed_exit_is_the_lens_at_that_level(study_setup):
-    levels = {(r["lens"], r["level"]): r for r in predictions.run(study_setup).tables["levels"]}
-    rows = [row for row in early_exit.run(study_setup).tables["curves"] if row["kind"] == "fixed"]
+    levels = {(r["lens"], r["level"]): r for r in tables_of(predictions.run(study_setup))["levels"]}
+    rows = [
+        row for row in tables_of(early_exit.run(study_setup))["curves"] if row["kind"] == "fixed"
+    ]
     assert len(rows) == 2 * (study_setup.model.n_blocks + 1)
     for row in rows:
         level = levels[row["lens"], row["at"]]
@@ -37,7 +42,7 @@ def test_a_fixed_exit_is_the_lens_at_that_level(study_setup):
 
 def test_always_stopping_at_level_1_is_the_fixed_exit_there(study_setup):
     rows = {
-        (r["lens"], r["kind"], r["at"]): r for r in early_exit.run(study_setup).tables["curves"]
+        (r["lens"], r["kind"], r["at"]): r for r in tables_of(early_exit.run(study_setup))["curves"]
     }
     for lens in ("identity", "mat"):
         always, fixed = rows[lens, "dynamic", -NEVER], rows[lens, "fixed", 1.0]
@@ -48,9 +53,9 @@ def test_no_rule_that_is_always_right_saves_more_than_the_oracle(study_setup):
     result = early_exit.run(study_setup)
     for lens in ("identity", "mat"):
         (oracle,) = [
-            r for r in result.tables["saved"] if (r["lens"], r["kind"]) == (lens, "oracle")
+            r for r in tables_of(result)["saved"] if (r["lens"], r["kind"]) == (lens, "oracle")
         ]
-        for row in result.tables["curves"]:
+        for row in tables_of(result)["curves"]:
             if row["lens"] == lens and row["agreement"] == 1 and row["blocks"] >= 1:
                 assert study_setup.model.n_blocks - row["blocks"] <= oracle["blocks_saved"] + 1e-12
         assert oracle["low"] <= oracle["blocks_saved"] <= oracle["high"]
@@ -75,7 +80,7 @@ def test_blocks_needed_for_a_target(cost, agreement, target, blocks):
 
 
 def test_predictions_at_the_last_level_and_in_order_of_k(study_setup):
-    rows = predictions.run(study_setup).tables["levels"]
+    rows = tables_of(predictions.run(study_setup))["levels"]
     for row in rows:
         assert row["p@1"] <= row["p@5"] <= row["p@10"]
         for name in ("p@1", "p@5", "p@10", "surprisal", "kl"):
@@ -90,12 +95,12 @@ def test_predictions_at_the_last_level_and_in_order_of_k(study_setup):
 
 def test_r2_of_neighbours_is_their_composition_and_the_map_beats_identity(study_setup):
     result = r2.run(study_setup)
-    composed = result.tables["composed mat"]
+    composed = tables_of(result)["composed mat"]
     blocks = study_setup.model.n_blocks
     assert [row["from"] for row in composed] == list(range(blocks))
     assert composed[-1]["r2_composed"] == pytest.approx(composed[-1]["r2_direct"], abs=1e-6)
-    assert result.headline["pairs"] == blocks * (blocks + 1) // 2
-    assert result.headline["pairs_where_map_beats_identity"] == result.headline["pairs"]
+    assert result.headline.pairs == blocks * (blocks + 1) // 2
+    assert result.headline.pairs_where_map_beats_identity == result.headline.pairs
 
 
 def test_every_estimator_is_composed_and_read(study_setup):
@@ -104,13 +109,13 @@ def test_every_estimator_is_composed_and_read(study_setup):
     other = study_setup.with_empty_cache(settings=settings)
     result = r2.run(other)
     for name in names:
-        last = result.tables[f"composed {name}"][-1]
+        last = tables_of(result)[f"composed {name}"][-1]
         assert last["r2_composed"] == pytest.approx(last["r2_direct"], abs=1e-6)
     assert set(predictions.run(other).settings["lenses"]) == {"identity", *names}
 
 
 def test_examples_are_a_few_sentences_with_five_words_each(study_setup):
-    rows = examples.run(study_setup).tables["examples"]
+    rows = tables_of(examples.run(study_setup))["examples"]
     assert len({row["context"] for row in rows}) == examples.SENTENCES
     assert {row["level"] for row in rows} == set(range(study_setup.model.n_blocks + 1))
     for row in rows:

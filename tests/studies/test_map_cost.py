@@ -12,9 +12,7 @@ from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.quantize import dequantised, quantised, quantize_map
 from layerjump.models.loading import load
-from layerjump.studies import map_cost
-from layerjump.studies.map_cost import legs_of
-from layerjump.studies.results import Result
+from layerjump.studies import layer_skipping, map_cost
 from layerjump.studies.setup import Settings, Setup
 
 D, L = 80, 4
@@ -97,11 +95,27 @@ def test_without_select_documents_ojfa_is_left_out(setup):
 def test_schedules_are_priced_when_alternation_ran(setup, result):
     assert "schedules" not in result.tables
     assert any("alternation" in note for note in result.notes)
+    scores = {
+        "p@1": 0.5,
+        "p@1 low": 0.4,
+        "p@1 high": 0.6,
+        "p@5": 1,
+        "p@10": 1,
+        "surprisal": 1,
+        "kl": 1,
+    }
     rows = [
-        {"rule": "single jump", "blocks run": 1, "schedule": "0-1 → 4", "p@1": 0.5},
-        {"rule": "round robin", "blocks run": 2, "schedule": "0-1 → 2-3 → 4", "p@1": 0.6},
+        {"rule": "single jump", "blocks run": 1, "schedule": "0-1 → 4", **scores},
+        {"rule": "round robin", "blocks run": 2, "schedule": "0-1 → 2-3 → 4", **scores},
     ]
-    setup.keep("alternation result", lambda: Result("alternation", {"schedules": rows}))
+    rows = [row | {"a": None, "b": None} for row in rows]
+    saved = {
+        "tables": {"schedules": rows, "pairs": []},
+        "headline": {},
+        "notes": [],
+        "settings": {},
+    }
+    setup.add_outcome(layer_skipping.STUDY.from_json(saved))
     again = map_cost.run(setup).tables["schedules"]
     exit_ = result.tables["exits"][1]
     assert again[0]["flops per token"] == exit_["flops per token"]
@@ -109,11 +123,6 @@ def test_schedules_are_priced_when_alternation_ran(setup, result):
     one_more = sum(map_cost.block_flops(setup.model)[2:3]) + 2 * D * D
     assert again[1]["flops per token"] == again[0]["flops per token"] + one_more
     assert again[1]["map bytes"] == 2 * again[0]["map bytes"]
-
-
-def test_a_schedule_is_read_as_it_is_written():
-    assert legs_of("0-4 → 6-9 → 12") == [(0, 4), (6, 9), (12, 12)]
-    assert legs_of("0 → 12") == [(0, 0), (12, 12)]
 
 
 # -- the pieces

@@ -50,7 +50,7 @@ def test_ratios_parameters_and_front_agree(result):
 
 
 def test_it_has_a_figure_and_a_sentence(result):
-    (panel,) = panels("pruning", result.as_json())
+    (panel,) = panels(result)
     assert "perplexity is" in panel.reading
     assert len(panel.figures) == 2
     assert {trace.name for trace in panel.figures[1].data} >= {"whole model", "remove", "linear"}
@@ -88,7 +88,7 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
     alone = evaluate(study_setup.model, "copa,lambada", data)
     assert [row["score"] for row in rows[:3]] == [row["value"] for row in alone.scores]
     assert len({row["score"] for row in rows if row["metric"] == "perplexity"}) == len(models)
-    panel = panels("pruning", result.as_json())[1]
+    panel = panels(result)[1]
     assert "whole model is right in" in panel.reading
     assert len(panel.figures) == 2
     assert {trace.name for trace in panel.figures[0].data} == set(models) - {"whole model"}

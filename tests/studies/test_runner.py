@@ -7,18 +7,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.study_results import tables_of
 
 import layerjump as lj
 from layerjump.cli import main
 from layerjump.errors import BadArtifact, BadStudy, NewerFormat
-from layerjump.studies.results import Result, plain
-from layerjump.studies.runner import FILE, MAIN, STUDIES, load_results, run_studies, select_studies
+from layerjump.io import read_json
+from layerjump.studies.results import Skipped, to_json
+from layerjump.studies.runner import (
+    FILE,
+    MAIN,
+    STUDIES,
+    load_results,
+    results_to_json,
+    run_studies,
+    select_studies,
+)
 from layerjump.studies.setup import Setup, make_settings
 
 
 def without_seconds(results):
-    studies = {name: study | {"seconds": None} for name, study in results["studies"].items()}
-    return results | {"studies": studies}
+    saved = results_to_json(results)
+    return saved | {"studies": {k: v | {"seconds": None} for k, v in saved["studies"].items()}}
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +40,19 @@ def whole(study_setup, tmp_path_factory):
 
 def test_results_are_what_the_file_holds(whole):
     results, folder = whole
-    assert load_results(folder) == load_results(folder / FILE) == results
-    assert list(results["studies"]) == list(MAIN)
-    for saved in results["studies"].values():
-        assert Result.from_json(saved).as_json() == saved
-        assert saved["seconds"] > 0
+    saved = results_to_json(results)
+    assert saved == read_json(folder / FILE)
+    assert (
+        results_to_json(load_results(folder))
+        == results_to_json(load_results(folder / FILE))
+        == saved
+    )
+    assert list(results.studies) == list(MAIN)
+    assert all(result.seconds > 0 for result in results.studies.values())
 
 
 def test_only_json_is_left():
-    found = plain({1: (np.float64("nan"), torch.tensor(2), np.arange(2)), "x": float("inf")})
+    found = to_json({1: (np.float64("nan"), torch.tensor(2), np.arange(2)), "x": float("inf")})
     assert found == {"1": [None, 2, [0, 1]], "x": None}
 
 
@@ -54,15 +68,15 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
     with pytest.raises(RuntimeError, match="gone"):
         run_studies(study_setup.with_empty_cache(), cut, tmp_path)
     before = load_results(tmp_path)
-    assert list(before["studies"]) == ["r2", "predictions"]
+    assert list(before.studies) == ["r2", "predictions"]
     found = run_studies(
-        study_setup.with_empty_cache(), studies, tmp_path, resume=True, say=said.append
+        study_setup.with_empty_cache(), studies, tmp_path, resume=True, log=said.append
     )
     assert said[:2] == ["r2: done before", "predictions: done before"]
-    for name in before["studies"]:
-        assert found["studies"][name] == before["studies"][name]
+    for name in before.studies:
+        assert to_json(found.studies[name]) == to_json(before.studies[name])
     assert without_seconds(found) == without_seconds(wanted)
-    assert load_results(tmp_path) == found
+    assert results_to_json(load_results(tmp_path)) == results_to_json(found)
 
 
 def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup, tmp_path):
@@ -71,8 +85,8 @@ def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup
     found = run_studies(
         study_setup.with_empty_cache(), select_studies("exits"), tmp_path, resume=True
     )
-    assert list(found["studies"]) == ["r2", "exits"]
-    assert found["studies"]["exits"]["tables"] == wanted["studies"]["exits"]["tables"]
+    assert list(found.studies) == ["r2", "exits"]
+    assert to_json(found.studies["exits"].tables) == to_json(wanted.studies["exits"].tables)
 
 
 def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
@@ -81,7 +95,7 @@ def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
         settings=make_settings("ours", tokens=6_000, score_positions=121)
     )
     with pytest.raises(
-        BadArtifact, match="another settings than this run's; give force=True in place of"
+        BadArtifact, match="another settings than this run; pass force=True in place of"
     ):
         run_studies(other, select_studies("r2"), folder, resume=True)
     other = study_setup.with_empty_cache(corpus=lj.load_text("pydoc", limit=150))
@@ -119,20 +133,19 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
         Setup(model, study_text, make_settings("ours", tokens=6_000, score_positions=120)),
         [],
     )
-    results = run_studies(setup, select_studies(None), tmp_path / "out", say=said.append)["studies"]
+    results = run_studies(setup, select_studies(None), tmp_path / "out", log=said.append).studies
     for name in ("predictions", "exits", "examples"):
-        assert "without its prediction head" in results[name]["skipped"]
-        assert results[name]["tables"] == {}
+        assert isinstance(results[name], Skipped)
+        assert "without its prediction head" in results[name].reason
         assert any(line.startswith(f"{name}: skipped, ") for line in said)
     for name in ("r2", "linearity"):
-        assert results[name]["skipped"] is None
-        assert results[name]["tables"]
+        assert tables_of(results[name])
 
 
 def test_choosing_studies():
     assert [study.name for study in select_studies("exits, r2")] == ["r2", "exits"]
     assert [study.name for study in select_studies("all")] == list(STUDIES)
-    with pytest.raises(BadStudy, match="no study 'magic'; known are r2"):
+    with pytest.raises(BadStudy, match="no study 'magic'; expected one of r2"):
         select_studies("r2,magic")
 
 
@@ -153,7 +166,7 @@ def command(monkeypatch, *arguments) -> int:
     [
         (["magic"], "no study 'magic'"),
         (["--estimators", "mat,magic"], "no estimator 'magic'"),
-        (["--protocol", "theirs"], "give ours or paper"),
+        (["--protocol", "theirs"], "got 'theirs'"),
         (["--positions", "some"], "positions given are 'some'"),
         (["--target", "95"], "at most 1"),
         (["--split", "90/10/0"], "leaves no test documents"),
@@ -190,11 +203,11 @@ def test_a_run_from_the_command_line(data_folder, tmp_path, monkeypatch, capsys)
     ]
     assert command(monkeypatch, *arguments) == 0
     first = load_results(out)
-    assert list(first["studies"]) == ["r2", "exits"]
-    assert first["command"].startswith("layerjump study ")
+    assert list(first.studies) == ["r2", "exits"]
+    assert first.run.command.startswith("layerjump study ")
     capsys.readouterr()
     assert command(monkeypatch, *arguments, "--resume") == 0
     assert "r2: done before" in capsys.readouterr().err
-    assert load_results(out) == first
+    assert results_to_json(load_results(out)) == results_to_json(first)
     assert command(monkeypatch, *arguments, "--resume", "--seed", "1") == 1
     assert "another settings" in capsys.readouterr().err

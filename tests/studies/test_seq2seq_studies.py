@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import seq2seq_models
 from helpers.seq2seq_models import made
+from helpers.study_results import tables_of
 
 import layerjump as lj
 from layerjump.jumps.collect import plan_run
@@ -64,27 +65,27 @@ def test_every_lens_is_the_model_at_the_last_level(model, setup):
 
 def test_r2_and_predictions_and_exits_run(setup):
     found = r2.run(setup)
-    assert len(found.tables["pairs mat"]) == 6
+    assert len(tables_of(found)["pairs mat"]) == 6
     scored = predictions.run(setup)
-    last = [row for row in scored.tables["levels"] if row["level"] == 3]
+    last = [row for row in tables_of(scored)["levels"] if row["level"] == 3]
     assert [(row["p@1"], row["kl"]) for row in last] == [(1.0, pytest.approx(0, abs=1e-9))] * 2
-    assert early_exit.run(setup).tables["saved"]
+    assert tables_of(early_exit.run(setup))["saved"]
 
 
 def test_linearity_measures_both_stacks(setup):
     result = linearity.run(setup)
     for name in ("blocks", "levels", "angles"):
-        decoder, encoder = result.tables[name], result.tables[f"encoder {name}"]
+        decoder, encoder = tables_of(result)[name], tables_of(result)[f"encoder {name}"]
         assert len(decoder) == len(encoder)
         assert list(decoder[0]) == list(encoder[0])
         assert decoder != encoder
-    assert result.headline["encoder_mean_with_residual"] != result.headline["mean_with_residual"]
-    numbers = [value for row in result.tables["encoder blocks"] for value in row.values()]
+    assert result.headline.encoder.mean_with_residual != result.headline.mean_with_residual
+    numbers = [value for row in tables_of(result)["encoder blocks"] for value in row.values()]
     assert np.isfinite(numbers).all()
 
 
 def test_examples_show_what_both_have_read(setup):
-    rows = examples.run(setup).tables["examples"]
+    rows = tables_of(examples.run(setup))["examples"]
     source, arrow, target = rows[0]["context"].partition(" → ")
     assert arrow
     documents = [document.split() for document in setup.corpus.documents]
@@ -97,8 +98,8 @@ def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
     model = made("t5", "short-encoder")
     assert (model.n_blocks, model.encoder_side().n_blocks) == (3, 2)
     result = linearity.run(Setup(model, corpus, make_settings("ours", split="60/20/20")))
-    assert len(result.tables["blocks"]) == 3
-    assert len(result.tables["encoder blocks"]) == 2
+    assert len(tables_of(result)["blocks"]) == 3
+    assert len(tables_of(result)["encoder blocks"]) == 2
 
 
 def test_cross_attention_is_replaced_beside_self_attention(model, corpus):

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
+from layerjump.errors import BadArtifact
 from layerjump.studies.layer_skipping import (
-    blocks_run,
+    Schedule,
     cheapest,
     most_explained,
     round_robins,
-    said,
-    single,
+    single_jumps,
 )
 
 
@@ -23,7 +23,7 @@ def every_schedule(blocks: int) -> list:
     for count in range(1, blocks + 1):
         for chosen in itertools.combinations(jumps, count):
             if all(one[1] < two[0] for one, two in itertools.pairwise(chosen)):
-                found.append(chosen)
+                found.append(Schedule(chosen, blocks))
     return found
 
 
@@ -34,46 +34,64 @@ def test_no_schedule_is_cheaper(blocks):
     found = cheapest(blocks, cost)
     assert sorted(found) == list(range(blocks))
     for count, schedule in found.items():
-        assert blocks_run(schedule, blocks) == count
-        rivals = [s for s in every_schedule(blocks) if blocks_run(s, blocks) == count]
+        assert schedule.blocks_run == count
+        rivals = [s for s in every_schedule(blocks) if s.blocks_run == count]
         assert schedule in rivals
-        least = min(sum(cost[jump] for jump in rival) for rival in rivals)
-        assert sum(cost[jump] for jump in schedule) == pytest.approx(least)
+        least = min(sum(cost[jump] for jump in rival.jumps) for rival in rivals)
+        assert sum(cost[jump] for jump in schedule.jumps) == pytest.approx(least)
 
 
 def test_the_r2_rule_has_the_greatest_product():
     draw = random.Random(0)
     r2 = {(a, b): draw.uniform(-0.2, 1) for a in range(6) for b in range(a + 1, 7)}
     for count, schedule in most_explained(6, r2).items():
-        product = math.prod(max(r2[jump], 1e-12) for jump in schedule)
+        product = math.prod(max(r2[jump], 1e-12) for jump in schedule.jumps)
         for rival in every_schedule(6):
-            if blocks_run(rival, 6) == count:
-                assert math.prod(max(r2[jump], 1e-12) for jump in rival) <= product * (1 + 1e-9)
+            if rival.blocks_run == count:
+                assert math.prod(max(r2[jump], 1e-12) for jump in rival.jumps) <= product * (
+                    1 + 1e-9
+                )
 
 
 def test_a_jump_that_is_not_on_offer_is_not_made():
     found = cheapest(4, {(0, 1): 1.0, (2, 4): 1.0})
-    assert found == {1: ((0, 1), (2, 4)), 2: ((2, 4),), 3: ((0, 1),)}
+    jumps = {count: schedule.jumps for count, schedule in found.items()}
+    assert jumps == {1: ((0, 1), (2, 4)), 2: ((2, 4),), 3: ((0, 1),)}
 
 
 def test_round_robins_take_turns():
-    assert round_robins(6) == {
+    assert {period: schedule.jumps for period, schedule in round_robins(6).items()} == {
         (1, 1): ((1, 2), (3, 4), (5, 6)),
         (1, 2): ((1, 3), (4, 6)),
         (2, 1): ((2, 3), (5, 6)),
     }
     assert round_robins(7) == {}
     for (run, jumped), schedule in round_robins(12).items():
-        assert blocks_run(schedule, 12) == 12 * run // (run + jumped)
-        assert schedule[-1][1] == 12
+        assert schedule.blocks_run == 12 * run // (run + jumped)
+        assert schedule.jumps[-1][1] == 12
 
 
 def test_single_jumps_lead_to_the_last_level():
-    assert single(3) == [((0, 3),), ((1, 3),), ((2, 3),)]
-    assert [blocks_run(schedule, 3) for schedule in single(3)] == [0, 1, 2]
+    assert [schedule.jumps for schedule in single_jumps(3)] == [((0, 3),), ((1, 3),), ((2, 3),)]
+    assert [schedule.blocks_run for schedule in single_jumps(3)] == [0, 1, 2]
 
 
-def test_a_schedule_is_said_in_one_line():
-    assert said(((4, 6), (9, 12)), 12) == "0-4 → 6-9 → 12"
-    assert said(((0, 3), (5, 7)), 9) == "0 → 3-5 → 7-9"
-    assert said((), 4) == "0-4"
+@pytest.mark.parametrize(
+    ("jumps", "n_blocks", "text", "legs"),
+    [
+        (((4, 6), (9, 12)), 12, "0-4 → 6-9 → 12", [(0, 4), (6, 9), (12, 12)]),
+        (((0, 3), (5, 7)), 9, "0 → 3-5 → 7-9", [(0, 0), (3, 5), (7, 9)]),
+        (((0, 12),), 12, "0 → 12", [(0, 0), (12, 12)]),
+        ((), 4, "0-4", [(0, 4)]),
+    ],
+)
+def test_a_schedule_is_written_as_its_legs_and_read_back(jumps, n_blocks, text, legs):
+    schedule = Schedule(jumps, n_blocks)
+    assert schedule.to_json() == text
+    assert schedule.legs == legs
+    assert Schedule.from_json(text) == schedule
+
+
+def test_other_text_is_not_a_schedule():
+    with pytest.raises(BadArtifact, match="expected a schedule"):
+        Schedule.from_json("0-4, 6")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import layerjump as lj
 from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun, replace_by_map
-from layerjump.report.summary import findings
 from layerjump.studies import attention_heads, submodules
 from layerjump.studies.ablation import small_batches
 from layerjump.studies.attention_mass import attention_mass
+from layerjump.studies.runner import STUDIES
 from layerjump.studies.setup import Settings, Setup
 
 SETTINGS = Settings(tokens=12_000, score_positions=150, score_tokens=600)
@@ -61,15 +63,13 @@ def test_every_part_and_level_is_there(setup, result):
 
 
 def test_the_summary_names_the_most_tolerant_part(result):
-    study = result.as_json()
-    (finding,) = findings({"studies": {"submodules": study}})
-    means = {part: study["headline"][f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
+    finding = STUDIES["submodules"].finding(result)
+    means = {part: result.headline[f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
     names = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
     best = max(means, key=lambda part: means[part])
     assert finding.answer == names[best]
-    assert all(name in finding.rest for part, name in names.items() if part != best)
-    study["headline"] = {}
-    assert findings({"studies": {"submodules": study}}) == []
+    assert all(name in finding.detail for part, name in names.items() if part != best)
+    assert STUDIES["submodules"].finding(replace(result, headline={})) is None
 
 
 def test_at_the_last_level_nothing_is_replaced(result):

@@ -60,7 +60,7 @@ def test_dynamics_follows_a_series_in_order(setup, trained):
         assert itself[name] == last[name]
     assert len(found.tables["blocks"]) == 4 * 2
     assert found.headline["last_perplexity"] == last["perplexity"]
-    shown = panels("dynamics", found.as_json())
+    shown = panels(found)
     assert [panel.title for panel in shown] == ["From step to step", "Block by block"]
     assert json.dumps(found.as_json())
 
@@ -103,7 +103,7 @@ def test_finetune_measures_before_and_after(setup, tmp_path):
     assert found.headline["without_residual_change"] == pytest.approx(sum(changes) / 2)
     by_block = [row["without residual change"] for row in found.tables["blocks"]]
     assert sum(by_block) / 2 == pytest.approx(sum(changes) / 2)
-    (panel,) = panels("finetune", found.as_json())
+    (panel,) = panels(found)
     assert "task.jsonl" in panel.reading
     task.write_text(json.dumps(rows[0]))
     with pytest.raises(BadStudy, match="too few for 2 runs"):
@@ -120,7 +120,7 @@ def test_architectures_are_trained_and_compared(setup):
         assert row["gain"] == pytest.approx(row["agreement map"] - row["agreement identity"])
     split = {(row["varies"], row["variant"]): row["parameters"] for row in rows}
     assert split["attention", "full"] == split["attention", "local"]
-    (panel,) = panels("architecture", found.as_json())
+    (panel,) = panels(found)
     assert len(panel.figures) == 4
     assert json.dumps(found.as_json())
 
