@@ -1,4 +1,4 @@
-# Two commands: `make demo` (set up, run the main job, write a report) and `make test` (set up, run the tests).
+# `make demo` sets up, runs the main study and writes a report; `make test` sets up and runs the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,16 +10,15 @@ demo: $(READY)
 	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo --force
 	@echo "The report is demo/report.html: open it in a browser."
 
-# Two workers with a thread each: many tests start processes of their own, and threads would fight over the cores.
+# Two workers with one thread each: many tests start processes, and more threads would compete for the cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
 
-# Which lines and branches the tests reach (what they leave out on purpose: docs/reliability.md).
+# Line and branch coverage (docs/reliability.md lists what the tests leave out on purpose).
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term
 
-# What takes too long for every day: real runs that are killed and starved, damaged files of every kind, and a server
-# that is asked for everything by everybody.
+# Long tests: kill and starve real runs, damage every kind of file, load the server.
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/programme.py --rounds 20 --seed 1
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py --inputs 10000
@@ -35,7 +34,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Installs anew only when what is to be installed has changed.
+# Install again only when the requirements have changed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval]"

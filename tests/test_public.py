@@ -1,5 +1,7 @@
 """The public surface: what is exported is documented, and the README's example runs."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -39,3 +41,28 @@ def test_the_readme_states_the_two_commands_first():
     text = (ROOT / "README.md").read_text()
     assert text.index("make demo") < text.index("```python")
     assert "make test" in text
+
+
+def test_public_functions_spell_out_their_keywords():
+    for name in lj.__all__:
+        function = getattr(lj, name)
+        if inspect.isfunction(function):
+            kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+
+
+def test_library_errors_name_no_options_of_the_command_line():
+    """`errors.argument` names a Python argument, which the command line shows as its option."""
+    source = ROOT / "src" / "layerjump"
+    quoted = []
+    for path in source.rglob("*.py"):
+        if path.is_relative_to(source / "cli"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and re.search(r"(?<!\w)--[a-z]", ast.unparse(node)):
+                quoted.append(f"{path.relative_to(source)}:{node.lineno}")
+    assert quoted == []
+
+
+def test_lines_of_the_readme_fit():
+    assert max(map(len, (ROOT / "README.md").read_text().splitlines())) <= 120

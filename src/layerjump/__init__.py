@@ -2,27 +2,29 @@
 
     import layerjump as lj
     model = lj.load("smollm2")                    # or a hub id, a folder, a GGUF file
-    text = lj.load_text("pydoc")                       # or a file, a hub dataset, a list of strings
-    jumps = lj.fit(model, text)                   # every level → last, in one pass, in closed form
-    jumps[12, 30](states)                         # level 12 as level 30
-    lj.Lens(model, jumps)("The capital of")       # what every level would predict
+    text = lj.load_text("pydoc")                  # or a file, a hub dataset, a list of strings
+    jumps = lj.fit(model, text)                   # every level → last level, one pass, closed form
+    jumps[12, 30](states)                         # predict level 30 from states at level 12
+    lj.Lens(model, jumps)("The capital of")       # the predictions of every level
 
-The rooms, in the order in which data flows (a module imports only from earlier rooms):
+Packages, in the order in which data flows (each imports only from earlier ones):
 
-    inputs/    text → tokens → states: models, families, self-check, corpora, batches, forward hooks
-    measure/   metrics, timing
-    fit/       states → moments → jumps: sums, estimators, scores, files
-    lens/      levels → predictions: trajectories of a text, readings of many positions, directions
-    decode/    early exit: rules, caches, generation, calibration
-    compress/  maps in the place of parts, blocks dropped, plain checkpoints
-    train/     penalties on neighbouring levels, small models trained with them, fine-tuning
-    evaluate/  benchmark tasks through lm-eval, perplexity with a sliding window
-    studies/   experiments: protocol → numbers
-    show/      numbers → figures, report, summary
-    serve/     the local page
-    cli/       the command line
+    data/           documents, tokenization, positions, batches
+    models/         one Hugging Face model: loading, structure, self-check, hidden states
+    metrics/        statistics of logits, loss, linearity, intervals, timing
+    jumps/          linear maps: second moments, estimators, scores, files
+    lens/           predictions from hidden levels
+    interventions/  activations and sub-modules replaced in a running model
+    generation/     early exit and verified drafts, calibration of exit rules
+    training/       penalties on hidden states, pretraining, fine-tuning
+    pruning/        blocks dropped and replaced by maps, plain checkpoints
+    evaluation/     benchmark tasks through lm-eval, perplexity
+    studies/        experiments: protocol, numbers, figures
+    report/         the page of a run
+    server/         the local web page
+    cli/            the command line
 
-Names are loaded on first use, so that `import layerjump` costs nothing.
+Names load on first use, so `import layerjump` does not import torch.
 """
 
 from __future__ import annotations
