@@ -1,9 +1,9 @@
-"""What capturing costs: our collecting pass, with no statistics, beside the bare body and the bare forward pass.
+"""Cost of capturing hidden states, relative to the bare body and the bare forward pass.
 
     python benchmarks/capture.py [--model smollm2] [--quick]
 
-All rivals run the same batches in turn; `naive` is our pass over batches in text order, sixteen rows each.
-Sentences are Leipzig's English Wikipedia, documents are PubMed abstracts (both in `../shared/text`).
+The rivals run the same batches alternately; `naive` captures from batches in text order, sixteen rows each.
+Sentences come from Leipzig's English Wikipedia, documents are PubMed abstracts (both in `../shared/text`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def naive_batches(model: lj.Model, corpus: lj.Corpus, ours: lj.Batches) -> list[
         }.items():
             rows.append((document, batch.input_ids[row, : int(batch.attention_mask[row].sum())]))
     rows.sort(key=lambda pair: pair[0])
-    made = []
+    batches = []
     for start in range(0, len(rows), 16):
         ids = [row for _, row in rows[start : start + 16]]
         grid = torch.nn.utils.rnn.pad_sequence(
@@ -112,8 +112,8 @@ def naive_batches(model: lj.Model, corpus: lj.Corpus, ours: lj.Batches) -> list[
             [torch.ones_like(row) for row in ids], batch_first=True
         )
         where, position = mask.nonzero(as_tuple=True)
-        made.append(lj.Batch(grid, mask, where, position, where, grid[where, position]))
-    return made
+        batches.append(lj.Batch(grid, mask, where, position, where, grid[where, position]))
+    return batches
 
 
 def padding(batches: list[lj.Batch]) -> float:

@@ -1,14 +1,14 @@
-"""What fitting costs, beside the bare forward pass and beside scikit-learn on stored states.
+"""Cost of fitting, relative to the bare forward pass and to scikit-learn on stored states.
 
     python benchmarks/fit.py [--models smollm2,stories15m] [--quick]
 
-One run, rivals in turn:
-  forward      `model(**batch)` over the tokens of the fit and test splits, nothing else
-  to-last      plan, pass, `mat` for every level → last, test scores; all positions; in turns on half of the tokens
+One run; the rivals alternate:
+  forward      `model(**batch)` over the tokens of the fit and test splits
+  to-last      plan, pass, `mat` for every level → last, test scores; all positions; on half of the tokens
   all pairs    the same for all pairs, on a sample of positions (15 %, never fewer than 44 d)
   scikit-learn LinearRegression(fit_intercept=False) once a pair on 9,000 stored float32 states: a few pairs are
-               timed and scaled to all. Beside it: our sums and solutions of all pairs from the same stored states.
-Memory: the peak of a whole process at 20,000 and at 200,000 tokens (`--quick`: 5,000 and 20,000).
+               timed and scaled to all; compared with our moments and solutions of all pairs from the same states.
+Memory: peak of a whole process at 20,000 and at 200,000 tokens (`--quick`: 5,000 and 20,000).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONG = {
 """Texts of more than 200,000 tokens, for memory."""
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
-TURNS, FEWER = 2, 2  # levels → last: so many turns, on half of the tokens
+TURNS, FEWER = 2, 2  # levels → last: two turns, on half of the tokens
 SETTINGS: dict[str, Any] = {"select": False, "split": "90/0/10"}
 
 
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def gflops(dtype: torch.dtype) -> float:
-    """What one core product reaches here: the floor under any method that forms one product a pair."""
+    """Speed of one matrix product here: a lower bound for any method that forms one product a pair."""
     rows = torch.randn(4_096, 576, dtype=dtype)
     seconds = time_alternately({"product": lambda: [rows.T @ rows for _ in range(20)]})["product"]
     return 20 * 2 * rows.numel() * 576 / min(seconds) / 1e9
@@ -116,7 +116,7 @@ def to_last(source: str, text: Path, tokens: int) -> dict[str, float]:
 
 
 def all_pairs(source: str, text: Path, tokens: int, repeats: int) -> dict[str, float]:
-    """All pairs on their sample of positions, beside the bare forward pass and scikit-learn."""
+    """All pairs on their sample of positions, relative to the bare forward pass and scikit-learn."""
     model, corpus = lj.load(source), lj.load_text(text)
     batches = run_batches(model, corpus, tokens, repeats)
     sampled: list[lj.Jumps] = []
@@ -137,7 +137,7 @@ def all_pairs(source: str, text: Path, tokens: int, repeats: int) -> dict[str, f
 
 
 def run_batches(model: lj.Model, corpus: lj.Corpus, tokens: int, turns: int) -> list[lj.Batch]:
-    """The batches of fit and test documents that a fit runs; says what is run."""
+    """Print and return the batches of fit and test documents that a fit runs."""
     chosen = plan_run(model, corpus, tokens=tokens, **SETTINGS)
     batches = [batch for part in chosen.batches.values() for batch in part]
     total = sum(batch.n_tokens for batch in batches)
@@ -181,7 +181,7 @@ def mean_r2(jumps: lj.Jumps, pairs: list[Pair]) -> float:
 
 
 def against_sklearn(model: lj.Model, corpus: lj.Corpus) -> float:
-    """How many times faster all pairs are solved from sums than by scikit-learn a pair, from stored states."""
+    """Speed-up of solving all pairs from moments over one scikit-learn fit a pair, from the same stored states."""
     pairs = parse_pairs("all", model.structure)
     stored = stored_states(model, corpus, Moments(pairs).sites)
     n = len(next(iter(stored.values())))
@@ -208,8 +208,8 @@ def stored_states(
 ) -> dict[lj.Site, torch.Tensor]:
     share = lj.Positions("share", 0.5)
     batches = lj.make_batches(corpus, model.tokenization, share, tokens_wanted=int(2.1 * STORED))
-    found = list(lj.capture_states(model, batches, sites))
-    return {site: torch.cat([states[site] for states in found])[:STORED] for site in sites}
+    batches_of_states = list(lj.capture_states(model, batches, sites))
+    return {site: torch.cat([states[site] for states in batches_of_states])[:STORED] for site in sites}
 
 
 def peak(source: str, text: Path, tokens: int) -> float:

@@ -1,11 +1,12 @@
-"""How far numbers move with the precision of the model: jumps, R² and KL in float64, float32, bfloat16 and float16.
+"""Effect of the model's precision on jumps, R² and KL: float64, float32, bfloat16 and float16.
 
     python benchmarks/numerics.py [--model ../shared/models/stories15M] [--text …] [--tokens 20000] [--quick]
 
-The same weights and the same tokens each time; sums are float64 throughout, so what moves is the states. `jumps` is the
-root mean square difference of what the maps predict for the same held-out states (float64's), over those predictions'
-standard deviation; `kl` and `p1` are the lens' on held-out positions against the model of the same precision, means
-over levels. Then texts that are hard on sums: one token 10,000 times, one-token documents, fewer positions than d.
+Weights and tokens are the same each time and second moments are float64, so only the hidden states differ. `jumps` is
+the root mean square difference between the maps' predictions for the same held-out float64 states, divided by the
+standard deviation of these predictions. `kl` and `p1` compare the lens with the model of the same precision on held-out
+positions, averaged over levels. Then texts with degenerate moments: one token 10,000 times, documents of one token,
+fewer positions than d.
 """
 
 from __future__ import annotations

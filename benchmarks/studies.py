@@ -1,10 +1,10 @@
-"""What `predictions` costs, beside the least it can: one body pass, and one vocabulary product a reading.
+"""Cost of the study `predictions`, relative to its lower bound: one body pass and one unembedding a reading.
 
     python benchmarks/studies.py [--model smollm2] [--quick]
 
-Every level of every scored position is read through two lenses (identity and `mat`), so the least is the body's pass
-and 2 (L + 1) vocabulary products a position. Two texts: sentences with one position each, where the body dominates,
-and documents with every position, where the vocabulary product does. Rivals take turns in one run.
+Every level of every scored position is read through two lenses (identity and `mat`), so the lower bound is one body
+pass and 2 (L + 1) unembeddings a position. Two texts: sentences with one position each, where the body dominates, and
+documents with every position, where the unembedding dominates. The rivals alternate in one run.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def main() -> None:
 
 @torch.no_grad()
 def least(model: lj.Model, batches: lj.Batches, lenses: int) -> None:
-    """The body once, and a bare vocabulary product for every reading."""
-    final = torch.cat([found["final"] for found in lj.capture_states(model, batches, ["final"])])
+    """Run the body once, and one bare unembedding for every reading."""
+    final = torch.cat([states["final"] for states in lj.capture_states(model, batches, ["final"])])
     for rows in final.split(chunk_rows(model)):
         for _ in range(lenses * (model.n_blocks + 1)):
             model.structure.decode(rows)

@@ -1,9 +1,9 @@
-"""A penalty on how far levels lie apart, in a training loop of your own: three lines, marked below.
+"""Add a penalty on the distance between levels to your own training loop: three lines, marked below.
 
     python examples/penalty.py
 
-Trains a small Llama on Python's own manual without and with it, and prints how linear the blocks have become: with it,
-a block adds less that a matrix could say (the number falls).
+Trains a small Llama on Python's documentation with and without the penalty and prints how linear its blocks are. With
+the penalty, a linear map explains less of what a block adds to the residual stream.
 """
 
 import torch
@@ -22,18 +22,18 @@ rows = pack_rows(text.documents, Tokenization.of(tokenizer, max_positions=length
 shape = {"hidden_size": 64, "intermediate_size": 168, "num_attention_heads": 4}
 config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=3, **shape)
 
-for strength in (0.0, 0.5):
+for weight in (0.0, 0.5):
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         batch = rows[torch.randint(len(rows), (16,))]
-        with LevelStates(model) as levels:  # 1: hold on to what leaves the blocks
+        with LevelStates(model) as levels:  # 1: capture the block outputs
             loss = model(input_ids=batch, labels=batch).loss
-        penalty = cosine(levels.states)  # 2: with padding, give the attention mask too
-        (loss + strength * penalty).backward()  # 3
+        penalty = cosine(levels.states)  # 2: pass the attention mask if there is padding
+        (loss + weight * penalty).backward()  # 3
         optimiser.step()
         optimiser.zero_grad()
-    found = measure_profile(lj.Model.wrap(model, tokenizer), text).row()
-    linear = found["without residual held out"]
-    print(f"strength {strength}: loss {loss.item():.3f}, linearity without residual {linear:.3f}")
+    profile = measure_profile(lj.Model.wrap(model, tokenizer), text).row()
+    linear = profile["without residual held out"]
+    print(f"penalty weight {weight}: loss {loss.item():.3f}, linearity without residual {linear:.3f}")

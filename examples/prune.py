@@ -1,4 +1,4 @@
-"""Drop blocks, let matrices stand in for them, write an ordinary checkpoint, and load it without layerjump.
+"""Drop blocks, replace them by linear maps, write an ordinary checkpoint, and load it without layerjump.
 
 python examples/prune.py [MODEL] [TEXT] [FOLDER]
 """
@@ -21,5 +21,5 @@ smaller, tokenizer = (
     kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
 )
 inputs = tokenizer("One day, the", return_tensors="pt")
-made = smaller.generate(**inputs, max_new_tokens=20, do_sample=False)
-print(tokenizer.decode(made[0]))
+ids = smaller.generate(**inputs, max_new_tokens=20, do_sample=False)
+print(tokenizer.decode(ids[0]))

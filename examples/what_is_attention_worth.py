@@ -1,4 +1,4 @@
-"""Replace one block's attention after the other by a matrix, and see how often the model's answer stays.
+"""Replace the attention of one block at a time by a linear map, and count how often the top token stays.
 
 python examples/what_is_attention_worth.py [MODEL] [TEXT]
 """
@@ -13,16 +13,16 @@ model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 
 maps = lj.fit(model, text, pairs="submodules", tokens=4_000)
-unseen = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+held_out = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
 (batch, *_) = lj.make_batches(
-    text, model.tokenization, lj.Positions("all"), documents=unseen, tokens_wanted=200
+    text, model.tokenization, lj.Positions("all"), documents=held_out, tokens_wanted=200
 )
 inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 with torch.no_grad():
-    own = model.hf(**inputs).logits.argmax(-1)
+    top_token = model.hf(**inputs).logits.argmax(-1)
     for block in range(1, model.n_blocks + 1):
         with lj.linearize(model, maps, parts="attn", blocks=[block]):
-            same = model.hf(**inputs).logits.argmax(-1) == own
-        kept = same[batch.row, batch.position].float().mean()
+            same = model.hf(**inputs).logits.argmax(-1) == top_token
+        agreement = same[batch.row, batch.position].float().mean()
         r2 = maps.info[f"{block}.attn.in", f"{block}.attn.out"].r2[0]
-        print(f"block {block:2}: R² of the map {r2:6.3f}, answers kept {kept:.1%}")
+        print(f"block {block:2}: R² of the map {r2:6.3f}, agreement {agreement:.1%}")
