@@ -209,7 +209,9 @@ def stored_states(
     share = lj.Positions("share", 0.5)
     batches = lj.make_batches(corpus, model.tokenization, share, tokens_wanted=int(2.1 * STORED))
     batches_of_states = list(lj.capture_states(model, batches, sites))
-    return {site: torch.cat([states[site] for states in batches_of_states])[:STORED] for site in sites}
+    return {
+        site: torch.cat([states[site] for states in batches_of_states])[:STORED] for site in sites
+    }
 
 
 def peak(source: str, text: Path, tokens: int) -> float:

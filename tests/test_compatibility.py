@@ -11,9 +11,9 @@ import shutil
 
 import pytest
 import torch
+from helpers.cli import run
 
 import layerjump as lj
-from helpers.cli import run
 from layerjump.generation.calibration import serialization
 from layerjump.jumps.fit import solve_jumps
 
