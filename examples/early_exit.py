@@ -21,7 +21,6 @@ lossless = lj.generate(
     model, jumps, prompt, exit="gap:0.9", verify=True, max_new_tokens=24, do_sample=False
 )
 for name, generated in {"full": full, "early": early, "lossless": lossless}.items():
-    print(
-        f"{name}: {generated.text[0]!r}\n  exit levels {generated.exit_levels[0]}, {generated.counts.block_runs} block runs"
-    )
+    print(f"{name}: {generated.text[0]!r}")
+    print(f"  exit levels {generated.exit_levels[0]}, {generated.counts.block_runs} block runs")
 assert lossless.ids == full.ids
