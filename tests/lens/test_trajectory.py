@@ -138,7 +138,7 @@ def test_neither_memory_nor_long_texts_change_the_numbers(memory, gpt2, jumps):
     )
     assert torch.equal(best, found.model_top)
     assert torch.equal(again["mat"].top, found.top)
-    for name in ("kl", "entropy", "cross_entropy", "js"):
+    for name in ("kl", "entropy", "cross_entropy", "jensen_shannon"):
         one, other = getattr(again["mat"], name), getattr(found.stats, name)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7, equal_nan=True)
     assert_equals_naive(found, naive(gpt2, found.prompt.ids, jumps))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from layerjump.metrics.logits import ROWS_AT_ONCE, LogitSweep, reference_logits, top_k
+from layerjump.metrics.logits import KERNEL_ROWS, LogitComparison, reference_logits, top_k
 
 NONE = torch.zeros(0, dtype=torch.long)
 
@@ -41,7 +41,7 @@ def test_ties_give_the_same_values_and_no_token_twice():
 def logits():
     """More rows than are read at once; far from zero, where differences lose digits."""
     draw = torch.Generator().manual_seed(1)
-    shape = (2 * ROWS_AT_ONCE + 3, 3_001)
+    shape = (2 * KERNEL_ROWS + 3, 3_001)
     return [3 * torch.randn(shape, generator=draw, dtype=torch.float64) + 500 for _ in range(2)]
 
 
@@ -50,8 +50,15 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
     mine, theirs = (each.to(dtype) for each in logits)
     targets = torch.randint(0, 3_001, (len(mine),))
     targets[4] = -1
-    follow = torch.tensor([3_000, 5])
-    found = LogitSweep(reference_logits(theirs), k=4, targets=targets, follow=follow, js=True)(mine)
+    tracked = torch.tensor([3_000, 5])
+    found = LogitComparison(
+        reference_logits(theirs),
+        k=4,
+        targets=targets,
+        tracked=tracked,
+        entropy=True,
+        jensen_shannon=True,
+    )(mine)
 
     log_p, log_q = mine.double().log_softmax(-1), theirs.double().log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
@@ -63,8 +70,8 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
         "entropy": -(p * log_p).sum(-1),
         "kl": (q * (log_q - log_p)).sum(-1),
         "cross_entropy": -log_p.gather(1, targets.clamp_min(0)[:, None])[:, 0],
-        "followed": p[:, follow],
-        "js": ((p * (log_p - middle)).sum(-1) + (q * (log_q - middle)).sum(-1)) / 2,
+        "tracked": p[:, tracked],
+        "jensen_shannon": ((p * (log_p - middle)).sum(-1) + (q * (log_q - middle)).sum(-1)) / 2,
     }
     wanted["cross_entropy"][4] = math.nan
     close = (
@@ -75,31 +82,39 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
             getattr(found, name).double(), value, equal_nan=True, msg=name, **close
         )
     assert torch.equal(found.top, mine.topk(4).indices)
-    assert torch.equal(found.rank, (mine[:, None] > mine[:, follow, None]).sum(-1))
+    assert torch.equal(found.rank, (mine[:, None] > mine[:, tracked, None]).sum(-1))
 
 
 def test_jensen_shannon_is_symmetric_and_at_most_ln_2(logits):
-    settings = {"k": 1, "targets": torch.full((len(logits[0]),), -1), "follow": NONE, "js": True}
-    one = LogitSweep(reference_logits(logits[0]), **settings)(logits[1]).js
-    other = LogitSweep(reference_logits(logits[1]), **settings)(logits[0]).js
+    settings = {
+        "k": 1,
+        "targets": torch.full((len(logits[0]),), -1),
+        "tracked": NONE,
+        "jensen_shannon": True,
+    }
+    one = LogitComparison(reference_logits(logits[0]), **settings)(logits[1]).jensen_shannon
+    other = LogitComparison(reference_logits(logits[1]), **settings)(logits[0]).jensen_shannon
     torch.testing.assert_close(one, other)
     assert 0 < one.min() < one.max() < math.log(2)
-    assert LogitSweep(reference_logits(logits[0]), **settings)(logits[0]).js.max() < 1e-12
+    assert (
+        LogitComparison(reference_logits(logits[0]), **settings)(logits[0]).jensen_shannon.max()
+        < 1e-12
+    )
     apart = torch.zeros(2, 3_001)
     apart[0, 3], apart[1, 9] = 1e4, 1e4
     settings["targets"] = settings["targets"][:1]
-    far = LogitSweep(reference_logits(apart[:1]), **settings)(apart[1:]).js
+    far = LogitComparison(reference_logits(apart[:1]), **settings)(apart[1:]).jensen_shannon
     torch.testing.assert_close(far, torch.tensor([math.log(2)]))
 
 
 def test_a_sweep_is_used_again_and_leaves_the_logits_alone(logits):
     mine, theirs = logits
     before = mine.clone()
-    sweep = LogitSweep(
-        reference_logits(theirs), k=3, targets=torch.full((len(mine),), -1), follow=NONE
+    sweep = LogitComparison(
+        reference_logits(theirs), k=3, targets=torch.full((len(mine),), -1), tracked=NONE
     )
     first, _, again = sweep(mine), sweep(theirs), sweep(mine)
     assert torch.equal(mine, before)
     assert torch.equal(first.kl, again.kl)
     assert torch.equal(first.top, again.top)
-    assert again.js.isnan().all()
+    assert again.jensen_shannon.isnan().all()

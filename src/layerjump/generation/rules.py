@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from layerjump.errors import BadExit, argument
 from layerjump.generation.packed_cpu import WeightCache, pack_unembedding
+from layerjump.metrics.logits import top_two
 from layerjump.models.model import Model
 from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
 
@@ -75,8 +76,7 @@ class LevelReading:
     @cached_property
     def top2_probs(self) -> Tensor:
         """The two largest probabilities, (rows, 2)."""
-        two = self.logits.topk(2).values
-        return (two - self.logits.logsumexp(-1, keepdim=True)).exp()
+        return top_two(self.logits)[1]
 
     @property
     def gap(self) -> Tensor:

@@ -34,6 +34,7 @@ from torch import Tensor
 from layerjump.errors import BadMoments
 from layerjump.jumps.maps import FeatureKind, compute_features
 from layerjump.jumps.pairs import Pair, sites_of
+from layerjump.metrics.logits import upcast
 from layerjump.models.structure import FINAL, Site
 
 OUTLYING = 8.0
@@ -54,11 +55,6 @@ def typical(states: Tensor) -> Tensor:
     """
     norm = torch.linalg.vector_norm(states, dim=-1)
     return states[norm <= OUTLYING * norm.median()].double().mean(0).float().double()
-
-
-def at_least_float32(states: Tensor) -> Tensor:
-    """Half-precision products would lose what the sums are for."""
-    return states if states.dtype in (torch.float32, torch.float64) else states.float()
 
 
 SQUARE_BLOCKS = 6
@@ -332,7 +328,7 @@ class Moments:
 
         `keys` orders the rows for the reservoir (see there); without them the reservoir is not fed.
         """
-        widened = {site: at_least_float32(states[site]) for site in self.sites}
+        widened = {site: upcast(states[site]) for site in self.sites}
         rows = {len(state) for state in widened.values()}
         if len(rows) != 1:
             raise BadMoments(

@@ -17,6 +17,7 @@ from layerjump.metrics.logits import (
     ReferenceLogits,
     agreement,
     chunk_rows,
+    chunks,
     reference_logits,
     upcast,
 )
@@ -94,9 +95,9 @@ def _read_all(
     about = torch.cat(
         [torch.stack([b.document, b.position, b.token]) for b in (each.batch for each in found)], 1
     )
-    slices = [slice(start, start + rows) for start in range(0, about.shape[1], rows)]
     return [
-        _read(lenses, [level[part] for level in levels], model, about[:, part]) for part in slices
+        _read(lenses, [level[part] for level in levels], model, about[:, part])
+        for part in chunks(about.shape[1], rows)
     ]
 
 

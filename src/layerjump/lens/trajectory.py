@@ -21,8 +21,8 @@ from layerjump.errors import BadModel, BadText
 from layerjump.jumps.maps import apply_map
 from layerjump.metrics.logits import (
     LOGITS_MEMORY,
+    LogitComparison,
     LogitStats,
-    LogitSweep,
     chunk_rows,
     reference_logits,
     upcast,
@@ -194,7 +194,7 @@ class Trajectory:
     def tracked(self) -> tuple[TokenTrack, ...]:
         """The tokens of the `tokens` argument."""
         texts = self.decode(self.query.tracked)
-        probability, rank = self.stats.followed.unbind(-1), self.stats.rank.unbind(-1)
+        probability, rank = self.stats.tracked.unbind(-1), self.stats.rank.unbind(-1)
         return tuple(map(TokenTrack, self.query.tracked, texts, probability, rank))
 
     def track(self, token: str | int) -> TokenTrack:
@@ -206,8 +206,8 @@ class Trajectory:
     def jensen_shannon(self) -> Tensor:
         """The Jensen–Shannon divergence between lens and model in nats: 0 to ln 2."""
         if self.query.jensen_shannon:
-            return self.stats.js
-        return self._recompute(LensQuery(1, jensen_shannon=True)).stats.js
+            return self.stats.jensen_shannon
+        return self._recompute(LensQuery(1, jensen_shannon=True)).stats.jensen_shannon
 
     @torch.no_grad()
     def distribution(self, level: Site | str | int, position: int = -1) -> Tensor:
@@ -259,7 +259,7 @@ class Trajectory:
             "kl": _rounded(self.kl),
             "confidence": _rounded(self.confidence),
             "cross_entropy": _rounded(self.cross_entropy),
-            "js": _rounded(self.stats.js) if self.query.jensen_shannon else None,
+            "js": _rounded(self.stats.jensen_shannon) if self.query.jensen_shannon else None,
             "decided_at": [None if level < 0 else level for level in self.settled_level.tolist()],
             "followed": [
                 {
@@ -298,7 +298,7 @@ class Trajectory:
             "cross_entropy": self.cross_entropy,
         }
         if self.query.jensen_shannon:
-            numbers["jensen_shannon"] = self.stats.js
+            numbers["jensen_shannon"] = self.stats.jensen_shannon
         for track in self.tracked:
             numbers[f"p({track.text!r})"] = track.probability
             numbers[f"rank({track.text!r})"] = track.rank
@@ -457,12 +457,13 @@ def _chunk_stats(
     """Statistics at some positions: of the model, (positions, …), and of each lens, (levels, positions, …)."""
     reference = reference_logits(upcast(model.logits(states.last_level[chunk])))
     n_positions, device = len(reference.logits), reference.logits.device
-    sweep = LogitSweep(
+    sweep = LogitComparison(
         reference,
         k=query.k,
         targets=states.targets[chunk].to(device),
-        follow=torch.tensor(query.tracked, dtype=torch.long, device=device),
-        js=query.jensen_shannon,
+        tracked=torch.tensor(query.tracked, dtype=torch.long, device=device),
+        entropy=True,
+        jensen_shannon=query.jensen_shannon,
     )
 
     def measure(logits: Tensor) -> LogitStats:

@@ -1,10 +1,8 @@
-"""Statistics of logits: top-k, entropy, KL, rank, agreement.
+"""Statistics of logits, row by row: top-k, top-2 gap, entropy, KL, Jensen–Shannon, rank, agreement with a reference.
 
-The k largest of each row, where rows are as wide as a vocabulary.
-
-How far one prediction is from another, row by row: tensors in, tensors out; knows no model.
-
-What rows of logits say, in one sweep: tensors in, tensors out; knows no model.
+All functions take tensors with one row of logits for each position, (rows, vocab_size). One kernel, `LogitComparison`,
+reads every row in few passes and few rows at a time, so that they stay in the processor's cache: next to it, the
+unembedding dominates.
 """
 
 from __future__ import annotations
@@ -17,65 +15,79 @@ from torch import Tensor
 
 from layerjump.models.model import Model
 
-HEIGHT = 64
-"""Elements of a column: a wide row is looked at as a table with so many rows."""
-_WORTH = 4  # times k columns: below that the plain way is as fast
+KS = (1, 5, 10)
+"""The k of Precision@k."""
+KERNEL_ROWS = 16
+"""Rows that the kernel reads at once."""
+LOGITS_MEMORY = 1 << 30
+"""Bytes that rows of logits may take at once, for any vocabulary size."""
+_BUFFERS = 5  # (rows, vocab_size) tensors alive at once: two of the reference, up to three of an approximation
+_MAX_ROWS = 512  # larger matrix products are no faster
+_MIN_ITEMSIZE = 4  # bytes: half-precision logits are upcast
+_COLUMN = 64  # elements of a column, where `top_k` reads a row as a table
+_MIN_COLUMNS = 4  # times k: for fewer columns, torch.topk is as fast
+
+
+def chunk_rows(model: Model, memory: int = LOGITS_MEMORY) -> int:
+    """How many rows of the model's logits, and of the buffers to compare them, fit in `memory` bytes."""
+    itemsize = max(_MIN_ITEMSIZE, model.hf.dtype.itemsize)
+    return max(1, min(_MAX_ROWS, memory // (_BUFFERS * model.structure.vocab_size * itemsize)))
+
+
+def chunks(n_rows: int, size: int) -> list[slice]:
+    """Slices of at most `size` rows that together cover `n_rows`."""
+    return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size)]
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """A tensor in float32, or in float64 if it is."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def top_k(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row, falling, and their indices, as `torch.topk` gives them.
+    """The k largest values of each row, descending, and their indices, as `torch.topk` returns them.
 
-    A plain `topk` keeps house for every element. Here one sweep finds the largest of every column, and only the k
-    columns with the largest ones are looked into: the k largest elements cannot be anywhere else.
+    `torch.topk` does bookkeeping for every element. Here one pass finds the largest element of each column of a table,
+    and only the k columns with the largest ones are searched: the k largest elements cannot be anywhere else.
     """
     width = rows.shape[-1]
-    n_columns = width // HEIGHT
-    if n_columns < _WORTH * k:
-        found = rows.topk(k)
-        return found.values, found.indices
-    table = rows[:, : n_columns * HEIGHT].unflatten(1, (HEIGHT, n_columns))
+    n_columns = width // _COLUMN
+    if n_columns < _MIN_COLUMNS * k:
+        plain = rows.topk(k)
+        return plain.values, plain.indices
+    table = rows[:, : n_columns * _COLUMN].unflatten(1, (_COLUMN, n_columns))
     columns = table.amax(1).topk(k, sorted=False).indices
-    steps = torch.arange(0, n_columns * HEIGHT, n_columns, device=rows.device)
-    inside = (columns[:, :, None] + steps).flatten(1)
-    rest = torch.arange(n_columns * HEIGHT, width, device=rows.device).expand(len(rows), -1)
-    candidates = torch.cat([inside, rest], 1)
-    found = rows.gather(1, candidates).topk(k)
-    return found.values, candidates.gather(1, found.indices)
+    steps = torch.arange(0, n_columns * _COLUMN, n_columns, device=rows.device)
+    in_columns = (columns[:, :, None] + steps).flatten(1)
+    rest = torch.arange(n_columns * _COLUMN, width, device=rows.device).expand(len(rows), -1)
+    candidates = torch.cat([in_columns, rest], 1)
+    best = rows.gather(1, candidates).topk(k)
+    return best.values, candidates.gather(1, best.indices)
 
 
-KS = (1, 5, 10)
-"""The k of Precision@k."""
-ROWS = 32
-"""Rows of logits that are compared at once."""
+def top_two(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The two best tokens of each row and their probabilities, both (rows, 2)."""
+    two = logits.topk(2)
+    return two.indices, (two.values - logits.logsumexp(-1, keepdim=True)).exp()
 
 
 class ReferenceLogits(NamedTuple):
-    """A distribution over tokens that others are held against: the model's own."""
+    """The distributions over tokens, usually the model's own, that others are compared with."""
 
-    logits: Tensor  # (rows, vocabulary)
+    logits: Tensor
+    """(rows, vocab_size)"""
     probabilities: Tensor
-    log_total: Tensor  # (rows,) log Σ exp of the logits less the largest
-    negative_entropy: Tensor  # (rows,) Σ p ln p
-    best: Tensor  # (rows, 10) the largest logits, falling
-
-
-class Agreement(NamedTuple):
-    """How an approximation agrees with the truth; every field is (rows,)."""
-
-    top: Tensor
-    """Its best token."""
-    place: Tensor
-    """How many of the truth's ten best are better than that token: below k is a hit at k."""
-    surprisal: Tensor
-    """−ln p_true of its best token."""
-    kl: Tensor
-    """KL(true ‖ approximation), nats."""
-    confidence: Tensor
-    """Its best probability minus its second best."""
+    """(rows, vocab_size)"""
+    log_total: Tensor
+    """(rows,) log Σ exp of the logits minus the largest."""
+    negative_entropy: Tensor
+    """(rows,) Σ p ln p."""
+    best: Tensor
+    """(rows, 10) the largest logits, descending."""
 
 
 def reference_logits(logits: Tensor) -> ReferenceLogits:
-    """Prepare the model's own logits for comparison."""
+    """Prepare logits for comparison with others."""
     best, _ = top_k(logits, min(max(KS), logits.shape[-1]))
     # Relative to the largest: logits that are all far from zero would lose digits of small differences.
     probabilities = (logits - best[:, :1]).exp_()
@@ -85,145 +97,140 @@ def reference_logits(logits: Tensor) -> ReferenceLogits:
     return ReferenceLogits(logits, probabilities, total.log(), negative_entropy, best)
 
 
-def agreement(logits: Tensor, true: ReferenceLogits) -> Agreement:
-    """Hold an approximation's logits against the truth.
+class Agreement(NamedTuple):
+    """How rows of logits agree with the reference; every field is (rows,)."""
 
-    One sweep each for the two best tokens, the normaliser and the expected logit, over few rows at a time: they stay
-    in the processor's cache, and beside them the vocabulary product dominates. Ties count as hits, so that the truth
-    agrees with itself whatever order ties come in.
+    top: Tensor
+    """The best token."""
+    place: Tensor
+    """How many of the reference's ten best tokens are better than that token: fewer than k is a hit at k."""
+    surprisal: Tensor
+    """−ln of the reference's probability of that token."""
+    kl: Tensor
+    """KL(reference ‖ row), in nats."""
+    confidence: Tensor
+    """The best probability minus the second best."""
+
+
+def agreement(logits: Tensor, reference: ReferenceLogits) -> Agreement:
+    """Compare logits with the reference.
+
+    Ties count as hits, so that the reference agrees with itself in whatever order ties come.
     """
-    slices = [slice(start, start + ROWS) for start in range(0, len(logits), ROWS)]
-    parts = [
-        _agreement(logits[rows], ReferenceLogits(*(each[rows] for each in true))) for rows in slices
-    ]
-    return Agreement(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _agreement(logits: Tensor, true: ReferenceLogits) -> Agreement:
-    two = logits.topk(2)
-    top, largest = two.indices[:, 0], two.values[:, :1]
-    shifted = logits - largest
-    expected = torch.linalg.vecdot(true.probabilities, shifted)
-    log_total = shifted.exp_().sum(-1).log_()
-    own = (two.values - largest - log_total[:, None]).exp()
-    true_logit = true.logits.gather(1, top[:, None])
-    return Agreement(
-        top=top,
-        place=(true.best > true_logit).sum(-1),
-        surprisal=true.log_total + (true.best[:, :1] - true_logit)[:, 0],
-        # Rounding may leave a perfect agreement a hair below zero.
-        kl=(true.negative_entropy - expected + log_total).clamp_min(0),
-        confidence=own[:, 0] - own[:, 1],
-    )
-
-
-ROWS_AT_ONCE = 16
-"""Rows that are read at once."""
+    stats = LogitComparison(reference)(logits)
+    return Agreement(stats.top[:, 0], stats.place, stats.surprisal, stats.kl, stats.confidence)
 
 
 class LogitStats(NamedTuple):
-    """What each row says, held against the truth; all numbers in nats or as probabilities."""
+    """Statistics of rows of logits, in nats or as probabilities, and their distance from the reference.
+
+    Those that a comparison was not asked for are NaN, or have no columns.
+    """
 
     top: Tensor
-    """(rows, k) its best tokens, the best first."""
+    """(rows, k) the best tokens, the best first."""
     probability: Tensor
-    """(rows, k) theirs."""
+    """(rows, k) the probabilities of the best tokens."""
     confidence: Tensor
     """(rows,) the best probability minus the second best."""
+    place: Tensor
+    """(rows,) how many of the reference's ten best tokens are better than the best token."""
+    surprisal: Tensor
+    """(rows,) −ln of the reference's probability of the best token."""
+    kl: Tensor
+    """(rows,) KL(reference ‖ row)."""
     entropy: Tensor
     """(rows,)"""
-    kl: Tensor
-    """(rows,) KL(truth ‖ row)."""
     cross_entropy: Tensor
     """(rows,) −ln p of the row's target; NaN where it has none."""
-    followed: Tensor
-    """(rows, tokens followed) their probabilities."""
+    tracked: Tensor
+    """(rows, tracked tokens) the probabilities of the tracked tokens."""
     rank: Tensor
-    """(rows, tokens followed) how many tokens are better."""
-    js: Tensor
-    """(rows,) the Jensen–Shannon divergence from the truth; NaN unless asked for."""
+    """(rows, tracked tokens) how many tokens are better than each."""
+    jensen_shannon: Tensor
+    """(rows,) the Jensen–Shannon divergence from the reference."""
 
 
-class LogitSweep:
-    """Reads rows of logits beside the truth's rows, few at a time so that they stay in the processor's cache.
+class LogitComparison:
+    """Compares rows of logits with the rows of a reference, any number of times.
 
-    `targets` is a token for each row, −1 for none; `follow` lists tokens whose probability and rank are wanted. The
-    memory it works in is kept from call to call: fresh memory costs more than the arithmetic.
+    `targets` is a token for each row, −1 for none; `tracked` lists tokens whose probability and rank are wanted.
+    Scratch memory is kept from call to call: fresh memory costs more than the arithmetic.
     """
 
     def __init__(
-        self, true: ReferenceLogits, *, k: int, targets: Tensor, follow: Tensor, js: bool = False
+        self,
+        reference: ReferenceLogits,
+        *,
+        k: int = 1,
+        entropy: bool = False,
+        targets: Tensor | None = None,
+        tracked: Tensor | None = None,
+        jensen_shannon: bool = False,
     ) -> None:
-        self._true, self._k, self._js = true, k, js
-        self._targets, self._follow = targets, follow
-        rows, width = true.logits.shape
-        self._scratch = (
-            torch.empty_like(true.logits[:1]).expand(2, min(rows, ROWS_AT_ONCE), width).clone()
-        )
+        self._reference, self._k = reference, k
+        self._entropy, self._jensen_shannon = entropy, jensen_shannon
+        self._targets, self._tracked = targets, tracked
+        n_rows, width = reference.logits.shape
+        self._scratch = reference.logits.new_empty(2, min(n_rows, KERNEL_ROWS), width)
 
     @torch.no_grad()
     def __call__(self, logits: Tensor) -> LogitStats:
-        """What the rows say; there are as many as the truth has."""
-        parts = [self._read(logits, start) for start in range(0, len(logits), ROWS_AT_ONCE)]
+        """The statistics of as many rows as the reference has; the logits are left as they are."""
+        parts = [self._read(logits, rows) for rows in chunks(len(logits), KERNEL_ROWS)]
         return LogitStats(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _read(self, logits: Tensor, start: int) -> LogitStats:
-        rows = slice(start, min(start + ROWS_AT_ONCE, len(logits)))
-        logits, true = logits[rows], ReferenceLogits(*(each[rows] for each in self._true))
+    def _read(self, logits: Tensor, rows: slice) -> LogitStats:
+        logits = logits[rows]
+        reference = ReferenceLogits(*(column[rows] for column in self._reference))
         shifted, other = self._scratch[:, : len(logits)]
         values, top = top_k(logits, min(max(self._k, 2), logits.shape[-1]))
         # Relative to the largest: logits that are all far from zero would lose digits of small differences.
         torch.sub(logits, values[:, :1], out=shifted)
-        expected = torch.mul(true.probabilities, shifted, out=other).sum(-1)
-        targets = self._targets[rows]
-        known = shifted.gather(1, targets.clamp_min(0)[:, None])[:, 0]
-        mine = shifted[:, self._follow]
-        rank = _rank(shifted, mine)
-        total = torch.exp(shifted, out=other).sum(-1)
+        expected = torch.linalg.vecdot(reference.probabilities, shifted)
+        nothing = torch.full_like(expected, math.nan)
+        target_logit = nothing
+        if self._targets is not None:
+            targets = self._targets[rows]
+            target_logit = shifted.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+            target_logit = torch.where(targets < 0, math.nan, target_logit)
+        tracked = shifted[:, :0] if self._tracked is None else shifted[:, self._tracked]
+        rank = _rank(shifted, tracked)
+        keeps_shifted = self._entropy or self._jensen_shannon
+        exponentials = torch.exp(shifted, out=other if keeps_shifted else shifted)
+        total = exponentials.sum(-1)
         log_total = total.log()
-        entropy = log_total - shifted.mul_(other).sum(-1) / total
+        entropy = jensen_shannon = nothing
+        if keeps_shifted:
+            entropy = log_total - shifted.mul_(exponentials).sum(-1) / total
+        if self._jensen_shannon:
+            probabilities = exponentials / total[:, None]
+            jensen_shannon = _jensen_shannon(probabilities, entropy, reference)
         best = (values - values[:, :1] - log_total[:, None]).exp()
+        reference_logit = reference.logits.gather(1, top[:, :1])
         return LogitStats(
             top=top[:, : self._k],
             probability=best[:, : self._k],
             confidence=best[:, 0] - best[:, 1],
+            place=(reference.best > reference_logit).sum(-1),
+            surprisal=reference.log_total + (reference.best[:, :1] - reference_logit)[:, 0],
+            # Rounding may leave a perfect agreement slightly below zero.
+            kl=(reference.negative_entropy - expected + log_total).clamp_min(0),
             entropy=entropy.clamp_min(0),
-            # Rounding may leave a perfect agreement a hair below zero.
-            kl=(true.negative_entropy - expected + log_total).clamp_min(0),
-            cross_entropy=torch.where(targets < 0, math.nan, log_total - known),
-            followed=(mine - log_total[:, None]).exp(),
+            cross_entropy=log_total - target_logit,
+            tracked=(tracked - log_total[:, None]).exp(),
             rank=rank,
-            js=_jensen_shannon(other / total[:, None], entropy, true)
-            if self._js
-            else torch.full_like(entropy, math.nan),
+            jensen_shannon=jensen_shannon,
         )
 
 
-def _rank(logits: Tensor, mine: Tensor) -> Tensor:
-    """How many logits of each row are larger than each of some."""
-    better = [(logits > each[:, None]).sum(-1) for each in mine.unbind(1)]
-    return torch.stack(better, 1) if better else mine.long()
+def _rank(logits: Tensor, tracked: Tensor) -> Tensor:
+    """How many logits of each row are larger than each of the tracked ones."""
+    larger = [(logits > column[:, None]).sum(-1) for column in tracked.unbind(1)]
+    return torch.stack(larger, 1) if larger else tracked.long()
 
 
-def _jensen_shannon(probabilities: Tensor, entropy: Tensor, true: ReferenceLogits) -> Tensor:
-    """The entropy of the two distributions' mean, less the mean of their entropies: 0 to ln 2, symmetric."""
-    between = torch.special.entr((probabilities + true.probabilities) / 2).sum(-1)
-    return (between - (entropy - true.negative_entropy) / 2).clamp(0, math.log(2))
-
-
-LOGITS_MEMORY = 1 << 30
-"""Bytes that rows of logits may take at once, for any vocabulary size."""
-_BUFFERS = 5  # (rows, vocab_size) tensors alive at once: two of the reference, up to three of an approximation
-_MAX_ROWS = 512  # larger matrix products are no faster
-_MIN_ITEMSIZE = 4  # bytes: half-precision logits are upcast
-
-
-def chunk_rows(model: Model, memory: int = LOGITS_MEMORY) -> int:
-    """How many rows of the model's logits, and of the buffers to compare them, fit in `memory` bytes."""
-    itemsize = max(_MIN_ITEMSIZE, model.hf.dtype.itemsize)
-    return max(1, min(_MAX_ROWS, memory // (_BUFFERS * model.structure.vocab_size * itemsize)))
-
-
-def upcast(logits: Tensor) -> Tensor:
-    """Logits in float32, or in float64 if they are."""
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+def _jensen_shannon(probabilities: Tensor, entropy: Tensor, reference: ReferenceLogits) -> Tensor:
+    """The entropy of the mean of two distributions minus the mean of their entropies: 0 to ln 2, symmetric."""
+    mixture = torch.special.entr((probabilities + reference.probabilities) / 2).sum(-1)
+    return (mixture - (entropy - reference.negative_entropy) / 2).clamp(0, math.log(2))

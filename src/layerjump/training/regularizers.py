@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from layerjump.errors import BadTraining
-from layerjump.jumps.statistics import at_least_float32
+from layerjump.metrics.logits import upcast
 
 
 class Penalty(Protocol):
@@ -93,7 +93,7 @@ def _pairs(
     """Each level with its two ends. Padding is left out, not multiplied by zero: it may hold anything, also NaN."""
     keep = None if mask is None or bool(mask.bool().all()) else mask.bool()
     wanted = {end for level in levels for end in (level - 1, level)}
-    ends = {at: at_least_float32(states[at]) for at in sorted(wanted)}
+    ends = {at: upcast(states[at]) for at in sorted(wanted)}
     if keep is not None:
         ends = {at: state[keep.to(state.device)] for at, state in ends.items()}
     for level in levels:

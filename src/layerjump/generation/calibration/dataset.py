@@ -27,7 +27,7 @@ from layerjump.generation.probes import probe_features
 from layerjump.generation.rules import Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
-from layerjump.metrics.logits import chunk_rows
+from layerjump.metrics.logits import chunk_rows, chunks, top_two
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.unembedding import can_restrict
@@ -193,8 +193,7 @@ def build_calibration_set(
     parts: list[tuple[Tensor, ...]] = []
     for batch in batches:
         at = next(iter(capture_states(model, [batch], [*levels, last])))
-        for start in range(0, batch.n_picks, rows):
-            part = slice(start, start + rows)
+        for part in chunks(batch.n_picks, rows):
             own = model.logits(at[last][part]).argmax(-1)
             seen = [_look(lens, level, at[level][part], own, tokens) for level in levels]
             place = batch.position[part].to(own.device)
@@ -210,10 +209,9 @@ def _look(
     lens: Lens, level: int, state: Tensor, own: Tensor, tokens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     logits = lens.logits(level, state)
-    two = logits.topk(2)
-    best = (two.values - logits.logsumexp(-1, keepdim=True)).exp()
-    top = two.indices[:, 0] if tokens is None else tokens.to(own.device)[two.indices[:, 0]]
-    return top == own, best[:, 0] - best[:, 1]
+    ids, probability = top_two(logits)
+    top = ids[:, 0] if tokens is None else tokens.to(own.device)[ids[:, 0]]
+    return top == own, probability[:, 0] - probability[:, 1]
 
 
 def build_shortlist(model: Model, corpus: Corpus, documents: Sequence[int]) -> Shortlist | None:
