@@ -85,8 +85,8 @@ def test_estimators_without_what_they_need(model, text, sums, jumps):
         solve_jumps(sums, "mat", how="pooled")
     with refusal("'sideways'", "pooled or best-level"):
         solve_jumps(collect_moments(model, text, tokens=2_000, select=True), "ojfa", how="sideways")
-    with refusal("the rate given is 0", "0.2"):
-        lj.refine(model, jumps, lj.load_text("pydoc", limit=20), rate=0)
+    with refusal("learning_rate above 0", "0.2", "got 0"):
+        lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
 
 
 def test_files_of_ours_that_hold_something_else(tmp_path, sums):

@@ -29,8 +29,8 @@ from layerjump.jumps import serialization
 from layerjump.jumps.collect import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.statistics import Moments
-from layerjump.lens.tuning import NAME as UNFINISHED
-from layerjump.lens.tuning import TunedMap, Tuning
+from layerjump.lens.tuning import CHECKPOINT_NAME as UNFINISHED
+from layerjump.lens.tuning import TrainableMap, Tuner
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.structure import FINAL, Site
 from layerjump.report.report import write_report
@@ -190,27 +190,27 @@ def _read_results(path: Path) -> None:
     write_report(load_results(path), Path("report"))
 
 
-def a_tuning() -> Tuning:
+def a_tuning() -> Tuner:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(20, 4, generator=draw)
-    tuned = {(Site(level), FINAL): TunedMap(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
-    tuning = Tuning(tuned, 0.1, 50)
+    tuned = {(Site(level), FINAL): TrainableMap(torch.nn.Linear(4, 4), rows) for level in (0, 1)}
+    tuning = Tuner(tuned, 0.1, 50)
     for _ in range(2):
         for one in tuned.values():
             one(rows).square().mean().backward()
-        tuning.look(dict.fromkeys(tuned, 1.0 / (1 + tuning.step)))
-        tuning.take(dict.fromkeys(tuned, 1.0))
+        tuning.record_validation(dict.fromkeys(tuned, 1.0 / (1 + tuning.step)))
+        tuning.update(dict.fromkeys(tuned, 1.0))
     return tuning
 
 
 def _read_unfinished(path: Path) -> None:
     tuning = a_tuning()
     tuning.restore(path.parent, "same")
-    tuning.over(1)
-    for one in tuning.tuned.values():
+    tuning.is_finished(1)
+    for one in tuning.maps.values():
         one(torch.ones(1, 4)).sum().backward()
-    tuning.take(dict.fromkeys(tuning.tuned, 1.0))
-    tuning.look(dict.fromkeys(tuning.tuned, 0.1))
+    tuning.update(dict.fromkeys(tuning.maps, 1.0))
+    tuning.record_validation(dict.fromkeys(tuning.maps, 0.1))
     tuning.best_maps()
 
 

@@ -168,7 +168,7 @@ def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
     for step in (2j, -3.0, torch.nan):
         state["optimiser"]["state"][0]["step"] = torch.tensor(step)
         torch.save(state, path)
-        with pytest.raises(BadArtifact, match="step is no"):
+        with pytest.raises(BadArtifact, match="step is not"):
             formats.a_tuning().restore(tmp_path, "same")
 
 

@@ -61,18 +61,18 @@ def test_shapes_and_what_was_read(readings, batches, model):
     assert readings.lenses == ("identity", "mat")
     assert readings.n_examples == batches.n_picks
     assert readings.top.shape == (2, model.n_blocks + 1, readings.n_examples)
-    assert readings.entropy.min() > 0
+    assert readings.model_entropy.min() > 0
 
 
 def test_at_the_last_level_every_lens_is_the_model(readings, model, batches):
     own = torch.cat([found.logits for found in lj.capture_states(model, batches, [0], logits=True)])
-    assert torch.equal(readings.best, own.argmax(-1))
-    assert torch.equal(readings.top[:, -1], readings.best.expand(2, -1))
+    assert torch.equal(readings.model_top, own.argmax(-1))
+    assert torch.equal(readings.top[:, -1], readings.model_top.expand(2, -1))
     for k in (1, 5, 10):
         assert readings.hits(k)[:, -1].all()
     assert readings.kl[:, -1].max() < 1e-9
     entropy = torch.distributions.Categorical(logits=own).entropy()
-    torch.testing.assert_close(readings.entropy, entropy, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(readings.model_entropy, entropy, rtol=1e-9, atol=1e-12)
 
 
 def test_precision_grows_with_k(readings):
@@ -80,7 +80,7 @@ def test_precision_grows_with_k(readings):
     assert (one <= five).all()
     assert (five <= ten).all()
     assert 0 < one[:, :-1].double().mean() < ten[:, :-1].double().mean() < 1
-    with pytest.raises(ValueError, match="known up to 10"):
+    with pytest.raises(ValueError, match="at most 10, got 11"):
         readings.hits(11)
 
 

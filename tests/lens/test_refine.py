@@ -1,4 +1,4 @@
-"""Tuning by KL."""
+"""Tuner by KL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.tuning import NAME, Rows, TunedMap, _Work, tunable
+from layerjump.lens.tuning import (
+    CHECKPOINT_NAME,
+    KLObjective,
+    TrainableMap,
+    TrainingRows,
+    tunable_pairs,
+)
 from layerjump.metrics.logits import LOGITS_MEMORY
 from layerjump.models.structure import FINAL, Site
 
@@ -36,7 +42,7 @@ def refined(model, jumps):
 
 
 def mean_kl(model, jumps):
-    """On documents that neither fitting nor tuning nor stopping has seen."""
+    """On documents that neither fitting nor tuner nor stopping has seen."""
     documents = lj.split_documents(len(TEXT.documents), "80/10/10", seed=0).test
     found = lj.make_batches(TEXT, model.tokenization, lj.Positions("all"), documents=documents)
     lens, last, total = lj.Lens(model, jumps), model.n_blocks, []
@@ -80,12 +86,12 @@ def test_gradients_are_finite_differences(model, jumps, landing):
     """Of maps that the head alone decodes, and of those that the final norm follows."""
     if landing != FINAL:
         jumps = lj.fit(model, TEXT, estimator="affine", tokens=4_000)
-    work = _Work(model, jumps, tunable(jumps, model))
-    fit, _ = work.documents(TEXT, 0, None)
-    rows = work.step(fit, 0, 12)
+    objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
+    fit, _ = objective.make_batches(TEXT, 0, None)
+    rows = objective.sample_rows(fit, 0, 12)
     pair = Site(1), landing
-    tuned = TunedMap(jumps[pair], rows.at[pair[0]])
-    work.gradients(rows, {pair: tuned}, (0,))
+    tuned = TrainableMap(jumps[pair], rows.states[pair[0]])
+    objective.backward(rows, {pair: tuned}, (0,))
     draw = torch.Generator().manual_seed(0)
     for parameter in tuned.parameters():
         along = torch.randn(parameter.shape, generator=draw)
@@ -97,49 +103,49 @@ def test_gradients_are_finite_differences(model, jumps, landing):
             for name, other in moved.named_parameters():
                 if same[name] is parameter:
                     other.data.add_(size * along)
-            ends.append(work.kl(rows, {pair: moved})[pair])
+            ends.append(objective.mean_kl(rows, {pair: moved})[pair])
         assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
 
 
 def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
     rows = torch.randn(20, model.d_model)
-    tuned = TunedMap(jumps[1, FINAL], rows)
+    tuned = TrainableMap(jumps[1, FINAL], rows)
     for _ in range(2):
-        taken = tuned.affine()
+        taken = tuned.to_affine()
         assert torch.allclose(taken.weight, to_affine(jumps[1, FINAL]).weight, rtol=1e-5)
         assert torch.allclose(tuned(rows), jumps[1, FINAL](rows), atol=1e-4)
 
 
 def test_kl_is_the_mean_over_positions(model, jumps):
-    work = _Work(model, jumps, tunable(jumps, model))
-    _, held = work.documents(TEXT, 0, None)
-    rows, site, pair = work.watched(held), Site(1), (Site(1), FINAL)
+    objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
+    _, held = objective.make_batches(TEXT, 0, None)
+    rows, site, pair = objective.validation_rows(held), Site(1), (Site(1), FINAL)
     own = model.structure.decode(rows.final).log_softmax(-1)
-    guess = lj.Lens(model, jumps).logits(1, rows.at[site]).log_softmax(-1)
+    guess = lj.Lens(model, jumps).logits(1, rows.states[site]).log_softmax(-1)
     wanted = float((own.exp() * (own - guess)).sum(-1).mean())
-    tuned = TunedMap(jumps[pair], rows.at[site])
-    assert work.kl(rows, {pair: tuned})[pair] == pytest.approx(wanted, rel=1e-4)
-    half = Rows({site: rows.at[site][:7]}, rows.final[:7])
-    assert work.kl(half, {pair: tuned})[pair] == pytest.approx(
+    tuned = TrainableMap(jumps[pair], rows.states[site])
+    assert objective.mean_kl(rows, {pair: tuned})[pair] == pytest.approx(wanted, rel=1e-4)
+    half = TrainingRows({site: rows.states[site][:7]}, rows.final[:7])
+    assert objective.mean_kl(half, {pair: tuned})[pair] == pytest.approx(
         float((own.exp() * (own - guess)).sum(-1)[:7].mean()), rel=1e-4
     )
 
 
 def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
-    work = _Work(model, jumps, tunable(jumps, model))
-    rows = work.step(work.documents(TEXT, 0, None)[0], 0, 12)
-    tuned = {pair: TunedMap(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
+    objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
+    rows = objective.sample_rows(objective.make_batches(TEXT, 0, None)[0], 0, 12)
+    tuned = {pair: TrainableMap(jumps[pair], rows.states[pair[0]]) for pair in objective.pairs}
     calls = []
     handle = model.structure.unembedding.register_forward_hook(lambda *_: calls.append(1))
-    work.gradients(rows, tuned, (0,))
+    objective.backward(rows, tuned, (0,))
     handle.remove()
     assert len(calls) == model.n_blocks + 1
 
 
 def test_tokens_are_those_of_the_fit(model, jumps):
     """The same bound gives the very documents that a fit reads."""
-    work = _Work(model, jumps, tunable(jumps, model))
-    found = work.documents(TEXT, 0, 6_000)
+    objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
+    found = objective.make_batches(TEXT, 0, 6_000)
     planned = plan_run(model, TEXT, tokens=6_000).batches
     for mine, name in zip(found, ("fit", "select"), strict=True):
         assert mine.sequences.ids.tolist() == planned[name].sequences.ids.tolist()
@@ -152,25 +158,25 @@ def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refin
 
     again = lj.refine(model, jumps, TEXT, steps=75)
     with pytest.raises(KeyboardInterrupt):
-        lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path, progress=stop)
-    assert (tmp_path / NAME).is_file()
-    taken_up = lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)
+        lj.refine(model, jumps, TEXT, steps=75, checkpoint_folder=tmp_path, progress=stop)
+    assert (tmp_path / CHECKPOINT_NAME).is_file()
+    taken_up = lj.refine(model, jumps, TEXT, steps=75, checkpoint_folder=tmp_path)
     for made in (again, taken_up):
         assert all(
             torch.equal(a, b) for a, b in zip(made.parameters(), refined.parameters(), strict=True)
         )
     with pytest.raises(BadArtifact, match="other settings"):
-        lj.refine(model, jumps, TEXT, steps=80, folder=tmp_path)
+        lj.refine(model, jumps, TEXT, steps=80, checkpoint_folder=tmp_path)
     other = lj.fit(model, TEXT, estimator="ridge", strength=1.0)  # as wide, but other numbers
     with pytest.raises(BadArtifact, match="other settings"):
-        lj.refine(model, other, TEXT, steps=75, folder=tmp_path)
-    (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:1000])
+        lj.refine(model, other, TEXT, steps=75, checkpoint_folder=tmp_path)
+    (tmp_path / CHECKPOINT_NAME).write_bytes((tmp_path / CHECKPOINT_NAME).read_bytes()[:1000])
     with pytest.raises(BadArtifact, match="damaged"):
-        lj.refine(model, jumps, TEXT, steps=75, folder=tmp_path)
+        lj.refine(model, jumps, TEXT, steps=75, checkpoint_folder=tmp_path)
 
 
 def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
-    wild = lj.refine(model, jumps, TEXT, steps=50, rate=100)
+    wild = lj.refine(model, jumps, TEXT, steps=50, learning_rate=100)
     about = wild.provenance.settings["refine"]
     assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
     assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
@@ -190,7 +196,7 @@ def test_what_cannot_be_tuned_is_one_line(model):
         with pytest.raises(BadEstimator):
             lj.refine(model, closed, TEXT, steps=1)
     apart = lj.fit(model, TEXT, pairs="0:1,1:2", tokens=4_000)
-    with pytest.raises(BadJumps, match="to-last or to-final"):
+    with pytest.raises(BadJumps, match="'to-last' or pairs='to-final'"):
         lj.refine(model, apart, TEXT, steps=1)
     with pytest.raises(BadEstimator, match="1 or more"):
         lj.refine(model, lj.fit(model, TEXT, tokens=4_000), TEXT, steps=0)
@@ -206,7 +212,7 @@ def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, t
 
 
 def test_no_patience_at_all_is_one_line(model, jumps):
-    with pytest.raises(BadEstimator, match="patience given is 0"):
+    with pytest.raises(BadEstimator, match="patience of 1 or more, got 0"):
         lj.refine(model, jumps, TEXT, steps=2, patience=0)
 
 
@@ -215,7 +221,7 @@ from pathlib import Path
 import torch
 import layerjump as lj
 from helpers.tiny_models import tiny_model
-from layerjump.lens.tuning import Rows, Tuned, _Work
+from layerjump.lens.tuning import KLObjective, TrainableMap, TrainingRows
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
@@ -227,13 +233,13 @@ site = lj.Site(1)
 jump = torch.nn.Linear(width, width)
 at = torch.randn(600, width, generator=draw)
 pair = site, lj.Site(model.n_blocks)
-work = _Work(model, None, [pair])
-tuned = {pair: Tuned(jump, at)}
-few = Rows({site: at[:2]}, at[:2])
-work.gradients(few, tuned, (0,))  # what is loaded on first use
+objective = KLObjective(model, None, [pair])
+tuned = {pair: TrainableMap(jump, at)}
+few = TrainingRows({site: at[:2]}, at[:2])
+objective.backward(few, tuned, (0,))  # what is loaded on first use
 before = peak()
-work.gradients(Rows({site: at}, at), tuned, (0,))
-work.kl(Rows({site: at}, at), tuned)
+objective.backward(TrainingRows({site: at}, at), tuned, (0,))
+objective.mean_kl(TrainingRows({site: at}, at), tuned)
 print(peak() - before)
 """
 

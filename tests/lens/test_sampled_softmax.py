@@ -1,4 +1,4 @@
-"""The few tokens that a step of tuning looks at stand for all."""
+"""The few tokens that a step of tuner looks at stand for all."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from layerjump.lens.tuning import SampledTarget
 
 
 @pytest.fixture(scope="module")
-def spectrum():
+def structure():
     return lj.Model.wrap(tiny_model("llama", vocab_size=3000, dtype=torch.float32)).structure
 
 
@@ -25,7 +25,7 @@ def states(structure):
 def gradient(seen, landed):
     """Of KL with respect to where a map lands."""
     landed = landed.clone().requires_grad_(True)
-    logits = seen.logits(landed, to_final=True)
+    logits = seen.logits(landed, needs_final_norm=False)
     kl, slope = seen.kl(logits.detach())
     logits.backward(slope)
     return kl, landed.grad
@@ -33,7 +33,7 @@ def gradient(seen, landed):
 
 def test_kl_and_its_gradient_are_torchs(structure, states):
     final, landed = states
-    kl, found = gradient(SampledTarget.all(structure, final), landed)
+    kl, found = gradient(SampledTarget.full(structure, final), landed)
     landed = landed.clone().requires_grad_(True)
     own = structure.decode(final).log_softmax(-1).detach()
     guess = structure.decode(landed).log_softmax(-1)
@@ -45,10 +45,11 @@ def test_kl_and_its_gradient_are_torchs(structure, states):
 
 def test_few_tokens_show_on_average_what_all_show(structure, states):
     final, landed = states
-    whole, wanted = gradient(SampledTarget.all(structure, final), landed)
+    whole, wanted = gradient(SampledTarget.full(structure, final), landed)
     draws = [
         gradient(
-            SampledTarget.all(structure, final).few(np.random.default_rng(seed), 300, 300), landed
+            SampledTarget.full(structure, final).sample(np.random.default_rng(seed), 300, 300),
+            landed,
         )
         for seed in range(200)
     ]
@@ -58,11 +59,13 @@ def test_few_tokens_show_on_average_what_all_show(structure, states):
     assert float((mean - wanted).norm() / wanted.norm()) < 0.04
     assert np.mean([kl for kl, _ in draws]) == pytest.approx(whole, rel=0.02)
     # Taken for the whole vocabulary, the same tokens would lead astray.
-    few = SampledTarget.all(structure, final).few(np.random.default_rng(0), 300, 300)
-    unweighted = SampledTarget(few.structure, few.own / few.own.sum(-1, keepdim=True))
+    few = SampledTarget.full(structure, final).sample(np.random.default_rng(0), 300, 300)
+    unweighted = SampledTarget(
+        few.structure, few.probabilities / few.probabilities.sum(-1, keepdim=True)
+    )
     assert float((gradient(unweighted, landed)[1] - wanted).norm() / wanted.norm()) > 0.08
 
 
 def test_a_small_vocabulary_is_seen_whole(structure, states):
-    seen = SampledTarget.all(structure, states[0])
-    assert seen.few(np.random.default_rng(0)) is seen
+    seen = SampledTarget.full(structure, states[0])
+    assert seen.sample(np.random.default_rng(0)) is seen

@@ -59,7 +59,7 @@ def test_every_lens_is_the_model_at_the_last_level(model, setup):
                 decoder_input_ids=batch.input_ids,
                 decoder_attention_mask=batch.attention_mask,
             ).logits[batch.row, batch.position]
-        best = dict(zip(readings.document.tolist(), readings.best.tolist(), strict=True))
+        best = dict(zip(readings.document.tolist(), readings.model_top.tolist(), strict=True))
         assert [best[int(d)] for d in batch.document] == logits.argmax(-1).tolist()
 
 

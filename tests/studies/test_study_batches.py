@@ -41,7 +41,7 @@ def test_a_lens_reads_a_model_in_any_precision(data_folder, dtype):
     readings = setup.lens_scores()
     assert readings.n_levels == 5
     assert isinstance(setup.lenses()["mat"], Lens)
-    assert bool((readings.place[:, -1] == 0).all())
+    assert bool((readings.rank[:, -1] == 0).all())
 
 
 def test_all_studies_run(setup, tmp_path):

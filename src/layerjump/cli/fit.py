@@ -307,10 +307,10 @@ def _refine(
     resume: bool,
 ) -> Jumps:
     """Refine the jumps, and print the held-out KL of every level as it falls."""
-    from layerjump.lens.tuning import NAME, refine
+    from layerjump.lens.tuning import CHECKPOINT_NAME, refine
 
     if not resume:
-        (output / NAME).unlink(missing_ok=True)
+        (output / CHECKPOINT_NAME).unlink(missing_ok=True)
     with progress_bar("refining", unit="steps") as update:
 
         def report(done: int, total: int, kl: list[float]) -> None:
@@ -327,7 +327,7 @@ def _refine(
             tokens=tokens,
             seed=seed,
             progress=report,
-            folder=output,
+            checkpoint_folder=output,
         )
     record = refined.provenance.settings["refine"]
     before, after = (_mean(record[name]) for name in ("kl_before", "kl_after"))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch
+from layerjump.errors import argument
 from layerjump.lens.lens import Lens
 from layerjump.metrics.logits import (
     KS,
     LOGITS_MEMORY,
     Agreement,
-    ReferenceLogits,
     agreement,
     chunk_rows,
     chunks,
@@ -27,25 +27,30 @@ from layerjump.models.model import Model
 
 @dataclass(frozen=True)
 class LensScores:
-    """What lenses read at every level of some positions, beside what the model says there itself.
+    """How well each lens' predictions at each level agree with the model's, position by position.
 
-    The first five are (lenses, levels, examples), the others (examples,). At level L every lens is the model.
+    The first five tensors are (lenses, levels, examples), the others (examples,). At level L every lens is the model.
     """
 
     lenses: tuple[str, ...]
     top: Tensor
-    place: Tensor
+    """The lens' most probable token."""
+    rank: Tensor
+    """How many of the model's ten most probable tokens rank above that token."""
     surprisal: Tensor
+    """−ln p of that token by the model."""
     kl: Tensor
+    """KL(model ‖ lens) in nats."""
     confidence: Tensor
+    """The lens' highest probability minus its second highest."""
     document: Tensor
     position: Tensor
     token: Tensor
-    """The token at the position (before masking)."""
-    best: Tensor
-    """The model's own best token."""
-    entropy: Tensor
-    """Of the model's own distribution, in nats."""
+    """The token at the position, before masking."""
+    model_top: Tensor
+    """The model's most probable token."""
+    model_entropy: Tensor
+    """The entropy of the model's distribution in nats."""
 
     @property
     def n_levels(self) -> int:
@@ -56,10 +61,10 @@ class LensScores:
         return self.top.shape[2]
 
     def hits(self, k: int = 1) -> Tensor:
-        """Whether the lens' best token is among the model's k best, (lenses, levels, examples)."""
+        """(lenses, levels, examples) whether the lens' top token is among the model's k most probable tokens."""
         if k > max(KS):
-            raise ValueError(f"k given is {k}; hits are known up to {max(KS)}")
-        return self.place < k
+            raise ValueError(f"expected {argument('k')} of at most {max(KS)}, got {k}")
+        return self.rank < k
 
 
 @torch.no_grad()
@@ -71,67 +76,69 @@ def evaluate_lenses(
     memory: int = LOGITS_MEMORY,
     progress: Callable[[Batch], None] | None = None,
 ) -> LensScores:
-    """Read every level of the batches' picks through every lens, in one forward pass."""
-    rows = chunk_rows(model, memory)
-    parts: list[LensScores] = []
-    waiting: list[States] = []
-    for found in capture_states(model, batches, range(model.n_blocks + 1)):
-        waiting.append(found)
-        if sum(each.batch.n_picks for each in waiting) >= rows:
-            parts += _read_all(lenses, waiting, model, rows)
-            waiting = []
+    """Score every lens at every level, at the picked positions of the batches, with one forward pass."""
+    n_rows = chunk_rows(model, memory)
+    chunks: list[LensScores] = []
+    pending: list[States] = []
+    for states in capture_states(model, batches, range(model.n_blocks + 1)):
+        pending.append(states)
+        if sum(waiting.batch.n_picks for waiting in pending) >= n_rows:
+            chunks += _score_batches(model, lenses, pending, n_rows)
+            pending = []
         if progress:
-            progress(found.batch)
-    return _joined(parts + _read_all(lenses, waiting, model, rows))
-
-
-def _read_all(
-    lenses: Mapping[str, Lens], found: list[States], model: Model, rows: int
-) -> list[LensScores]:
-    """Readings of several batches' picks together: a vocabulary product of few rows costs as much as one of many."""
-    if not found:
-        return []
-    levels = [torch.cat([each[level] for each in found]) for level in range(model.n_blocks + 1)]
-    about = torch.cat(
-        [torch.stack([b.document, b.position, b.token]) for b in (each.batch for each in found)], 1
-    )
-    return [
-        _read(lenses, [level[part] for level in levels], model, about[:, part])
-        for part in chunks(about.shape[1], rows)
-    ]
-
-
-def _read(
-    lenses: Mapping[str, Lens], levels: list[Tensor], model: Model, about: Tensor
-) -> LensScores:
-    true = reference_logits(upcast(model.logits(levels[-1])))
-    last = agreement(true.logits, true)
-    found = [
-        [_held(lens, level, state, true) for level, state in enumerate(levels[:-1])] + [last]
-        for lens in lenses.values()
-    ]
-    columns = {
-        name: torch.stack(
-            [torch.stack([getattr(cell, name).cpu() for cell in row]) for row in found]
-        )
-        for name in Agreement._fields
-    }
-    return LensScores(
-        lenses=tuple(lenses),
-        **columns,
-        document=about[0],
-        position=about[1],
-        token=about[2],
-        best=last.top.cpu(),
-        entropy=-true.negative_entropy.cpu(),
-    )
-
-
-def _held(lens: Lens, level: int, state: Tensor, true: ReferenceLogits) -> Agreement:
-    return agreement(upcast(lens.logits(level, state)), true)
-
-
-def _joined(parts: list[LensScores]) -> LensScores:
+            progress(states.batch)
+    chunks += _score_batches(model, lenses, pending, n_rows)
     names = [field.name for field in fields(LensScores) if field.name != "lenses"]
-    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names}
-    return LensScores(lenses=parts[0].lenses, **joined)
+    columns = {name: torch.cat([getattr(chunk, name) for chunk in chunks], -1) for name in names}
+    return LensScores(lenses=tuple(lenses), **columns)
+
+
+def _score_batches(
+    model: Model, lenses: Mapping[str, Lens], captured: list[States], n_rows: int
+) -> list[LensScores]:
+    """Score several batches together: a product with the unembedding costs as much for few rows as for many."""
+    if not captured:
+        return []
+    levels = [
+        torch.cat([states[level] for states in captured]) for level in range(model.n_blocks + 1)
+    ]
+    document, position, token = (
+        torch.cat([getattr(states.batch, name) for states in captured])
+        for name in ("document", "position", "token")
+    )
+    scores = []
+    for start in range(0, len(document), n_rows):
+        rows = slice(start, start + n_rows)
+        reference = reference_logits(upcast(model.logits(levels[-1][rows])))
+        model_agreement = agreement(reference.logits, reference)
+        cells = [
+            [
+                *(
+                    agreement(upcast(lens.logits(level, states[rows])), reference)
+                    for level, states in enumerate(levels[:-1])
+                ),
+                model_agreement,
+            ]
+            for lens in lenses.values()
+        ]
+        scores.append(
+            LensScores(
+                lenses=tuple(lenses),
+                top=_stack(cells, "top"),
+                rank=_stack(cells, "place"),
+                surprisal=_stack(cells, "surprisal"),
+                kl=_stack(cells, "kl"),
+                confidence=_stack(cells, "confidence"),
+                document=document[rows],
+                position=position[rows],
+                token=token[rows],
+                model_top=model_agreement.top.cpu(),
+                model_entropy=-reference.negative_entropy.cpu(),
+            )
+        )
+    return scores
+
+
+def _stack(cells: list[list[Agreement]], name: str) -> Tensor:
+    """(lenses, levels, examples) of one statistic, from lists by lens and level."""
+    return torch.stack([torch.stack([getattr(cell, name).cpu() for cell in row]) for row in cells])

@@ -1,23 +1,13 @@
-"""Refine jumps by gradient descent on KL to the model's own predictions.
+"""Refine jumps by gradient descent on the KL divergence from the model's own predictions.
 
-The model's own distribution at some rows, over all tokens or over few that stand for all.
+    refined = lj.refine(model, jumps, text, steps=200)
 
-A vocabulary product is what a step of tuning costs. Nearly all of the model's probability at some rows is on a few
-thousand tokens. These are looked at, and of the others a random sample: each of it counts for many, so that what a
-step sees is on average nearly what the whole vocabulary would show, unless a map is sure of what the model rules out.
-
-The state of a tuning: parameters, their optimiser, the best maps so far, and how far it has come.
-
-A short tuning of jumps by KL to the model's own output, started from the closed form.
-
-refined = lj.refine(model, jumps, text, steps=200)
-
-One forward pass over a batch serves every level: their states at some of its positions, and the model's own
-distribution there, which is made once. Maps are tuned one after another on it, so memory does not grow with their
-number, and a vocabulary of any size is gone through in rows that fit. A step looks at the tokens that are likely there
-and at some of the others, which stand for all of them. Text held out says, with the whole vocabulary, when to stop and
-which of a level's maps to keep: none ends worse there than it began. A level may have two, onto level L and onto
-`final`; the one that ends lower is kept.
+The closed-form maps are the starting point. One forward pass over a batch serves all levels, and the model's own
+distribution is computed once for all of them. Maps are updated one after another, so memory does not grow with their
+number, and logits are computed in chunks of rows that fit a memory budget. A step estimates the KL with a sampled
+softmax: the likely tokens and an importance-weighted sample of the others. Validation text, with the full softmax,
+decides when to stop and which parameters of each map are the best: no map ends worse there than it began. A level may
+have two maps, to level L and to `final`; the one with the lower KL is kept.
 """
 
 from __future__ import annotations
@@ -33,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -52,73 +43,383 @@ from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site, Structure
 from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
 
-LIKELY, OTHERS = 4096, 2048
-"""Tokens that are always seen, by the model's own probability, and how many of the others."""
+CHECKPOINT_NAME = "unfinished-refine.pt"
+_FORMAT = "layerjump refine 3"
+LIKELY_TOKENS, SAMPLED_TOKENS = 4096, 2048
+"""Tokens of the sampled softmax: the most probable ones by the model, and a sample of the others."""
+VALIDATION_POSITIONS = 256
+_POSITIONS_PER_BATCH = 16  # validation positions from one batch
+_VALIDATION_INTERVAL = 25  # steps between validations
+_BATCH_TOKENS = 256  # tokens of a batch, padding included
+_MIN_IMPROVEMENT = 1e-3  # relative decrease of the mean validation KL that counts as one
+_RATE_DECAY = 0.4  # factor of a map's learning rate after a validation without improvement
+_ROUNDING = 1e-3  # a KL of zero can be computed as a number this far below zero
+
+Progress = Callable[[int, int, list[float]], None]
+"""Called after each validation with the steps done, all steps, and the validation KL of every level."""
+
+
+def refine(
+    model: Model,
+    jumps: Jumps,
+    text: Corpus | str | Path,
+    *,
+    steps: int = 200,
+    tokens: int | None = None,
+    positions_per_step: int = 256,
+    learning_rate: float = 0.2,
+    seed: int = 0,
+    patience: int = 8,
+    progress: Progress | None = None,
+    checkpoint_folder: Path | None = None,
+) -> Jumps:
+    """Return jumps tuned to minimise KL(model ‖ lens); documents that the jumps were not fitted on validate them.
+
+    Args:
+        steps: the number of steps; each uses one batch of the documents that the jumps were fitted on.
+        tokens: the amount of text, as in `fit`: the same number selects the same documents.
+        positions_per_step: the number of positions of the batch at which a step computes the KL.
+        learning_rate: Adam's learning rate. It decays linearly to zero in the second half of the steps, and drops for
+            a map whose validation KL rises.
+        patience: stop after this many validations without a lower mean KL.
+        checkpoint_folder: where to save checkpoints, and to resume from one; a resumed run ends with identical bits.
+    """
+    settings = {"steps": steps, "positions_per_step": positions_per_step, "patience": patience}
+    for name, value in settings.items():
+        if value < 1:
+            raise BadEstimator(f"expected {argument(name)} of 1 or more, got {value}")
+    if not 0 < learning_rate <= 100:
+        raise BadEstimator(
+            f"expected {argument('learning_rate')} above 0 and at most 100, such as 0.2, got {learning_rate}"
+        )
+    check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
+    corpus = text if isinstance(text, Corpus) else load_text(text)
+    objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
+    batches, validation_batches = objective.make_batches(corpus, seed, tokens)
+    validation_rows = objective.validation_rows(validation_batches)
+    maps = {
+        pair: TrainableMap(jumps[pair], validation_rows.states[pair[0]]) for pair in objective.pairs
+    }
+    tuner = Tuner(maps, learning_rate, steps)
+    run_id = (
+        f"{_FORMAT} {_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions_per_step} "
+        f"{learning_rate} {seed}"
+    )
+
+    def validate() -> None:
+        tuner.record_validation(objective.mean_kl(validation_rows, maps))
+        if progress:
+            progress(tuner.step, steps, kl_by_level(tuner.history[-1], objective.pairs))
+
+    if checkpoint_folder is not None:
+        tuner.restore(checkpoint_folder, run_id)
+    if tuner.step == 0:
+        validate()
+    while not tuner.is_finished(patience):
+        rows = objective.sample_rows(batches, tuner.step, positions_per_step)
+        tuner.update(objective.backward(rows, maps, (seed, tuner.step)))
+        if tuner.step % _VALIDATION_INTERVAL == 0 or tuner.step == steps:
+            validate()
+            if checkpoint_folder is not None:
+                tuner.save(checkpoint_folder, run_id)
+    return select_refined(jumps, tuner, corpus)
+
+
+def check_tunable(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
+    """Raise for jumps that cannot be refined; callers check this before they pass over the text."""
+    if not any(target in (FINAL, Site(n_blocks)) for _, target in pairs):
+        raise BadJumps(
+            f"no jump leads to the last level or to `final`, so there is no prediction to refine; fit with "
+            f"{argument('pairs', 'to-last')} or {argument('pairs', 'to-final')}"
+        )
+    if estimator == "ojfa":
+        raise BadEstimator(
+            "expected an estimator with one map for each level, got ojfa, which shares one map between all levels; "
+            "refine jumps of another estimator"
+        )
+
+
+def tunable_pairs(jumps: Jumps, model: Model) -> list[Pair]:
+    """The jumps that a lens decodes levels with; if both targets of a level are still open, the jumps to both."""
+    last = Site(model.n_blocks)
+    check_tunable(jumps.provenance.estimator, list(jumps), model.n_blocks)
+    pairs = [pair for pair in jumps if pair[1] in (FINAL, last)]
+    if jumps.provenance.settings.get("how") != TO_TUNE:
+        pairs = [pair for pair in pairs if pair[1] == last or (pair[0], last) not in jumps]
+    if not any(to_affine(jumps[pair]).n_parameters for pair in pairs):
+        raise BadEstimator(
+            f"{jumps.provenance.estimator} has no parameters to refine; refine affine or calibrated jumps"
+        )
+    return pairs
+
+
+def kl_by_level(values: Sequence[float], pairs: Sequence[Pair]) -> list[float]:
+    """The lowest KL among the maps of each level."""
+    by_source: dict[Site, list[float]] = {}
+    for (source, _), value in zip(pairs, values, strict=True):
+        by_source.setdefault(source, []).append(value)
+    return [_finite_min(level) for level in by_source.values()]
+
+
+def select_refined(jumps: Jumps, tuner: Tuner, corpus: Corpus) -> Jumps:
+    """Jumps with the best map of each level, and the course of the refinement in their provenance."""
+    pairs = list(tuner.maps)
+    maps = {pair: to_affine(jumps[pair]) for pair in jumps}
+    infos = dict(jumps.info)
+    provenance = jumps.provenance
+    temperatures = dict(provenance.settings.get("temperature", {}))
+    lowest_kl, best_maps = dict(zip(pairs, tuner.best_kl, strict=True)), tuner.best_maps()
+    for pair in pairs:
+        rivals = [other for other in pairs if other[0] == pair[0] and other in maps]
+        if min(rivals, key=lambda rival: lowest_kl[rival]) == pair:
+            maps[pair] = best_maps[pair]
+            # R² and strength describe the closed form.
+            infos[pair] = replace(infos[pair], r2=None, strength=None)
+            continue
+        del maps[pair], infos[pair]
+        if pair[1] == FINAL:
+            temperatures.pop(str(pair[0]), None)
+    course = {
+        "steps": tuner.step,
+        "rate": tuner.learning_rate,
+        "text": corpus.name,
+        "text_sha256": corpus.sha256,
+        "kl_before": _nullable(kl_by_level(tuner.history[0], pairs)),
+        "kl_after": _nullable(kl_by_level(tuner.best_kl, pairs)),
+    }
+    settings = provenance.settings | {"refine": course}
+    if "temperature" in settings:
+        settings["temperature"] = temperatures
+    estimator = f"{provenance.estimator}+kl"
+    return Jumps.of(maps, infos, replace(provenance, estimator=estimator, settings=settings))
+
+
+# The objective: rows of hidden states, and the KL of every map at them
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Hidden states at some positions."""
+
+    states: dict[Site, Tensor]
+    """(rows, d_model) at the source of each map."""
+    final: Tensor
+    """(rows, d) the model's own input of the unembedding."""
+
+
+@dataclass(frozen=True)
+class KLObjective:
+    """KL(model ‖ lens) of the maps between some pairs."""
+
+    model: Model
+    jumps: Jumps
+    pairs: list[Pair]
+
+    def make_batches(
+        self, corpus: Corpus, seed: int, tokens: int | None
+    ) -> tuple[Batches, Batches]:
+        """Batches to train on and to validate on: the documents that the jumps were fitted on, and others.
+
+        A text other than the one of the fit is split in the default ratio.
+        """
+        provenance = self.jumps.provenance
+        n_documents, same_text = len(corpus.documents), provenance.text_sha256 == corpus.sha256
+        split = (
+            split_documents(n_documents, provenance.split, seed=provenance.seed)
+            if same_text
+            else split_documents(n_documents, seed=provenance.seed)
+        )
+        positions = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
+
+        def cut(documents: tuple[int, ...]) -> Batches:
+            # The same share of the tokens as in a fit with a validation split.
+            limit = None if tokens is None else max(1, tokens * len(documents) // n_documents)
+            return make_batches(
+                corpus,
+                self.model.tokenization,
+                positions,
+                documents=documents,
+                tokens_wanted=limit,
+                seed=seed,
+                budget=_BATCH_TOKENS,
+            )
+
+        return cut(split.fit), cut(split.select or split.test)
+
+    def sample_rows(self, batches: Batches, step: int, count: int) -> TrainingRows:
+        """`count` positions of one batch; those of a step are the same in every run."""
+        epoch, index = divmod(step, len(batches))
+        return self._capture(
+            batches, [_permutation(len(batches), batches.seed, epoch)[index]], count, step
+        )
+
+    def validation_rows(self, batches: Batches) -> TrainingRows:
+        """A few positions of each of many batches."""
+        n_batches = VALIDATION_POSITIONS // _POSITIONS_PER_BATCH
+        indices = _permutation(len(batches), batches.seed, 0)[:n_batches]
+        return self._capture(batches, indices, _POSITIONS_PER_BATCH, 0)
+
+    def _capture(self, batches: Batches, indices: list[int], count: int, step: int) -> TrainingRows:
+        sources = list(dict.fromkeys(source for source, _ in self.pairs))
+        sites = [*sources, FINAL]
+        parts: dict[Site, list[Tensor]] = {site: [] for site in sites}
+        for index in indices:
+            batch = batches[index]
+            picks = torch.tensor(_permutation(batch.n_picks, batches.seed, step, index)[:count])
+            (captured,) = capture_states(self.model, [batch], sites)
+            for site in sites:
+                parts[site].append(captured[site][picks.to(captured[site].device)])
+        # A model can be spread over devices: maps run on the device of the unembedding.
+        device = parts[FINAL][0].device
+        rows = {site: torch.cat(parts[site]).to(device) for site in sites}
+        return TrainingRows({site: rows[site] for site in sources}, rows[FINAL])
+
+    def backward(
+        self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap], seed: tuple[int, ...]
+    ) -> dict[Pair, float]:
+        """Add the gradient of every map's mean KL to its parameters; return the KL by the sampled softmax."""
+        with torch.enable_grad():
+            return self._mean_kl(rows, maps, seed)
+
+    def mean_kl(self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap]) -> dict[Pair, float]:
+        """Every map's mean KL by the full softmax."""
+        with torch.no_grad():
+            return self._mean_kl(rows, maps, None)
+
+    def _mean_kl(
+        self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap], seed: tuple[int, ...] | None
+    ) -> dict[Pair, float]:
+        """Every map's mean KL; with a seed, by a sampled softmax, and with gradients."""
+        totals = dict.fromkeys(maps, 0.0)
+        n_rows, size = len(rows.final), chunk_rows(self.model)
+        for start in range(0, n_rows, size):
+            chunk = slice(start, start + size)
+            target = SampledTarget.full(self.model.structure, rows.final[chunk])
+            if seed is not None:
+                target = target.sample(np.random.default_rng((*seed, start)))
+            for pair, trainable in maps.items():
+                source, landing = pair
+                mapped = trainable(rows.states[source][chunk].float()).to(rows.final.dtype)
+                logits = target.logits(mapped, needs_final_norm=landing != FINAL)
+                kl, gradient = target.kl(logits.detach())
+                if seed is not None:
+                    logits.backward(gradient.div_(n_rows).to(logits.dtype))
+                totals[pair] += kl / n_rows
+        return totals
 
 
 @dataclass(frozen=True)
 class SampledTarget:
-    """What levels are held against."""
+    """The model's own distribution at some rows, over all tokens or over a sample of them.
+
+    The product with the unembedding is most of the cost of a step, and nearly all of the model's probability at some
+    rows is on a few thousand tokens. So a step uses these, and an importance-weighted random sample of the others. The
+    loss is nearly unbiased unless a map is confident in tokens that the model rules out.
+    """
 
     structure: Structure
-    """Its head is of the tokens that are seen."""
-    own: Tensor
-    """(rows, tokens) the model's own probabilities."""
-    counts: Tensor | None = None
-    """(tokens,) the logarithm of how many tokens each stands for; None if all are there."""
+    """A structure whose unembedding has the rows of the sampled tokens."""
+    probabilities: Tensor
+    """(rows, tokens) by the model."""
+    log_weights: Tensor | None = None
+    """(tokens,) log importance weights; None if all tokens are there."""
 
     @classmethod
     @torch.no_grad()
-    def all(cls, structure: Structure, final: Tensor) -> SampledTarget:
-        """Every token, from the states before the model's own vocabulary product."""
+    def full(cls, structure: Structure, final: Tensor) -> SampledTarget:
+        """The distribution over all tokens, from the model's own input of the unembedding."""
         return cls(structure, structure.decode(final).float().softmax(-1))
 
     @torch.no_grad()
-    def few(
-        self, draw: np.random.Generator, likely: int = LIKELY, others: int = OTHERS
+    def sample(
+        self,
+        generator: np.random.Generator,
+        n_likely: int = LIKELY_TOKENS,
+        n_sampled: int = SAMPLED_TOKENS,
     ) -> SampledTarget:
-        """Some tokens in the place of all; itself, where that would not be fewer or cannot be."""
-        size, head = self.own.shape[1], self.structure.unembedding
-        if size <= likely + others or not can_restrict(self.structure):
+        """The distribution over a sample of tokens; itself if that is not smaller or not possible."""
+        vocab_size, unembedding = self.probabilities.shape[1], self.structure.unembedding
+        if vocab_size <= n_likely + n_sampled or not can_restrict(self.structure):
             return self
-        assert isinstance(head, nn.Linear)
-        order = self.own.sum(0).argsort(descending=True, stable=True)
-        chosen = torch.from_numpy(draw.choice(size - likely, others, replace=False))
-        tokens = torch.cat([order[:likely], order[likely:][chosen.to(order.device)]])
-        counts = self.own.new_ones(len(tokens))
-        counts[likely:] = (size - likely) / others
-        own = self.own[:, tokens] * counts
-        structure = with_unembedding(self.structure, unembedding_rows(head, tokens))
-        return SampledTarget(structure, own / own.sum(-1, keepdim=True), counts.log())
+        assert isinstance(unembedding, nn.Linear)
+        order = self.probabilities.sum(0).argsort(descending=True, stable=True)
+        n_others = vocab_size - n_likely
+        sampled = torch.from_numpy(generator.choice(n_others, n_sampled, replace=False))
+        tokens = torch.cat([order[:n_likely], order[n_likely:][sampled.to(order.device)]])
+        weights = self.probabilities.new_ones(len(tokens))
+        weights[n_likely:] = n_others / n_sampled
+        probabilities = self.probabilities[:, tokens] * weights
+        return SampledTarget(
+            with_unembedding(self.structure, unembedding_rows(unembedding, tokens)),
+            probabilities / probabilities.sum(-1, keepdim=True),
+            weights.log(),
+        )
 
-    def logits(self, landed: Tensor, *, to_final: bool) -> Tensor:
-        """What a map's landing says of the tokens that are seen."""
-        logits = self.structure.decode(landed if to_final else self.structure.to_final(landed))
-        return logits if self.counts is None else logits + self.counts.to(logits.dtype)
+    def logits(self, mapped: Tensor, *, needs_final_norm: bool) -> Tensor:
+        """Logits of the sampled tokens, with their log weights, for the output of a map."""
+        final = self.structure.to_final(mapped) if needs_final_norm else mapped
+        logits = self.structure.decode(final)
+        return logits if self.log_weights is None else logits + self.log_weights.to(logits.dtype)
 
     @torch.no_grad()
     def kl(self, logits: Tensor) -> tuple[float, Tensor]:
-        """KL(own ‖ softmax), summed over rows, and its gradient, in fewer passes over the logits than autograd."""
-        guessed = logits.float().log_softmax(-1)
-        crossed = torch.linalg.vecdot(self.own, guessed).sum()
-        return -float(self._entropy + crossed), guessed.exp_().sub_(self.own)
+        """KL(model ‖ softmax(logits)), summed over rows, and its gradient, with fewer passes than autograd."""
+        log_probabilities = logits.float().log_softmax(-1)
+        expected = torch.linalg.vecdot(self.probabilities, log_probabilities).sum()
+        return -float(self._entropy + expected), log_probabilities.exp_().sub_(self.probabilities)
 
     @cached_property
     def _entropy(self) -> Tensor:
-        return torch.special.entr(self.own).sum()
+        return torch.special.entr(self.probabilities).sum()
 
 
-NAME = "unfinished-refine.pt"
-_LOWER = 1e-3
-"""Of the mean KL: what counts as lowering it."""
-_SLOWER = 0.4
-"""What a map's rate is multiplied by when it has got worse."""
-_ROUNDING = 1e-3
-"""How far below zero a KL can be computed."""
+# The optimisation: trainable maps, their learning rates and best parameters, and the checkpoint
 
 
-class _Scaled(nn.Module):
-    """A tensor kept in units of its own, so that one rate suits coordinates of any size."""
+class TrainableMap(nn.Module):
+    """A copy of a jump with trainable parameters; `rows` are inputs that set the scale of each parameter."""
+
+    def __init__(self, jump: nn.Module, rows: Tensor) -> None:
+        super().__init__()
+        self.jump = copy.deepcopy(jump).to(rows.device)
+        self.jump.requires_grad_(True)
+        inputs = rows.float()
+        for step in self.jump if isinstance(self.jump, nn.Sequential) else [self.jump]:
+            with torch.no_grad():
+                outputs = step(inputs)
+            if isinstance(step, nn.Linear):
+                # A step of one unit in every parameter, in the worst direction, moves the output by about its size.
+                unit = _deviation(outputs).square().mean().sqrt() / step.in_features
+                scale = _Scale(unit / _deviation(inputs))
+                parametrize.register_parametrization(step, "weight", scale)
+                if step.bias is not None:
+                    parametrize.register_parametrization(step, "bias", _Scale(unit))
+            inputs = outputs
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.jump(states)
+
+    def to_affine(self) -> Affine:
+        """The current map, detached and on the CPU."""
+        affine = to_affine(self.jump)
+        return Affine(
+            affine.shape,
+            tuple(factor.detach().cpu().clone() for factor in affine.factors),
+            None if affine.bias is None else affine.bias.detach().cpu().clone(),
+        )
+
+    def parameters_copy(self) -> dict[str, Tensor]:
+        """A copy of the state dict."""
+        return {name: value.detach().clone() for name, value in self.state_dict().items()}
+
+    def has_finite_gradient(self) -> bool:
+        """Whether gradients and their squares are finite: Adam would never forget an infinite second moment."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return all(bool(gradient.square().sum().isfinite()) for gradient in gradients)
+
+
+class _Scale(nn.Module):
+    """A parametrization in units of the parameter's own size, so that one learning rate suits all."""
 
     def __init__(self, unit: Tensor) -> None:
         super().__init__()
@@ -131,476 +432,209 @@ class _Scaled(nn.Module):
         return value / self.unit
 
 
-class TunedMap(nn.Module):
-    """A jump whose numbers can be tuned; `rows` are states that it reads, for their sizes."""
+class _Checkpoint(BaseModel):
+    """The checkpoint file. Aliases are the keys on disk."""
 
-    def __init__(self, jump: nn.Module, rows: Tensor) -> None:
-        super().__init__()
-        self.jump = copy.deepcopy(jump).to(rows.device)
-        self.jump.requires_grad_(True)
-        seen = rows.float()
-        for step in self.jump if isinstance(self.jump, nn.Sequential) else [self.jump]:
-            with torch.no_grad():
-                left = step(seen)
-            if isinstance(step, nn.Linear):
-                # A step that moves every number by one unit in the worst direction moves the output by about its size.
-                size = _spread(left).square().mean().sqrt() / step.in_features
-                parametrize.register_parametrization(step, "weight", _Scaled(size / _spread(seen)))
-                if step.bias is not None:
-                    parametrize.register_parametrization(step, "bias", _Scaled(size))
-            seen = left
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, populate_by_name=True)
 
-    def forward(self, states: Tensor) -> Tensor:
-        return self.jump(states)
+    run_id: str = Field(validation_alias="settings")
+    """The format, the jumps, the text and the settings; another run cannot resume from the file."""
+    step: int = Field(ge=0)
+    history: list[list[float]] = Field(min_length=1)
+    best_kl: list[float] = Field(validation_alias="best")
+    rate_factors: list[float] = Field(validation_alias="pace")
+    parameters: dict[str, dict[str, Tensor]] = Field(validation_alias="now")
+    best_parameters: dict[str, dict[str, Tensor]] = Field(validation_alias="kept")
+    optimizer: dict[str, Any] = Field(validation_alias="optimiser")
 
-    def affine(self) -> Affine:
-        """The map as it stands."""
-        made = to_affine(self.jump)
-        return Affine(
-            made.shape,
-            tuple(factor.detach().cpu().clone() for factor in made.factors),
-            None if made.bias is None else made.bias.detach().cpu().clone(),
-        )
+    def to_disk(self) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            str(field.validation_alias or name): getattr(self, name)
+            for name, field in fields.items()
+        }
 
-
-def _spread(rows: Tensor) -> Tensor:
-    """Standard deviation of each coordinate; those that hardly vary count as varying a little."""
-    found = rows.std(0) if len(rows) > 1 else rows.new_ones(rows.shape[-1])
-    return found.clamp_min(max(1e-3 * float(found.mean()), 1e-8))
-
-
-def _numbers(one: TunedMap) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in one.state_dict().items()}
+    def check(self, n_maps: int, steps: int) -> None:
+        """Raise ValueError for values with which a run could not go on."""
+        if self.step > steps:
+            raise ValueError(f"expected a step of at most {steps}, got {self.step}")
+        if any(len(row) != n_maps for row in (*self.history, self.best_kl, self.rate_factors)):
+            raise ValueError(f"expected a KL for each of {n_maps} maps at every validation")
+        if not all(value > -_ROUNDING for value in self.best_kl):
+            raise ValueError("the lowest KL of a map is below 0")
+        if not all(0 < value <= 1 for value in self.rate_factors):
+            raise ValueError("expected learning-rate factors above 0 and at most 1")
+        for name, parameters in self.best_parameters.items():
+            if not all(bool(value.isfinite().all()) for value in parameters.values()):
+                raise ValueError(f"the best map {name} has NaN or infinite values")
 
 
-def _has_finite_gradient(one: TunedMap) -> bool:
-    """Squares too: the optimiser would keep what is infinite for good, whatever the map goes back to."""
-    found = [each.grad for each in one.parameters() if each.grad is not None]
-    return all(bool(grad.square().sum().isfinite()) for grad in found)
+class Tuner:
+    """Adam on the parameters of all maps, with a learning rate and the best parameters for each map."""
 
-
-def _mean(values: Sequence[float]) -> float:
-    """Of those that are numbers."""
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.inf
-
-
-def by_level(values: Sequence[float], pairs: Sequence[Pair]) -> list[float]:
-    """The lowest KL of each level's maps."""
-    found: dict[Site, list[float]] = {}
-    for (source, _), value in zip(pairs, values, strict=True):
-        found.setdefault(source, []).append(value)
-    return [_lowest(of_level) for of_level in found.values()]
-
-
-def _lowest(values: Sequence[float]) -> float:
-    """Of those that are numbers."""
-    return min((value for value in values if math.isfinite(value)), default=math.inf)
-
-
-class Tuning:
-    """All maps' parameters and what is known about them."""
-
-    def __init__(self, tuned: Mapping[Pair, TunedMap], rate: float, steps: int) -> None:
-        self.tuned, self.rate, self.steps = dict(tuned), rate, steps
+    def __init__(self, maps: Mapping[Pair, TrainableMap], learning_rate: float, steps: int) -> None:
+        self.maps, self.learning_rate, self.steps = dict(maps), learning_rate, steps
         self.step = 0
         self.history: list[list[float]] = []
-        """Held-out KL of every map at each look."""
-        self.best: list[float] = [math.inf] * len(self.tuned)
-        # The start, not what it becomes: a map whose KL is no number at any look keeps it.
-        self._best = {pair: _numbers(one) for pair, one in self.tuned.items()}
-        self._pace = [1.0] * len(self.tuned)
-        """By what each map's rate is multiplied: less, once it has got worse."""
-        groups = [{"params": list(one.parameters())} for one in self.tuned.values()]
-        self._optimiser = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
+        """Validation KL of every map at each validation."""
+        self.best_kl: list[float] = [math.inf] * len(self.maps)
+        # Copies of the start: a map whose KL is NaN at every validation keeps it.
+        self._best_parameters = {pair: m.parameters_copy() for pair, m in self.maps.items()}
+        self._rate_factors = [1.0] * len(self.maps)
+        groups = [{"params": list(m.parameters())} for m in self.maps.values()]
+        self._optimizer = torch.optim.Adam(groups, lr=learning_rate, betas=(0.9, 0.99))
 
-    def take(self, losses: Mapping[Pair, float]) -> None:
-        """One step along the gradients that are there; a map whose loss or gradient is no number is left alone."""
-        for pair, one in self.tuned.items():
-            if not math.isfinite(losses[pair]) or not _has_finite_gradient(one):
-                one.zero_grad(set_to_none=True)
-        now = self.rate * min(1.0, 2 * (1 - self.step / self.steps))
-        for group, pace in zip(self._optimiser.param_groups, self._pace, strict=True):
-            group["lr"] = now * pace
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+    def update(self, losses: Mapping[Pair, float]) -> None:
+        """Take one step along the gradients; skip a map whose loss or gradient is not finite."""
+        for pair, trainable in self.maps.items():
+            if not math.isfinite(losses[pair]) or not trainable.has_finite_gradient():
+                trainable.zero_grad(set_to_none=True)
+        rate = self.learning_rate * min(1.0, 2 * (1 - self.step / self.steps))
+        for group, factor in zip(self._optimizer.param_groups, self._rate_factors, strict=True):
+            group["lr"] = rate * factor
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
-    def look(self, found: Mapping[Pair, float]) -> None:
-        """Note the held-out KL of every map, and keep its numbers if that was never lower.
+    def record_validation(self, kl: Mapping[Pair, float]) -> None:
+        """Record the validation KL of every map, and its parameters if the KL was never lower.
 
-        A map that got worse goes back to its best numbers, and on from there more slowly: what rate suits a map
-        depends on the model and the text.
+        Otherwise the map returns to its best parameters and continues with a lower learning rate: the rate that suits
+        a map depends on the model and the text.
         """
-        values = [found[pair] for pair in self.tuned]
-        self.history.append(values)
-        for place, (pair, one) in enumerate(self.tuned.items()):
-            if values[place] < self.best[place]:
-                self.best[place] = values[place]
-                self._best[pair] = _numbers(one)
+        self.history.append([kl[pair] for pair in self.maps])
+        for index, (pair, trainable) in enumerate(self.maps.items()):
+            if kl[pair] < self.best_kl[index]:
+                self.best_kl[index] = kl[pair]
+                self._best_parameters[pair] = trainable.parameters_copy()
             else:
-                one.load_state_dict(self._best[pair])
-                self._pace[place] *= _SLOWER
+                trainable.load_state_dict(self._best_parameters[pair])
+                self._rate_factors[index] *= _RATE_DECAY
 
-    def over(self, patience: int) -> bool:
-        """Whether all steps are done, or the last looks have not lowered the mean of the levels' best."""
+    def is_finished(self, patience: int) -> bool:
+        """Whether all steps are done, or the last `patience` validations did not lower the mean over levels."""
         if self.step >= self.steps or len(self.history) <= patience:
             return self.step >= self.steps
-        # Maps are judged apart, as they are kept apart: one that got worse has gone back to its best.
-        earlier = [_lowest(values) for values in zip(*self.history[:-patience], strict=True)]
-        now, then = (_mean(by_level(values, list(self.tuned))) for values in (self.best, earlier))
-        return now > (1 - _LOWER) * then
+        # The best KL of each map, because a map whose KL rose has returned to its best parameters.
+        earlier_best = [
+            _finite_min(values) for values in zip(*self.history[:-patience], strict=True)
+        ]
+        pairs = list(self.maps)
+        now, earlier = (
+            _finite_mean(kl_by_level(values, pairs)) for values in (self.best_kl, earlier_best)
+        )
+        return now > (1 - _MIN_IMPROVEMENT) * earlier
 
     def best_maps(self) -> dict[Pair, Affine]:
-        """Every map as it was best on held-out text."""
+        """Every map with its best parameters."""
         maps = {}
-        for pair, one in self.tuned.items():
-            one.load_state_dict(self._best[pair])
-            maps[pair] = one.affine()
+        for pair, trainable in self.maps.items():
+            trainable.load_state_dict(self._best_parameters[pair])
+            maps[pair] = trainable.to_affine()
         return maps
 
-    # -- saved and taken up again
-
-    def save(self, folder: Path, settings: str) -> None:
-        """Write all of it, under one name, whole or not at all."""
+    def save(self, folder: Path, run_id: str) -> None:
+        """Write a checkpoint to the folder, atomically."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {
-            "settings": settings,
-            "step": self.step,
-            "history": self.history,
-            "best": self.best,
-            "pace": self._pace,
-            "now": {_name(pair): one.state_dict() for pair, one in self.tuned.items()},
-            "kept": {_name(pair): kept for pair, kept in self._best.items()},
-            "optimiser": self._optimiser.state_dict(),
-        }
-        replace_file(folder / NAME, lambda path: torch.save(state, path))
+        checkpoint = _Checkpoint(
+            run_id=run_id,
+            step=self.step,
+            history=self.history,
+            best_kl=self.best_kl,
+            rate_factors=self._rate_factors,
+            parameters={_key(pair): m.parameters_copy() for pair, m in self.maps.items()},
+            best_parameters={_key(pair): best for pair, best in self._best_parameters.items()},
+            optimizer=self._optimizer.state_dict(),
+        )
+        state = checkpoint.to_disk()
+        replace_file(folder / CHECKPOINT_NAME, lambda path: torch.save(state, path))
 
-    def restore(self, folder: Path, settings: str) -> None:
-        """Take up what was saved by a run of the same settings, if there is any."""
-        path = folder / NAME
+    def restore(self, folder: Path, run_id: str) -> None:
+        """Resume from the checkpoint in the folder, if there is one; it must be of the same run."""
+        path = folder / CHECKPOINT_NAME
         if not path.is_file():
             return
         try:
-            state = torch.load(path, weights_only=True)
-            if state["settings"] != settings:
+            checkpoint = _Checkpoint.model_validate(torch.load(path, weights_only=True))
+            if checkpoint.run_id != run_id:
                 raise BadArtifact(
-                    f"{path} is of a tuning with other settings, model or text; give the same, or remove it"
+                    f"{path} is a checkpoint of a run with other settings, model or text; use the same, or remove it"
                 )
-            _check_course(state, len(self.tuned), self.steps)
-            self.step, self.history, self.best = state["step"], state["history"], state["best"]
-            self._pace = state["pace"]
-            for pair, one in self.tuned.items():
-                one.load_state_dict(state["kept"][_name(pair)])
-                self._best[pair] = _numbers(one)
-                one.load_state_dict(state["now"][_name(pair)])
-            settings_now = [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in self._optimiser.param_groups
-            ]
-            self._optimiser.load_state_dict(state["optimiser"])
-            # What was learnt is the file's; how to go on is not.
-            for group, own in zip(self._optimiser.param_groups, settings_now, strict=True):
-                group.update(own)
-            _check_optimiser(self._optimiser)
-            _check_kept(self._best)
+            checkpoint.check(len(self.maps), self.steps)
+            self._load(checkpoint)
         except BadArtifact:
             raise
-        except Exception as error:  # torch's readers raise whatever the bytes lead them to
+        except Exception as error:  # torch's readers raise all kinds of errors for damaged bytes
             raise BadArtifact(
                 f"{path} is damaged ({one_line(error)}); remove it to start anew"
             ) from error
 
+    def _load(self, checkpoint: _Checkpoint) -> None:
+        self.step, self.history = checkpoint.step, checkpoint.history
+        self.best_kl, self._rate_factors = checkpoint.best_kl, checkpoint.rate_factors
+        for pair, trainable in self.maps.items():
+            trainable.load_state_dict(checkpoint.best_parameters[_key(pair)])
+            self._best_parameters[pair] = trainable.parameters_copy()
+            trainable.load_state_dict(checkpoint.parameters[_key(pair)])
+        # Take the moments from the file, but keep this run's hyperparameters.
+        hyperparameters = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        self._optimizer.load_state_dict(checkpoint.optimizer)
+        for group, values in zip(self._optimizer.param_groups, hyperparameters, strict=True):
+            group.update(values)
+        _check_adam_state(self._optimizer)
 
-def _name(pair: Pair) -> str:
+
+def _check_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a state with which the next step would fail: Adam loads any state with its keys."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter)
+        if not state:
+            continue
+        for name in ("exp_avg", "exp_avg_sq"):
+            if not isinstance(state[name], Tensor) or state[name].shape != parameter.shape:
+                raise ValueError(f"the optimizer's {name} does not have its parameter's shape")
+        step = state["step"]
+        if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
+            raise ValueError("the optimizer's step is not a number")
+        if not 0 < float(step) < math.inf:
+            raise ValueError("the optimizer's step is not a count")
+
+
+def _key(pair: Pair) -> str:
     return f"{pair[0]}>{pair[1]}"
 
 
-def _check_course(state: Mapping[str, Any], n_maps: int, steps: int) -> None:
-    """What is known of a tuning's course is what `over` and `look` will read."""
-    step, looks, best = state["step"], state["history"], state["best"]
-    if type(step) is not int or not 0 <= step <= steps:
-        raise ValueError(f"it says step {str(step)[:50]} of {steps}")
-    if not isinstance(looks, list) or not looks:
-        raise ValueError("it has no look at held-out text")
-    for row in [*looks, best, state["pace"]]:
-        known = row if isinstance(row, list) else []
-        if len(known) != n_maps or not all(isinstance(value, float) for value in known):
-            raise ValueError(f"a KL for each of {n_maps} maps was wanted at every look")
-    if not all(value > -_ROUNDING for value in best):
-        raise ValueError("a map's lowest KL is below 0")
-    if not all(0 < value <= 1 for value in state["pace"]):
-        raise ValueError("a map's pace is no number from 0 to 1")
+def _deviation(rows: Tensor) -> Tensor:
+    """Standard deviation of each coordinate, with a small lower bound."""
+    deviation = rows.std(0) if len(rows) > 1 else rows.new_ones(rows.shape[-1])
+    return deviation.clamp_min(max(1e-3 * float(deviation.mean()), 1e-8))
 
 
-def _check_kept(best: Mapping[Pair, Mapping[str, Tensor]]) -> None:
-    for pair, numbers in best.items():
-        if not all(bool(value.isfinite().all()) for value in numbers.values()):
-            raise ValueError(f"the best map {_name(pair)} holds NaN or infinite values")
+def _finite_mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.inf
 
 
-def _check_optimiser(optimiser: torch.optim.Optimizer) -> None:
-    """Adam takes any state that has its keys, and fails at the next step."""
-    for group in optimiser.param_groups:
-        for parameter in group["params"]:
-            known = optimiser.state.get(parameter)
-            if not known:
-                continue
-            for name in ("exp_avg", "exp_avg_sq"):
-                if not isinstance(known[name], Tensor) or known[name].shape != parameter.shape:
-                    raise ValueError(f"the optimiser's {name} is not of its parameter's shape")
-            step = known["step"]
-            if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
-                raise ValueError("the optimiser's step is no number")
-            if not 0 < float(step) < math.inf:
-                raise ValueError("the optimiser's step is no count")
+def _finite_min(values: Sequence[float]) -> float:
+    return min((value for value in values if math.isfinite(value)), default=math.inf)
 
 
-HELD = 256
-"""Positions of the select split on which KL is watched."""
-OF_ONE = 16
-"""How many of them come from one batch."""
-EVERY = 25
-"""Steps between looks at them."""
-CELLS = 256
-"""Tokens of a batch, padding included."""
-_FORMAT = "layerjump refine 3"
-
-Progress = Callable[[int, int, list[float]], None]
-"""Called after each look with the steps done, the steps to do, and the held-out KL of every level."""
+def _nullable(values: Sequence[float]) -> list[float | None]:
+    """The values as JSON can hold them."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some positions: each level's states, and the states before the model's own vocabulary product."""
-
-    at: dict[Site, Tensor]
-    final: Tensor
-
-
-def refine(
-    model: Model,
-    jumps: Jumps,
-    text: Corpus | str | Path,
-    *,
-    steps: int = 200,
-    tokens: int | None = None,
-    positions: int = 256,
-    rate: float = 0.2,
-    seed: int = 0,
-    patience: int = 8,
-    progress: Progress | None = None,
-    folder: Path | None = None,
-) -> Jumps:
-    """Tune jumps by KL to the model's output; documents that the jumps were not fitted on are held out.
-
-    A step is one batch, at `positions` of its positions, with Adam at a `rate` that falls to nothing, and sooner for
-    a level that gets worse on held-out text. It ends early when `patience` looks have not lowered the mean of the
-    held-out KL. `tokens` bounds the text as it does for `fit`: the same number gives the same documents. With a
-    `folder` an interrupted run is taken up where it was saved there, and ends in the same bits.
-    """
-    _check(steps, positions, patience, rate)
-    check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
-    corpus = text if isinstance(text, Corpus) else load_text(text)
-    work = _Work(model, jumps, tunable(jumps, model))
-    fit, held = work.documents(corpus, seed, tokens)
-    rows = work.watched(held)
-    tuned = {pair: TunedMap(jumps[pair], rows.at[pair[0]]) for pair in work.pairs}
-    tuning = Tuning(tuned, rate, steps)
-    settings = f"{_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions} {rate} {seed}"
-    if folder is not None:
-        tuning.restore(folder, f"{_FORMAT} {settings}")
-    if tuning.step == 0:
-        tuning.look(work.kl(rows, tuned))
-        if progress:
-            progress(0, steps, by_level(tuning.history[-1], work.pairs))
-    while not tuning.over(patience):
-        batch = work.step(fit, tuning.step, positions)
-        tuning.take(work.gradients(batch, tuned, (seed, tuning.step)))
-        if tuning.step % EVERY == 0 or tuning.step == steps:
-            tuning.look(work.kl(rows, tuned))
-            if progress:
-                progress(tuning.step, steps, by_level(tuning.history[-1], work.pairs))
-            if folder is not None:
-                tuning.save(folder, f"{_FORMAT} {settings}")
-    return _refined(jumps, work.pairs, tuning, corpus)
-
-
-def tunable(jumps: Jumps, model: Model) -> list[Pair]:
-    """The jumps by which a lens reads levels; where it is left open how it does, all by which it could."""
-    last = Site(model.n_blocks)
-    check_tunable(jumps.provenance.estimator, list(jumps), model.n_blocks)
-    found = [pair for pair in jumps if pair[1] in (FINAL, last)]
-    if jumps.provenance.settings.get("how") != TO_TUNE:
-        found = [pair for pair in found if pair[1] == last or (pair[0], last) not in jumps]
-    if not any(to_affine(jumps[pair]).n_parameters for pair in found):
-        raise BadEstimator(
-            f"{jumps.provenance.estimator} has no numbers to tune; refine affine or calibrated jumps"
-        )
-    return found
-
-
-def check_tunable(estimator: str, pairs: Sequence[Pair], n_blocks: int) -> None:
-    """Refuse what cannot be tuned; before a pass over the text, where one is still to be made."""
-    if not any(target in (FINAL, Site(n_blocks)) for _, target in pairs):
-        raise BadJumps(
-            f"no jump leads to the last level or to `final`, so there is no prediction to tune; fit with "
-            f"{argument('pairs', 'to-last')} or {argument('pairs', 'to-final')}"
-        )
-    if estimator == "ojfa":
-        raise BadEstimator(
-            "ojfa is one map for all levels, and tuning would make it many; refine another estimator"
-        )
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a step computes."""
-
-    model: Model
-    jumps: Jumps
-    pairs: list[Pair]
-
-    def documents(self, corpus: Corpus, seed: int, tokens: int | None) -> tuple[Batches, Batches]:
-        """Batches to tune on and to watch: the jumps' own fit documents and others.
-
-        Another text than theirs is split by the usual shares.
-        """
-        known = self.jumps.provenance
-        count, own = len(corpus.documents), known.text_sha256 == corpus.sha256
-        parts = (
-            split_documents(count, known.split, seed=known.seed)
-            if own
-            else split_documents(count, seed=known.seed)
-        )
-        others = parts.select or parts.test
-        where = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
-
-        def cut(documents: tuple[int, ...]) -> Batches:
-            # Shared out as in a fit that has a select split.
-            most = None if tokens is None else max(1, tokens * len(documents) // count)
-            return make_batches(
-                corpus,
-                self.model.tokenization,
-                where,
-                documents=documents,
-                tokens_wanted=most,
-                seed=seed,
-                budget=CELLS,
-            )
-
-        return cut(parts.fit), cut(others)
-
-    def step(self, found: Batches, number: int, most: int) -> Rows:
-        """So many positions of one batch; a step's are the same in every run."""
-        turn, place = divmod(number, len(found))
-        return self._rows(found, [_shuffled(len(found), found.seed, turn)[place]], most, number)
-
-    def watched(self, found: Batches) -> Rows:
-        """Positions of many batches."""
-        chosen = _shuffled(len(found), found.seed, 0)[: HELD // OF_ONE]
-        return self._rows(found, chosen, OF_ONE, 0)
-
-    def _rows(self, found: Batches, chosen: list[int], each: int, number: int) -> Rows:
-        levels = list(dict.fromkeys(source for source, _ in self.pairs))
-        sites = [*levels, FINAL]
-        parts: list[dict[Site, Tensor]] = []
-        for index in chosen:
-            batch = found[index]
-            picks = torch.tensor(_shuffled(batch.n_picks, found.seed, number, index)[:each])
-            at = next(iter(capture_states(self.model, [batch], sites))).at
-            parts.append({site: at[site][picks.to(at[site].device)] for site in sites})
-        # A model may be spread over devices: its head's is where levels are mapped and read.
-        place = parts[0][FINAL].device
-        joined = {site: torch.cat([part[site] for part in parts]).to(place) for site in sites}
-        return Rows({site: joined[site] for site in levels}, joined[FINAL])
-
-    def gradients(
-        self, rows: Rows, tuned: Mapping[Pair, TunedMap], seed: tuple[int, ...]
-    ) -> dict[Pair, float]:
-        """Leave the gradients of every map's mean KL in its parameters; the KL of each, as far as it is seen."""
-        with torch.enable_grad():
-            return self._over(rows, tuned, seed)
-
-    def kl(self, rows: Rows, tuned: Mapping[Pair, TunedMap]) -> dict[Pair, float]:
-        """Every map's mean KL."""
-        with torch.no_grad():
-            return self._over(rows, tuned, None)
-
-    def _over(
-        self, rows: Rows, tuned: Mapping[Pair, TunedMap], seed: tuple[int, ...] | None
-    ) -> dict[Pair, float]:
-        """The model's own distribution at some rows is made once, for all levels; with a seed, gradients are left."""
-        totals = dict.fromkeys(tuned, 0.0)
-        for start in range(0, len(rows.final), chunk_rows(self.model)):
-            part = slice(start, start + chunk_rows(self.model))
-            seen = SampledTarget.all(self.model.structure, rows.final[part])
-            if seed is not None:
-                seen = seen.few(np.random.default_rng((*seed, start)))
-            for (source, target), one in tuned.items():
-                landed = one(rows.at[source][part].float()).to(rows.final.dtype)
-                guess = seen.logits(landed, to_final=target == FINAL)
-                kl, gradient = seen.kl(guess.detach())
-                if seed is not None:
-                    guess.backward(gradient.div_(len(rows.final)).to(guess.dtype))
-                totals[source, target] += kl / len(rows.final)
-        return totals
-
-
-def _refined(jumps: Jumps, pairs: list[Pair], tuning: Tuning, corpus: Corpus) -> Jumps:
-    maps = {pair: to_affine(jumps[pair]) for pair in jumps}
-    infos = dict(jumps.info)
-    factors = dict(jumps.provenance.settings.get("temperature", {}))
-    ended, best = dict(zip(pairs, tuning.best, strict=True)), tuning.best_maps()
-    for pair in pairs:
-        others = [other for other in pairs if other[0] == pair[0] and other in maps]
-        if min(others, key=lambda each: ended[each]) != pair:
-            del maps[pair], infos[pair]
-            if pair[1] == FINAL:
-                factors.pop(str(pair[0]), None)
-            continue
-        maps[pair] = best[pair]
-        # R² was the closed form's; KL is what was tuned.
-        infos[pair] = replace(infos[pair], r2=None, strength=None)
-    known = jumps.provenance
-    about = {
-        "steps": tuning.step,
-        "rate": tuning.rate,
-        "text": corpus.name,
-        "text_sha256": corpus.sha256,
-        "kl_before": _check_numbers(tuning.history[0], pairs),
-        "kl_after": _check_numbers(tuning.best, pairs),
-    }
-    settings = known.settings | {"refine": about}
-    if "temperature" in settings:
-        settings["temperature"] = factors
-    provenance = replace(known, estimator=f"{known.estimator}+kl", settings=settings)
-    return Jumps.of(maps, infos, provenance)
-
-
-def _check_numbers(values: list[float], pairs: list[Pair]) -> list[float | None]:
-    """Each level's KL as a file can hold it."""
-    return [kl if math.isfinite(kl) else None for kl in by_level(values, pairs)]
+def _permutation(n: int, *seed: int) -> list[int]:
+    return np.random.default_rng(seed).permutation(n).tolist()
 
 
 def _digest(jumps: Jumps) -> str:
-    """The model and the maps that a tuning starts from: another estimator's are as wide, and other ones."""
+    """A hash of the model's fingerprint and the starting maps: other estimators' maps have the same shapes."""
     digest = hashlib.sha256(jumps.provenance.fingerprint.encode())
     for parameter in jumps.parameters():
         digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _shuffled(n: int, *seed: int) -> list[int]:
-    return np.random.default_rng(seed).permutation(n).tolist()
-
-
-def _check(steps: int, positions: int, patience: int, rate: float) -> None:
-    for name, value in (("steps", steps), ("positions", positions), ("patience", patience)):
-        if value < 1:
-            raise BadEstimator(f"{name} given is {value}; give 1 or more")
-    if not 0 < rate <= 100:
-        raise BadEstimator(
-            f"the rate given is {rate}; give a number above 0, such as 0.2, and at most 100"
-        )

@@ -40,7 +40,7 @@ def run(setup: Setup) -> Result:
         "by frequency": _binned(
             readings, levels, *by_count(_counts(setup)[readings.token.numpy()])
         ),
-        "by entropy": _binned(readings, levels, *by_quarter(readings.entropy)),
+        "by entropy": _binned(readings, levels, *by_quarter(readings.model_entropy)),
         "first token": _first_token(_errors(setup, jumps, everywhere)),
         "errors": _tails(_errors(setup, jumps, setup.test_batches())),
         "worst": _worst(setup, readings, setup.model.n_blocks // 2),
@@ -206,7 +206,7 @@ def _worst(setup: Setup, readings: LensScores, level: int) -> list[Row]:
         {
             "kl": float(readings.kl[place, level, example]),
             "context": where[example],
-            "model's best": token_text(tokenizer, int(readings.best[example])),
+            "model's best": token_text(tokenizer, int(readings.model_top[example])),
             "lens' best": token_text(tokenizer, int(readings.top[place, level, example])),
             "level": level,
             "position": int(readings.position[example]),
