@@ -102,41 +102,42 @@ def _score_batches(
     levels = [
         torch.cat([states[level] for states in captured]) for level in range(model.n_blocks + 1)
     ]
-    document, position, token = (
-        torch.cat([getattr(states.batch, name) for states in captured])
-        for name in ("document", "position", "token")
+    picks = torch.cat(
+        [torch.stack([s.batch.document, s.batch.position, s.batch.token]) for s in captured], 1
     )
-    scores = []
-    for start in range(0, len(document), n_rows):
-        rows = slice(start, start + n_rows)
-        reference = reference_logits(upcast(model.logits(levels[-1][rows])))
-        model_agreement = agreement(reference.logits, reference)
-        cells = [
-            [
-                *(
-                    agreement(upcast(lens.logits(level, states[rows])), reference)
-                    for level, states in enumerate(levels[:-1])
-                ),
-                model_agreement,
-            ]
-            for lens in lenses.values()
+    chunks = [slice(start, start + n_rows) for start in range(0, picks.shape[1], n_rows)]
+    return [
+        _score_rows(model, lenses, [states[rows] for states in levels], picks[:, rows])
+        for rows in chunks
+    ]
+
+
+def _score_rows(
+    model: Model, lenses: Mapping[str, Lens], levels: list[Tensor], picks: Tensor
+) -> LensScores:
+    reference = reference_logits(upcast(model.logits(levels[-1])))
+    of_model = agreement(reference.logits, reference)
+    cells = [
+        [
+            agreement(upcast(lens.logits(i, states)), reference)
+            for i, states in enumerate(levels[:-1])
         ]
-        scores.append(
-            LensScores(
-                lenses=tuple(lenses),
-                top=_stack(cells, "top"),
-                rank=_stack(cells, "place"),
-                surprisal=_stack(cells, "surprisal"),
-                kl=_stack(cells, "kl"),
-                confidence=_stack(cells, "confidence"),
-                document=document[rows],
-                position=position[rows],
-                token=token[rows],
-                model_top=model_agreement.top.cpu(),
-                model_entropy=-reference.negative_entropy.cpu(),
-            )
-        )
-    return scores
+        + [of_model]
+        for lens in lenses.values()
+    ]
+    return LensScores(
+        lenses=tuple(lenses),
+        top=_stack(cells, "top"),
+        rank=_stack(cells, "place"),
+        surprisal=_stack(cells, "surprisal"),
+        kl=_stack(cells, "kl"),
+        confidence=_stack(cells, "confidence"),
+        document=picks[0],
+        position=picks[1],
+        token=picks[2],
+        model_top=of_model.top.cpu(),
+        model_entropy=-reference.negative_entropy.cpu(),
+    )
 
 
 def _stack(cells: list[list[Agreement]], name: str) -> Tensor:
