@@ -112,7 +112,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         for strength in grid:
             level = SoftmaxGap(strength, length).replay(scores.confidence[index], position)
             dynamic.append(Exits(level, hits.gather(0, level[None])[0]))
-        fixed = [Exits(torch.full_like(scores.best, k), right) for k, right in enumerate(hits)]
+        fixed = [Exits(torch.full_like(scores.model_top, k), right) for k, right in enumerate(hits)]
         curves += _curve(lens, "dynamic", grid, dynamic, scores, setup)
         curves += _curve(lens, "fixed", range(len(fixed)), fixed, scores, setup)
         for target in setup.settings.targets:
