@@ -78,18 +78,18 @@ def evaluate_lenses(
 ) -> LensScores:
     """Score every lens at every level, at the picked positions of the batches, with one forward pass."""
     n_rows = chunk_rows(model, memory)
-    chunks: list[LensScores] = []
+    scores: list[LensScores] = []
     pending: list[States] = []
     for states in capture_states(model, batches, range(model.n_blocks + 1)):
         pending.append(states)
         if sum(waiting.batch.n_picks for waiting in pending) >= n_rows:
-            chunks += _score_batches(model, lenses, pending, n_rows)
+            scores += _score_batches(model, lenses, pending, n_rows)
             pending = []
         if progress:
             progress(states.batch)
-    chunks += _score_batches(model, lenses, pending, n_rows)
+    scores += _score_batches(model, lenses, pending, n_rows)
     names = [field.name for field in fields(LensScores) if field.name != "lenses"]
-    columns = {name: torch.cat([getattr(chunk, name) for chunk in chunks], -1) for name in names}
+    columns = {name: torch.cat([getattr(part, name) for part in scores], -1) for name in names}
     return LensScores(lenses=tuple(lenses), **columns)
 
 
@@ -105,10 +105,9 @@ def _score_batches(
     picks = torch.cat(
         [torch.stack([s.batch.document, s.batch.position, s.batch.token]) for s in captured], 1
     )
-    chunks = [slice(start, start + n_rows) for start in range(0, picks.shape[1], n_rows)]
     return [
         _score_rows(model, lenses, [states[rows] for states in levels], picks[:, rows])
-        for rows in chunks
+        for rows in chunks(picks.shape[1], n_rows)
     ]
 
 

@@ -24,6 +24,7 @@ from layerjump.metrics.logits import (
     LogitComparison,
     LogitStats,
     chunk_rows,
+    chunks,
     reference_logits,
     upcast,
 )
@@ -433,16 +434,15 @@ def compute_stats(
     `readouts` has one readout for each site by lens. At level L every lens is the model.
     """
     n_rows = chunk_rows(model, memory)
-    size = min(n_rows, _CHUNK_POSITIONS)
-    chunks = [
-        _chunk_stats(model, readouts, states, query, slice(start, start + size), n_rows)
-        for start in range(0, len(states.last_level), size)
+    parts = [
+        _chunk_stats(model, readouts, states, query, chunk, n_rows)
+        for chunk in chunks(len(states.last_level), min(n_rows, _CHUNK_POSITIONS))
     ]
-    model_top = torch.cat([model_stats.top[:, 0] for model_stats, _ in chunks])
-    by_lens = {name: [stats[name] for _, stats in chunks] for name in readouts}
+    model_top = torch.cat([model_stats.top[:, 0] for model_stats, _ in parts])
+    by_lens = {name: [stats[name] for _, stats in parts] for name in readouts}
     return model_top, {
-        name: LogitStats(*(torch.cat(column, 1) for column in zip(*parts, strict=True)))
-        for name, parts in by_lens.items()
+        name: LogitStats(*(torch.cat(column, 1) for column in zip(*stats, strict=True)))
+        for name, stats in by_lens.items()
     }
 
 
@@ -457,7 +457,7 @@ def _chunk_stats(
     """Statistics at some positions: of the model, (positions, …), and of each lens, (levels, positions, …)."""
     reference = reference_logits(upcast(model.logits(states.last_level[chunk])))
     n_positions, device = len(reference.logits), reference.logits.device
-    sweep = LogitComparison(
+    compare = LogitComparison(
         reference,
         k=query.k,
         targets=states.targets[chunk].to(device),
@@ -467,7 +467,7 @@ def _chunk_stats(
     )
 
     def measure(logits: Tensor) -> LogitStats:
-        return LogitStats(*(column.cpu() for column in sweep(logits)))
+        return LogitStats(*(column.cpu() for column in compare(logits)))
 
     model_stats, last = measure(reference.logits), Site(model.n_blocks)
     indices = range(len(states.sites))
@@ -475,8 +475,8 @@ def _chunk_stats(
     pending = [(name, index) for name, index in cells if states.sites[index] != last]
     # One product with the unembedding for many rows costs far less than many products for few.
     per_product = max(1, n_rows // n_positions)
-    for start in range(0, len(pending), per_product):
-        group = pending[start : start + per_product]
+    for batch in chunks(len(pending), per_product):
+        group = pending[batch]
         final = torch.cat(
             [readouts[name][index].to_final(states.states[index][chunk]) for name, index in group]
         )

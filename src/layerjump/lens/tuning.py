@@ -37,7 +37,7 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.serialization import check_model
-from layerjump.metrics.logits import chunk_rows
+from layerjump.metrics.logits import chunk_rows, chunks
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site, Structure
@@ -291,12 +291,11 @@ class KLObjective:
     ) -> dict[Pair, float]:
         """Every map's mean KL; with a seed, by a sampled softmax, and with gradients."""
         totals = dict.fromkeys(maps, 0.0)
-        n_rows, size = len(rows.final), chunk_rows(self.model)
-        for start in range(0, n_rows, size):
-            chunk = slice(start, start + size)
+        n_rows = len(rows.final)
+        for chunk in chunks(n_rows, chunk_rows(self.model)):
             target = SampledTarget.full(self.model.structure, rows.final[chunk])
             if seed is not None:
-                target = target.sample(np.random.default_rng((*seed, start)))
+                target = target.sample(np.random.default_rng((*seed, chunk.start)))
             for pair, trainable in maps.items():
                 source, landing = pair
                 mapped = trainable(rows.states[source][chunk].float()).to(rows.final.dtype)
