@@ -63,7 +63,7 @@ def test_every_pass_visits_every_row_once_in_another_order():
 def test_masks_are_berts(tokenizers):
     tokenizer = tokenizers[True]
     rows = pack_rows(TEXT, Tokenization.of(tokenizer, max_positions=32), 32)
-    data = PackedRows(rows, 15 * len(rows), seed=0, tokenizer=tokenizer)
+    data = PackedRows(rows, 15 * len(rows), seed=0, masking_tokenizer=tokenizer)
     items = [data[index] for index in range(15 * len(rows))]
     shown, labels = (
         torch.stack([item[name] for item in items]) for name in ("input_ids", "labels")

@@ -1,4 +1,4 @@
-"""Small models to train from scratch, from Hugging Face configurations."""
+"""Small models to train from scratch, built from Hugging Face configurations."""
 
 from __future__ import annotations
 
@@ -10,43 +10,46 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from layerjump.errors import BadTraining
+from layerjump.errors import BadTraining, argument
 from layerjump.models.families import FAMILIES
 from layerjump.models.loading import CLASSES
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """How large a model is."""
+    """The size of a model."""
 
     layers: int = 4
     hidden: int = 128
+    """Width of the residual stream."""
     heads: int = 4
     max_positions: int = 128
-    """The longest sequence it takes."""
+    """Number of tokens in the longest sequence that the model takes."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise BadTraining(f"{name} given is {value}; give 1 or more")
+                raise BadTraining(f"expected {argument(name)} of 1 or more, got {value}")
         if self.hidden % self.heads:
             raise BadTraining(
-                f"hidden {self.hidden} does not divide into {self.heads} heads; give a multiple, such as "
+                f"{argument('hidden', self.hidden)} does not divide into {self.heads} heads; pass a multiple, such as "
                 f"{2 * self.heads * max(1, round(self.hidden / (2 * self.heads)))}"
             )
         if self.hidden // self.heads % 2:
             raise BadTraining(
-                f"hidden {self.hidden} and {self.heads} heads make heads of {self.hidden // self.heads}, but rotary "
-                "positions turn pairs of coordinates; give heads of an even size"
+                f"{argument('hidden', self.hidden)} and {self.heads} heads make heads of {self.hidden // self.heads} "
+                "dimensions, but rotary embeddings rotate pairs of dimensions; pass heads of an even size"
             )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family with the settings that make it this architecture; the size comes from a `Shape`."""
+    """A model family and the configuration values that make it this architecture; `ModelShape` adds the size."""
 
     family: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    window_share: float | None = None
+    """Sliding attention window as a share of the positions; None for full attention."""
 
     @property
     def masked(self) -> bool:
@@ -61,9 +64,9 @@ ARCHITECTURES = {
 }
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
 _OPT = {"activation_function": "gelu", "layerdrop": 0.0}
-_NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+_NO_SOFT_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 VARIANTS: dict[str, dict[str, Architecture]] = {
-    # Within each, all else is alike: LayerNorm, GELU, biases, norms before the parts.
+    # All share LayerNorm, GELU, biases and pre-norm.
     "positions": {
         "learned": Architecture("gpt2"),
         "rotary": Architecture(
@@ -78,58 +81,63 @@ VARIANTS: dict[str, dict[str, Architecture]] = {
             "falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}
         ),
     },
-    # Rotary positions, RMSNorm, gated feed-forward.
+    # Both share rotary embeddings, RMSNorm and a gated feed-forward network.
     "attention": {
         "full": Architecture("mistral", {"sliding_window": None}),
-        "local": Architecture("mistral", {"sliding_window": "an eighth"}),
+        "local": Architecture("mistral", window_share=1 / 8),
     },
-    # Pre and post: one family, one flag. Sandwich: Gemma 2 without its soft-caps, beside its predecessor.
+    # Pre and post differ in one flag of one family. Sandwich is Gemma 2 without its soft-caps, next to Gemma.
     "norms": {
         "pre": Architecture("opt", {**_OPT, "do_layer_norm_before": True}),
         "post": Architecture("opt", {**_OPT, "do_layer_norm_before": False}),
         "pre (RMS)": Architecture("gemma"),
-        "sandwich (RMS)": Architecture("gemma2", _NO_CAPS),
+        "sandwich (RMS)": Architecture("gemma2", _NO_SOFT_CAPS),
     },
 }
-"""What varies → variant → architecture, for the study `architecture`."""
-_FEED_FORWARD = ("intermediate_size", "ffn_dim")
-_GATED = ("llama", "mistral", "gemma", "gemma2")
+"""Property that varies → variant → architecture, for the study `architecture`."""
+_FFN_WIDTH_NAMES = ("intermediate_size", "ffn_dim")
+_GATED_FAMILIES = ("llama", "mistral", "gemma", "gemma2")
 
 
 def build_model(
-    kind: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
+    architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
-    """An untrained model for this tokenizer; the same seed gives the same weights."""
-    config = AutoConfig.for_model(kind.family, **_settings(kind, shape, tokenizer))
-    torch.manual_seed(seed)
-    made: PreTrainedModel = getattr(transformers, CLASSES[FAMILIES[kind.family].task]).from_config(
-        config
+    """Build an untrained model for a tokenizer; the same seed gives the same weights."""
+    config = AutoConfig.for_model(
+        architecture.family, **_config_values(architecture, shape, tokenizer)
     )
-    if kind.family == "bert":
-        _look_near(made)
-    return made
+    torch.manual_seed(seed)
+    auto_class = getattr(transformers, CLASSES[FAMILIES[architecture.family].task])
+    hf: PreTrainedModel = auto_class.from_config(config)
+    if architecture.family == "bert":
+        _initialize_bert(hf)
+    return hf
 
 
 @torch.no_grad()
-def _look_near(bert: Any) -> None:
-    """Let heads begin by looking at near positions: positions start as waves, queries equal to keys.
+def _initialize_bert(hf: Any) -> None:
+    """Start with sinusoidal positions and queries equal to keys, so that heads attend to near positions.
 
-    With random ones a small BERT was still at the loss of a unigram model after hundreds of steps.
+    From random weights a small BERT stays at the loss of a unigram model for hundreds of steps.
     """
-    places = bert.bert.embeddings.position_embeddings.weight
-    length, width = places.shape
+    embeddings = hf.bert.embeddings.position_embeddings.weight
+    length, width = embeddings.shape
     angles = torch.arange(length)[:, None] * length ** -torch.linspace(0, 1, (width + 1) // 2)
-    places.copy_(0.07 * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width])
-    for layer in bert.bert.encoder.layer:
+    embeddings.copy_(0.07 * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width])
+    for layer in hf.bert.encoder.layer:
         attention = layer.attention.self
         attention.key.weight.copy_(attention.query.weight.normal_(std=1.8 * width**-0.5))
 
 
-def _settings(
-    kind: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase
+def _config_values(
+    architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    known = AutoConfig.for_model(kind.family)
-    settings: dict[str, Any] = {
+    defaults = AutoConfig.for_model(architecture.family)
+    head_dim = shape.hidden // shape.heads
+    # Four times the width. A gated network has a third matrix, so two thirds of that, a multiple of eight.
+    gated = architecture.family in _GATED_FAMILIES
+    ffn_width = 8 * max(1, round(shape.hidden / 3)) if gated else 4 * shape.hidden
+    values: dict[str, Any] = {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -140,34 +148,23 @@ def _settings(
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
     }
-    for name in _FEED_FORWARD:
-        if hasattr(known, name):
-            settings[name] = _feed_forward(kind, shape)
-    more = {
+    values |= {name: ffn_width for name in _FFN_WIDTH_NAMES if hasattr(defaults, name)}
+    where_settable = {
         "num_key_value_heads": shape.heads,
-        "head_dim": shape.hidden // shape.heads,
-        "query_pre_attn_scalar": shape.hidden // shape.heads,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim,
         "word_embed_proj_dim": shape.hidden,
         "layer_types": ["full_attention"] * shape.layers,
     }
-    settings |= {name: value for name, value in more.items() if _settable(known, name)}
-    # Dropout would make a run depend on how its batches are cut and dealt out.
-    settings |= {name: 0.0 for name, value in vars(known).items() if _drops(name, value)}
-    settings |= kind.settings
-    if settings.get("sliding_window") == "an eighth":
-        settings["sliding_window"] = max(1, shape.max_positions // 8)
-    return settings
-
-
-def _feed_forward(kind: Architecture, shape: ModelShape) -> int:
-    """Four times the width; a gated one has a third product, so two thirds of that, in eights."""
-    return 8 * max(1, round(shape.hidden / 3)) if kind.family in _GATED else 4 * shape.hidden
-
-
-def _settable(known: Any, name: str) -> bool:
-    """Falcon works its heads' size out itself."""
-    return hasattr(known, name) and not isinstance(getattr(type(known), name, None), property)
-
-
-def _drops(name: str, value: object) -> bool:
-    return ("dropout" in name or "pdrop" in name) and isinstance(value, float)
+    for name, value in where_settable.items():
+        # Falcon computes head_dim in a property.
+        if hasattr(defaults, name) and not isinstance(getattr(type(defaults), name, None), property):
+            values[name] = value
+    # Dropout would make a run depend on how its batches are split over processes.
+    for name, value in vars(defaults).items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+            values[name] = 0.0
+    values |= architecture.config
+    if architecture.window_share is not None:
+        values["sliding_window"] = max(1, int(shape.max_positions * architecture.window_share))
+    return values
