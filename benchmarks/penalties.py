@@ -37,8 +37,7 @@ from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.prune import ALL_POSITIONS
 from layerjump.training.model import ModelShape
-from layerjump.training.pretrain import join_corpora, pretrain
-from layerjump.training.trainer import Recipe
+from layerjump.training.pretrain import PretrainingRecord, Recipe, join_corpora, pretrain
 
 SHARED = Path(__file__).parents[2] / "shared"
 STORIES = SHARED / "text/tinystories"
@@ -104,28 +103,31 @@ def main() -> None:
     print(json.dumps(summed(found)))
 
 
-def trained(text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path) -> dict[str, Any]:
+def trained(text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path) -> PretrainingRecord:
     """The record of a training, done now or before."""
     if not folder.exists():
         pretrain(text, folder, recipe, held_out=held_out)
-    record: dict[str, Any] = json.loads((folder / "training.json").read_text())
+    record = PretrainingRecord.load(folder)
     if recipe.seed == 0 and recipe.penalty == "none":
-        passes = f"the text {record['passes']:.1f} times ({record['tokens']:,} tokens)"
-        print(f"{record['parameters']:,} parameters, {passes}, {record['minutes']} min a run")
+        passes = f"the text {record.passes:.1f} times ({record.tokens:,} tokens)"
+        print(f"{record.parameters:,} parameters, {passes}, {record.minutes} min a run")
     return record
 
 
-def measured(record: dict[str, Any], folder: Path, judge: Model, stories: int) -> Measures:
+def measured(record: PretrainingRecord, folder: Path, judge: Model, stories: int) -> Measures:
     """All that is asked of one model."""
-    last = record["tables"]["steps"][-1]
-    measures: Measures = {name: last[name] for name in last if name not in ("step", "chance floor")}
-    measures["loss in training"] = record["log"][-1]["lm_loss"]
+    last = record.tables.steps[-1]
+    measures: Measures = {
+        name: value
+        for name, value in last.items()
+        if name not in ("step", "chance floor") and value is not None
+    }
+    measures["loss in training"] = record.log[-1]["lm_loss"]
     step = last["step"]
-    for row in record["tables"]["blocks"]:
-        if row["step"] == step:
-            measures[f"without residual held out, block {row['block']}"] = row[
-                "without residual held out"
-            ]
+    for row in record.tables.blocks:
+        value = row["without residual held out"]
+        if row["step"] == step and value is not None:
+            measures[f"without residual held out, block {row['block']}"] = value
     return measures | task_accuracy(folder) | judged(judge, sampled(folder, stories))
 
 

@@ -30,7 +30,7 @@ from layerjump.studies import human_evaluation
 from layerjump.studies.setup import make_settings
 from layerjump.training.finetune import load_task
 from layerjump.training.monitor import load_measurements
-from layerjump.training.trainer import Recipe, training_arguments
+from layerjump.training.pretrain import Recipe, training_arguments
 
 model, text, jumps = fitted_gpt2.model, fitted_gpt2.text, fitted_gpt2.jumps  # fixtures
 
@@ -119,9 +119,9 @@ def test_exit_rules_that_cannot_be():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seed": -1}, "the seed given is -1"),
-        ({"learning_rate": float("nan")}, "the learning rate given is nan"),
-        ({"penalty_weight": -0.5}, "the penalty weight given is -0.5"),
+        ({"seed": -1}, "seed of 0 or more, got -1"),
+        ({"learning_rate": float("nan")}, "learning_rate above 0, got nan"),
+        ({"penalty_weight": -0.5}, "penalty_weight of 0 or more, got -0.5"),
     ],
 )
 def test_recipes(changes, said):
@@ -216,7 +216,7 @@ def test_items_that_are_none(tmp_path):
         load_items(boolq, tmp_path)
     for choices in ('"ab"', '{"a": 1, "b": 2}', "[1, 2]", "[" * 100_000):
         (tmp_path / "task.jsonl").write_text(f'{{"query": "q", "gold": 0, "choices": {choices}}}')
-        with refusal("line 1", "is no item", "`choices`"):
+        with refusal("line 1", "is not an item", "`choices`"):
             load_task(tmp_path / "task.jsonl")
 
 
@@ -224,7 +224,7 @@ def test_a_track_that_was_not_measured(tmp_path):
     good = {name: [{"step": 0, "loss": 1.5}, {"step": 9, "loss": None}] for name in _TABLES}
     path = tmp_path / "track.json"
     path.write_text(json.dumps(good))
-    assert load_measurements(path, 5)["steps"] == [{"step": 0, "loss": 1.5}]
+    assert load_measurements(path, 5).steps == [{"step": 0, "loss": 1.5}]
     for bad in (
         {},
         {"steps": 3},

@@ -14,7 +14,7 @@ from layerjump.cli.main import app
 from layerjump.errors import BadArtifact
 from layerjump.io import only_writer, replace_folder, writing
 from layerjump.jumps.collect import SplitMoments
-from layerjump.training.hf_trainer import (
+from layerjump.training.trainer import (
     COMPLETE_MARK,
     RUN_FILE,
     find_checkpoint,

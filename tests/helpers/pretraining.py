@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.story_text import stories
 from layerjump.training.model import ModelShape
-from layerjump.training.trainer import Recipe
+from layerjump.training.pretrain import Recipe
 
 TEXT, HELD_OUT = stories(300), stories(60, seed=1, name="others")
 SMALL = Recipe(

@@ -28,7 +28,7 @@ RECIPE = replace(SMALL, steps=9, eval_every=3, learning_rate=1e-3)
 def trained(tmp_path_factory):
     """A model, with all its checkpoints beside it."""
     folder = tmp_path_factory.mktemp("trained") / "model"
-    pretrain(TEXT, folder, RECIPE, device="cpu", keep=True)
+    pretrain(TEXT, folder, RECIPE, device="cpu", keep_checkpoints=True)
     return folder
 
 
@@ -55,7 +55,7 @@ def test_dynamics_follows_a_series_in_order(setup, trained):
     steps = [row["step"] for row in found.tables["steps"]]
     assert steps == [1, 3, 6, 9]  # the model itself has no number: its place in the series
     last, itself = found.tables["steps"][-1], found.tables["steps"][0]
-    for name, value in measure_profile(setup.model, setup.corpus).row().items():
+    for name, value in measure_profile(setup.model, setup.corpus).summary_row().items():
         assert last[name] == pytest.approx(value, rel=1e-6)
         assert itself[name] == last[name]
     assert len(found.tables["blocks"]) == 4 * 2

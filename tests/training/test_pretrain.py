@@ -21,9 +21,8 @@ from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact
 from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
 from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model
-from layerjump.training.monitor import measure_profile
-from layerjump.training.pretrain import pretrain
-from layerjump.training.trainer import train_model, training_arguments
+from layerjump.training.monitor import LevelProfile, measure_profile
+from layerjump.training.pretrain import pretrain, train_model, training_arguments
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +114,7 @@ def test_two_processes_are_one_and_write_one_model(tmp_path):
     assert done.returncode == 0, done.stderr
     recipe = replace(SMALL, penalty="jump")
     found = {
-        "one": pretrain(lj.load_text(text), tmp_path / "one", recipe, device="cpu"),
+        "one": pretrain(lj.load_text(text), tmp_path / "one", recipe, device="cpu").to_json(),
         "two": json.loads(done.stdout),
     }
     assert found["two"]["processes"] == 2
@@ -141,14 +140,14 @@ def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
     model = lj.load(tmp_path / "made")
     assert model.n_blocks == 2
     assert model.tokenization.tokenizer.model_max_length == 16
-    again = measure_profile(model, HELD_OUT).row()
-    last = record["tables"]["steps"][-1]
+    again = measure_profile(model, HELD_OUT).summary_row()
+    last = record.tables.steps[-1]
     for name, value in again.items():
         assert value == pytest.approx(last[name], rel=1e-3, abs=1e-3), name
     card = (tmp_path / "made" / "README.md").read_text()
-    assert str(tmp_path) not in card + json.dumps(record["settings"])
+    assert str(tmp_path) not in card + json.dumps(record.to_json()["settings"])
     auto = transformers.AutoModelForMaskedLM if model.masked else transformers.AutoModelForCausalLM
-    assert auto.from_pretrained(tmp_path / "made").num_parameters() == record["parameters"]
+    assert auto.from_pretrained(tmp_path / "made").num_parameters() == record.parameters
 
 
 @pytest.mark.parametrize(
@@ -175,11 +174,6 @@ def test_a_profiles_loss_is_the_models_own(data_folder):
     found = measure_profile(model, text)
     assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
-    assert found.levels[-1] == {
-        "level": 4,
-        "r2": 1.0,
-        "agreement map": 1.0,
-        "agreement identity": 1.0,
-    }
+    assert found.levels[-1] == LevelProfile(4, r2=1.0, agreement_map=1.0, agreement_identity=1.0)
     assert len(found.blocks) == 4
     assert found.mean("agreement map") > found.mean("agreement identity")

@@ -41,9 +41,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
     record = pretrain(TEXT, killed, recipe, held_out=HELD_OUT, device="cpu")
     weights = [tmp_path / name / "model.safetensors" for name in ("whole", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert [row["step"] for row in record["tables"]["steps"]] == [0, 6, 12, 18, 24]
-    assert record["tables"] == whole["tables"]
-    losses = [[row["lm_loss"] for row in made["log"]] for made in (whole, record)]
+    assert [row["step"] for row in record.tables.steps] == [0, 6, 12, 18, 24]
+    assert record.tables == whole.tables
+    losses = [[row["lm_loss"] for row in made.log] for made in (whole, record)]
     assert losses[0] == losses[1]
     assert not work.exists()
 
@@ -93,7 +93,7 @@ def test_a_run_killed_while_it_wrote_its_model_has_nothing_left_to_train(tmp_pat
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     again = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", force=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
-    assert again["tables"] == made["tables"]
+    assert again.tables == made.tables
 
 
 def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
@@ -102,11 +102,7 @@ def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
     made = pretrain(
         TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), held_out=HELD_OUT
     )
-    assert (
-        made["settings"]["vocabulary"]
-        == len(lj.load(tmp_path / "out").tokenization.tokenizer)
-        == 300
-    )
+    assert made.settings.vocab_size == len(lj.load(tmp_path / "out").tokenization.tokenizer) == 300
 
 
 def test_bad_shapes_and_texts(tmp_path):
@@ -114,7 +110,7 @@ def test_bad_shapes_and_texts(tmp_path):
         ModelShape(hidden=16, heads=3)
     with pytest.raises(BadTraining, match="even size"):
         ModelShape(hidden=15, heads=3)
-    with pytest.raises(BadTraining, match="layers given is 0"):
+    with pytest.raises(BadTraining, match="layers of 1 or more, got 0"):
         ModelShape(layers=0)
     with pytest.raises(BadText, match="another"):
         pretrain(TEXT, tmp_path / "out", SMALL, held_out=TEXT)

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from layerjump.cli._options import (
 )
 from layerjump.cli._output_dir import locks_output
 from layerjump.errors import BadTraining
+
+if TYPE_CHECKING:
+    from layerjump.training.pretrain import PretrainingRecord
 
 penalty_option, architecture_option = (
     option_group("Linearity penalty"),
@@ -109,9 +112,8 @@ def pretrain(
     """
     from layerjump.data.corpus import load_text
     from layerjump.training.model import ModelShape
-    from layerjump.training.pretrain import join_corpora
+    from layerjump.training.pretrain import Recipe, join_corpora
     from layerjump.training.pretrain import pretrain as train
-    from layerjump.training.trainer import Recipe
 
     positions = length if max_positions is None else max_positions
     recipe = Recipe(
@@ -145,17 +147,17 @@ def pretrain(
         print(f"wrote {output}", file=sys.stderr)
 
 
-def _render_page(record: dict[str, Any]) -> str:
+def _render_page(record: PretrainingRecord) -> str:
     from layerjump.report.report import training_page
 
     return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
 
 
-def _print_record(record: dict[str, Any], *, as_json: bool) -> None:
+def _print_record(record: PretrainingRecord, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(record, indent=2))
+        print(json.dumps(record.to_json(), indent=2))
         return
-    first, last = record["tables"]["steps"][0], record["tables"]["steps"][-1]
+    first, last = record.tables.steps[0], record.tables.steps[-1]
     rows = [{"": name, "before": first[name], "after": last[name]} for name in last]
-    title = f"{record['settings']['arch']}, {record['parameters']:,} parameters, held-out text"
+    title = f"{record.settings.arch}, {record.parameters:,} parameters, held-out text"
     print_table(title, rows, as_json=False)

@@ -124,7 +124,7 @@ def prune(
     from layerjump.pruning.draft_model import make_draft_model
     from layerjump.pruning.prune import prepare_calibration
     from layerjump.pruning.prune import prune as prune_model
-    from layerjump.training.hf_trainer import remove_training_folder
+    from layerjump.training.trainer import remove_training_folder
 
     check_free(output, force=force)
     if sum(value is not None for value in (drop, max_loss, keep_first)) != 1:

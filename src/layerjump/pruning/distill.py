@@ -28,7 +28,7 @@ from layerjump.models.structure import Site
 from layerjump.pruning.prune import CalibrationData, Pruned, with_test_loss
 from layerjump.pruning.replace import StreamTransform
 from layerjump.pruning.residual_weights import ffn_output_layer
-from layerjump.training.hf_trainer import ResumableTrainer, find_checkpoint, silence_trainer
+from layerjump.training.trainer import ResumableTrainer, find_checkpoint, silence_trainer
 
 
 def distill(

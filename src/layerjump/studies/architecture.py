@@ -35,7 +35,7 @@ from layerjump.studies.setup import Setup
 from layerjump.training.data import pack_rows
 from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
 from layerjump.training.monitor import measure_profile
-from layerjump.training.trainer import Recipe, train_model, training_arguments
+from layerjump.training.pretrain import Recipe, train_model, training_arguments
 
 LENGTH, BATCH = 128, 16
 LEARNING_RATE = 1e-3
@@ -75,7 +75,7 @@ def run(setup: Setup) -> Result:
         for turn in range(settings.finetune_runs):
             recipe = _recipe(setup, seed=settings.seed + turn)
             model = _trained(setup.model, VARIANTS[what][name], text, recipe)
-            found = measure_profile(model, held_out, seed=settings.seed).row()
+            found = measure_profile(model, held_out, seed=settings.seed).summary_row()
             found["gain"] = found["agreement map"] - found["agreement identity"]
             about: Row = {"varies": what, "variant": name, "run": turn + 1}
             rows.append(about | {"parameters": model.hf.num_parameters()} | found)

@@ -34,7 +34,7 @@ from layerjump.studies._untyped import (
 )
 from layerjump.studies.setup import Setup
 from layerjump.training.finetune import (
-    BATCH,
+    BATCH_SIZE,
     LEARNING_RATE,
     ChoiceItem,
     accuracy,
@@ -98,7 +98,7 @@ def run(setup: Setup) -> Result:
         "task": Path(str(settings.finetune_task)).name,
         "items": len(items),
         "steps": steps,
-        "batch": BATCH,
+        "batch": BATCH_SIZE,
         "learning_rate": LEARNING_RATE,
         "runs": settings.finetune_runs,
     }
@@ -135,8 +135,8 @@ def _change(name: str, before: float, after: float) -> Row:
 def _block(place: int, before: Profile, after: list[Profile]) -> Row:
     row: Row = {"block": place + 1}
     for name in _MEASURED:
-        then = [one.blocks[place][name] for one in after]
-        row |= _change(name, before.blocks[place][name], mean(then))
+        then = [one.block_rows()[place][name] for one in after]
+        row |= _change(name, before.block_rows()[place][name], mean(then))
         row[f"{name} sd"] = stdev(then) if len(then) > 1 else None
     return row
 

@@ -36,7 +36,7 @@ from layerjump.studies._untyped import (
     number,
 )
 from layerjump.studies.setup import Setup
-from layerjump.training.monitor import PROFILE_SPLIT, Tables, append_profile, measure_profile
+from layerjump.training.monitor import PROFILE_SPLIT, measure_profile
 
 _NAMES = ("with residual", "without residual")
 
@@ -56,10 +56,11 @@ def unable(setup: Setup) -> str | None:
 
 def run(setup: Setup) -> Result:
     """Measure every checkpoint on the same text."""
-    tables: Tables = {"steps": [], "blocks": [], "levels": []}
+    tables: dict[str, list[Row]] = {"steps": [], "blocks": [], "levels": []}
     for place, (name, model) in enumerate(_series(setup), start=1):
         found = measure_profile(model, setup.corpus, seed=setup.settings.seed)
-        append_profile(tables, found, step=step_of(name, place), checkpoint=name)
+        for table, rows in found.tables(step=step_of(name, place), checkpoint=name).items():
+            tables[table] += rows
     for name in tables:
         tables[name].sort(key=lambda row: int(row["step"]))
     result = Result("dynamics", tables)

@@ -1,9 +1,4 @@
-"""Fine-tune a causal model on a multiple-choice task.
-
-Multiple-choice tasks: read from a file, learnt as text, scored by likelihood.
-
-Fine-tune a causal model on a task: it learns to write the right answer behind the prompt.
-"""
+"""Fine-tune a causal model on a multiple-choice task, and score it by the likelihood of the answers."""
 
 from __future__ import annotations
 
@@ -13,9 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
@@ -27,117 +23,131 @@ from layerjump.errors import BadText
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
 from layerjump.training.data import IGNORE_INDEX
-from layerjump.training.hf_trainer import silence_trainer
+from layerjump.training.trainer import silence_trainer
 
-ROWS = 16
-"""Answers that are scored at once."""
-_FORMATS = "give lines of JSON with `query`, `choices` and `gold`, or with `premise`, `hypothesis` and `label`"
+BATCH_SIZE = 8
+LEARNING_RATE = 5e-5
+SCORING_BATCH_SIZE = 16
+_FORMATS = "pass lines of JSON with `query`, `choices` and `gold`, or with `premise`, `hypothesis` and `label`"
+
+Example = tuple[Tensor, Tensor]
+"""Token ids of a prompt with its answer, and labels that leave the prompt out."""
 
 
 @dataclass(frozen=True)
 class ChoiceItem:
-    """A prompt, what may follow it, and which of these is right."""
+    """A prompt, its possible answers, and the index of the right one."""
 
     prompt: str
     choices: tuple[str, ...]
     gold: int
 
 
+class _ChoiceRow(BaseModel):
+    model_config = ConfigDict(strict=True)
+    query: str
+    choices: list[str]
+    gold: NonNegativeInt
+
+
+class _EntailmentRow(BaseModel):
+    model_config = ConfigDict(strict=True)
+    premise: str
+    hypothesis: str
+    label: str
+
+
 def load_task(path: str | Path) -> list[ChoiceItem]:
-    """Read a task file, one item a line: `query`, `choices`, `gold`, or an entailment set's `premise` … `label`.
+    """Load a task file with one JSON object a line: `query`, `choices`, `gold`, or `premise`, `hypothesis`, `label`.
 
-    An entailment item becomes "premise", "Question: hypothesis", "Answer:", and its choices are the labels of the file:
-    the wording is ours.
+    The prompt of an entailment item is "premise", "Question: hypothesis", "Answer:" (our wording); its choices are
+    all labels of the file.
     """
-    place = Path(path).expanduser()
+    path = Path(path).expanduser()
     try:
-        lines = place.read_text("utf-8").split("\n")  # splitlines() also cuts at U+2028
+        lines = path.read_text("utf-8").split("\n")  # splitlines() also splits at U+2028
     except (OSError, UnicodeDecodeError) as error:
-        raise BadText(f"the task {place} cannot be read ({error}); {_FORMATS}") from error
-    found: list[dict[str, Any]] = []
+        raise BadText(f"the task {path} cannot be read ({error}); {_FORMATS}") from error
+    rows = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            found.append(_parsed(line, place, number))
-    if not found:
-        raise BadText(f"the task {place} has no items; {_FORMATS}")
-    labels = sorted({row["label"] for row in found if "label" in row})
-    return [_item(row, labels) for row in found]
+        if not line.strip():
+            continue
+        try:
+            rows.append(_parse_row(line))
+        except (ValueError, RecursionError) as error:
+            raise BadText(f"line {number} of the task {path} is not an item; {_FORMATS}") from error
+    if not rows:
+        raise BadText(f"the task {path} has no items; {_FORMATS}")
+    labels = sorted({row.label for row in rows if isinstance(row, _EntailmentRow)})
+    return [_to_item(row, labels) for row in rows]
 
 
-def _parsed(line: str, place: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        if "label" in row:
-            good = all(isinstance(row[name], str) for name in ("premise", "hypothesis", "label"))
-        else:
-            choices = row["choices"]
-            good = isinstance(row["query"], str) and isinstance(choices, list)
-            good = good and all(isinstance(one, str) for one in choices)
-            good = good and type(row["gold"]) is int and 0 <= row["gold"] < len(choices)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        good = False
-    if not good:
-        raise BadText(f"line {number} of the task {place} is no item; {_FORMATS}")
+def _parse_row(line: str) -> _ChoiceRow | _EntailmentRow:
+    values = json.loads(line)
+    if isinstance(values, dict) and "label" in values:
+        return _EntailmentRow.model_validate(values)
+    row = _ChoiceRow.model_validate(values)
+    if row.gold >= len(row.choices):
+        raise ValueError("`gold` is not the index of a choice")
     return row
 
 
-def _item(row: dict[str, Any], labels: Sequence[str]) -> ChoiceItem:
-    if "label" in row:
-        prompt = f"{row['premise']}\nQuestion: {row['hypothesis']}\nAnswer:"
-        words = tuple(label.replace("_", " ") for label in labels)
-        return ChoiceItem(prompt, words, labels.index(row["label"]))
-    return ChoiceItem(row["query"].rstrip(), tuple(row["choices"]), row["gold"])
+def _to_item(row: _ChoiceRow | _EntailmentRow, labels: Sequence[str]) -> ChoiceItem:
+    if isinstance(row, _ChoiceRow):
+        return ChoiceItem(row.query.rstrip(), tuple(row.choices), row.gold)
+    prompt = f"{row.premise}\nQuestion: {row.hypothesis}\nAnswer:"
+    choices = tuple(label.replace("_", " ") for label in labels)
+    return ChoiceItem(prompt, choices, labels.index(row.label))
 
 
-def encode_example(tokens: Tokenization, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
-    """Ids of a prompt and an answer, and the labels of the answer alone; a long prompt loses its beginning."""
-    before, after = tokens.encode([prompt, f" {answer.strip()}"])
-    room = tokens.max_length - len(tokens.prefix) - len(after)
-    if room < 1:
+def encode_example(tokenization: Tokenization, prompt: str, answer: str) -> Example:
+    """Return the token ids of prompt and answer, and labels of the answer alone; a long prompt loses its beginning."""
+    prompt_ids, answer_ids = tokenization.encode([prompt, f" {answer.strip()}"])
+    n_prompt = tokenization.max_length - len(tokenization.prefix) - len(answer_ids)
+    if n_prompt < 1:
         raise BadText(
-            f"the answer {answer[:30]!r} has {len(after)} tokens, and the model takes {tokens.max_length}; give "
-            "shorter answers, or a model with more positions"
+            f"the answer {answer[:30]!r} has {len(answer_ids)} tokens, and the model takes {tokenization.max_length}; "
+            "pass shorter answers, or a model with more positions"
         )
-    ids = [*tokens.prefix, *before[-room:], *after]
-    labels = [IGNORE_INDEX] * (len(ids) - len(after)) + after
+    ids = [*tokenization.prefix, *prompt_ids[-n_prompt:], *answer_ids]
+    labels = [IGNORE_INDEX] * (len(ids) - len(answer_ids)) + answer_ids
     return torch.tensor(ids), torch.tensor(labels)
 
 
-def pad_examples(rows: Sequence[tuple[Tensor, Tensor]], pad: int) -> dict[str, Tensor]:
-    """Sequences side by side, padded on the right."""
-    ids = pad_sequence([row[0] for row in rows], batch_first=True, padding_value=pad)
-    labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
-    mask = pad_sequence([torch.ones_like(row[0]) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+def pad_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
+    """Return a batch of examples, padded on the right."""
+    ids, labels = [ids for ids, _ in examples], [labels for _, labels in examples]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
+    }
 
 
 @torch.no_grad()
 def accuracy(model: Model, items: Sequence[ChoiceItem]) -> float:
-    """The share of items whose right answer has the highest likelihood, mean over its tokens."""
-    tokens = model.tokenization
-    rows = [
-        encode_example(tokens, item.prompt, choice) for item in items for choice in item.choices
+    """Return the share of items whose right answer has the highest mean log-likelihood per token."""
+    tokenization = model.tokenization
+    examples = [
+        encode_example(tokenization, item.prompt, choice)
+        for item in items
+        for choice in item.choices
     ]
     scores: list[float] = []
-    for start in range(0, len(rows), ROWS):
-        batch = pad_examples(rows[start : start + ROWS], tokens.pad)
+    for start in range(0, len(examples), SCORING_BATCH_SIZE):
+        batch = pad_examples(examples[start : start + SCORING_BATCH_SIZE], tokenization.pad)
         ids, mask, labels = (tensor.to(model.device) for tensor in batch.values())
-        shares = log_softmax(
-            model.hf(input_ids=ids, attention_mask=mask).logits[:, :-1].float(), -1
-        )
-        there = labels[:, 1:] != IGNORE_INDEX
-        each = shares.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * there
-        scores += (each.sum(1) / there.sum(1)).tolist()
-    right, at = 0, 0
+        logits = model.hf(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        is_answer = labels[:, 1:] != IGNORE_INDEX
+        targets = labels[:, 1:].clamp(min=0)[..., None]
+        likelihood = log_softmax(logits.float(), -1).gather(-1, targets)[..., 0] * is_answer
+        scores += (likelihood.sum(1) / is_answer.sum(1)).tolist()
+    n_right, start = 0, 0
     for item in items:
-        mine = scores[at : at + len(item.choices)]
-        right += mine.index(max(mine)) == item.gold
-        at += len(item.choices)
-    return right / len(items)
-
-
-BATCH = 8
-LEARNING_RATE = 5e-5
+        item_scores = scores[start : start + len(item.choices)]
+        n_right += item_scores.index(max(item_scores)) == item.gold
+        start += len(item.choices)
+    return n_right / len(items)
 
 
 def finetune(
@@ -148,9 +158,14 @@ def finetune(
     learning_rate: float = LEARNING_RATE,
     seed: int = 0,
 ) -> Model:
-    """A copy of the model, trained for so many batches of eight; the loss is of the answers' tokens alone."""
-    tokens = model.tokenization
-    rows = [encode_example(tokens, item.prompt, item.choices[item.gold]) for item in items]
+    """Return a copy of the model, trained for `steps` batches of eight items to write the right answer.
+
+    The loss is over the tokens of the answers alone.
+    """
+    tokenization = model.tokenization
+    examples = [
+        encode_example(tokenization, item.prompt, item.choices[item.gold]) for item in items
+    ]
     hf = copy.deepcopy(model.hf)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         trainer = Trainer(
@@ -158,7 +173,7 @@ def finetune(
             TrainingArguments(
                 output_dir=folder,
                 max_steps=steps,
-                per_device_train_batch_size=BATCH,
+                per_device_train_batch_size=BATCH_SIZE,
                 learning_rate=learning_rate,
                 lr_scheduler_type="linear",
                 warmup_steps=max(1, steps // 20),
@@ -166,22 +181,11 @@ def finetune(
                 report_to=[],
                 use_cpu=model.device.type == "cpu",
                 seed=seed,
-                disable_tqdm=True,  # it would print to standard output
+                disable_tqdm=True,  # it prints to standard output
             ),
-            train_dataset=_Items(rows),
-            data_collator=lambda chosen: pad_examples(chosen, tokens.pad),
+            train_dataset=cast(Dataset[Example], examples),  # a list has all that a Dataset needs
+            data_collator=lambda batch: pad_examples(batch, tokenization.pad),
         )
         silence_trainer(trainer)
         trainer.train()
     return Model.wrap(hf.eval(), model.tokenizer, name=f"{model.name} (fine-tuned)")
-
-
-class _Items(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._rows[index]

@@ -158,7 +158,9 @@ def _config_values(
     }
     for name, value in where_settable.items():
         # Falcon computes head_dim in a property.
-        if hasattr(defaults, name) and not isinstance(getattr(type(defaults), name, None), property):
+        if hasattr(defaults, name) and not isinstance(
+            getattr(type(defaults), name, None), property
+        ):
             values[name] = value
     # Dropout would make a run depend on how its batches are split over processes.
     for name, value in vars(defaults).items():

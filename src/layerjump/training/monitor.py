@@ -1,17 +1,13 @@
-"""Monitor loss, linearity and predictions of a model in training.
-
-What is measured of a model in training, on other text: loss, linearity, angles, what its levels predict.
-
-How a model changes while it is trained: its profile every so many steps, kept in a file.
-"""
+"""Measure loss, linearity and lens predictions of a model on held-out text, once or during training."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, StrictFloat, StrictInt, ValidationError, field_validator
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -36,87 +32,139 @@ from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 
 PROFILE_SPLIT = "75/0/25"
-"""Of the held-out documents: maps are fitted on three quarters and tested on one."""
-PER_WIDTH = 60
-"""Positions to fit on, at most, for every coordinate: noise would then score a sixtieth."""
-PREDICTED = 30_000
-"""Tokens whose loss is taken, at most."""
-READ = 600
-"""Positions read through the vocabulary at every level."""
+"""Split of the held-out documents: maps are fitted on three quarters and tested on one."""
+MAX_FIT_POSITIONS_PER_DIM = 60
+"""Limit of positions to fit on, for every dimension: pure noise then has a linearity of 1/60."""
+MAX_LOSS_TOKENS = 30_000
+MAX_LENS_POSITIONS = 600
+MEASUREMENTS_FILE = "track.json"
+
+Row = dict[str, Any]
+"""One row of a table: column name → number, or None for a number that is not finite."""
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """Linearity of one block (arXiv 2405.12250) in sample and held out, and the angle between its two levels."""
+
+    block: int
+    with_residual: float
+    without_residual: float
+    with_residual_held_out: float
+    without_residual_held_out: float
+    identity: float
+    """Linearity of the identity map."""
+    chance_floor: float
+    """Linearity of pure noise, in sample."""
+    angle: float
+
+
+@dataclass(frozen=True)
+class LevelProfile:
+    """R² of the map from one level to the last, and how often map and identity predict the model's own token."""
+
+    level: int
+    r2: float
+    agreement_map: float
+    agreement_identity: float
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One model's numbers at one moment."""
+    """Measurements of one model on held-out text."""
 
     loss: float
-    """Nats a held-out token."""
+    """Mean loss in nats per token."""
     perplexity: float
     jump_strength: float
-    blocks: list[dict[str, Any]]
-    """By block: linearity with and without the residual stream, in sample and held out; the turn of its stream."""
-    levels: list[dict[str, Any]]
-    """By level: R² of the map to the last one, and how often map and identity give the model's own token."""
+    blocks: list[BlockProfile]
+    levels: list[LevelProfile]
 
     def mean(self, column: str) -> float:
-        """The mean over blocks, or over the levels below the last."""
-        rows = self.blocks if column in self.blocks[0] else self.levels[:-1]
+        """Return the mean of a column, such as "with residual", over blocks or over the levels below the last."""
+        rows = self.block_rows()
+        rows = rows if column in rows[0] else self.level_rows()[:-1]
         return sum(row[column] for row in rows) / len(rows)
 
-    def row(self) -> dict[str, float]:
-        """All in a few numbers."""
-        names = ("with residual", "without residual")
-        found = {"loss": self.loss, "perplexity": self.perplexity}
-        for name in (*names, *(f"{name} held out" for name in names), "identity", "chance floor"):
-            found[name] = self.mean(name)
-        found["jump strength"] = self.jump_strength
-        for name in ("agreement map", "agreement identity", "r2"):
-            found[name] = self.mean(name)
-        return found
+    def block_rows(self) -> list[Row]:
+        """Return one row a block, with column names as in files and reports ("with residual held out")."""
+        return [_as_row(block) for block in self.blocks]
+
+    def level_rows(self) -> list[Row]:
+        """Return one row a level, with column names as in files and reports ("agreement map")."""
+        return [_as_row(level) for level in self.levels]
+
+    def summary_row(self) -> dict[str, float]:
+        """Return loss, jump strength and the means over blocks and levels."""
+        streams = ("with residual", "without residual")
+        held_out = ("with residual held out", "without residual held out")
+        block_means = {name: self.mean(name) for name in (*streams, *held_out, "identity")}
+        block_means["chance floor"] = self.mean("chance floor")
+        level_names = ("agreement map", "agreement identity", "r2")
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            **block_means,
+            "jump strength": self.jump_strength,
+            **{name: self.mean(name) for name in level_names},
+        }
+
+    def tables(self, **labels: int | str) -> dict[str, list[Row]]:
+        """Return the rows of the tables `steps`, `blocks` and `levels`; the labels become their first columns."""
+        rows = {
+            "steps": [self.summary_row()],
+            "blocks": self.block_rows(),
+            "levels": self.level_rows(),
+        }
+        return {name: [labels | _finite(row) for row in table] for name, table in rows.items()}
+
+
+def _as_row(profile: BlockProfile | LevelProfile) -> Row:
+    return {name.replace("_", " "): value for name, value in asdict(profile).items()}
+
+
+def _finite(row: Row) -> Row:
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def measure_profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
-    """Measure a model on a text; the same seed takes the same documents and positions."""
-    everywhere = Positions("all", special=True)
-    adjacent = _plan(model, text, "adjacent", everywhere, seed).run()
-    to_last = _plan(model, text, "to-last", _predicting(model), seed)
-    collected = to_last.run()
-    found = token_losses(model, _predicted(model, text, seed))
-    jumps = solve_jumps(collected, "affine")
+    """Measure a model on a text; the same seed selects the same documents and positions."""
+    adjacent = _plan(model, text, "adjacent", Positions("all", special=True), seed).run()
+    to_last = _plan(model, text, "to-last", _predicting_positions(model), seed)
+    jumps = solve_jumps(to_last.run(), "affine")
+    losses = token_losses(model, _loss_batches(model, text, seed))
     lenses = {"map": Lens(model, jumps), "identity": Lens(model)}
-    hits = (
-        evaluate_lenses(model, lenses, _few(model, text, to_last, seed)).hits(1).double().mean(-1)
-    )
+    scores = evaluate_lenses(model, lenses, _lens_batches(model, text, to_last, seed))
+    agreement = scores.hits(1).double().mean(-1)
     blocks = []
     for level in range(model.n_blocks):
         fitted = block_map(adjacent.fit, level)
-        scores = block_scores(fitted, adjacent.fit, adjacent.test, level)
-        angle = adjacent.test.mean_angle(block_pair(level))
-        blocks.append({"block": level + 1, **scores, "angle": angle})
-    scores_of = {info.source.index: info.r2 for info in jumps.info.values() if info.r2}
+        linearity = block_scores(fitted, adjacent.fit, adjacent.test, level)
+        blocks.append(
+            BlockProfile(
+                block=level + 1,
+                angle=adjacent.test.mean_angle(block_pair(level)),
+                **{name.replace(" ", "_"): value for name, value in linearity.items()},
+            )
+        )
+    r2 = {info.source.index: info.r2[0] for info in jumps.info.values() if info.r2}
     levels = [
-        {
-            "level": level,
-            "r2": scores_of[level][0] if level in scores_of else 1.0,
-            "agreement map": float(hits[0, level]),
-            "agreement identity": float(hits[1, level]),
-        }
+        LevelProfile(
+            level, r2.get(level, 1.0), float(agreement[0, level]), float(agreement[1, level])
+        )
         for level in range(model.n_blocks + 1)
     ]
-    turns = [row["angle"] for row in blocks]
-    return Profile(found.mean, found.perplexity, jump_strength(turns), blocks, levels)
+    strength = jump_strength([block.angle for block in blocks])
+    return Profile(losses.mean, losses.perplexity, strength, blocks, levels)
 
 
-def _predicting(model: Model) -> Positions:
-    """Where tokens are predicted: at the masks of a masked model."""
+def _predicting_positions(model: Model) -> Positions:
+    """Positions at which the model predicts a token: the masks of a masked model."""
     return Positions.parse(MASKED_SHARE if model.masked else "all")
 
 
 def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: int) -> RunPlan:
-    share = positions.amount or 1
-    wanted = int(PER_WIDTH * model.d_model / share / 0.75)
-
-    def planned(tokens: int | None) -> RunPlan:
+    def plan(tokens: int | None) -> RunPlan:
         return plan_run(
             model,
             text,
@@ -129,43 +177,80 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
         )
 
     try:
-        return planned(wanted)
+        share = positions.amount or 1
+        return plan(int(MAX_FIT_POSITIONS_PER_DIM * model.d_model / share / 0.75))
     except TextTooShort:
-        return planned(None)
+        return plan(None)
 
 
-def _predicted(model: Model, text: Corpus, seed: int) -> Batches:
+def _loss_batches(model: Model, text: Corpus, seed: int) -> Batches:
+    positions = _predicting_positions(model)
     try:
         return make_batches(
             text,
             model.tokenization,
-            _predicting(model),
+            positions,
             seed=seed,
-            tokens_wanted=PREDICTED,
+            tokens_wanted=MAX_LOSS_TOKENS,
             budget=4096,
         )
     except TextTooShort:
-        return make_batches(text, model.tokenization, _predicting(model), seed=seed, budget=4096)
+        return make_batches(text, model.tokenization, positions, seed=seed, budget=4096)
 
 
-def _few(model: Model, text: Corpus, whole: RunPlan, seed: int) -> Batches:
-    """About `READ` positions of the test documents; a masked model must see the same masks."""
-    found = whole.batches["test"]
-    if found.n_picks <= READ or model.masked:
-        return found
-    share = Positions("share", READ / found.n_picks)
-    documents = [*dict.fromkeys(found.sequences.document)]
+def _lens_batches(model: Model, text: Corpus, plan: RunPlan, seed: int) -> Batches:
+    """About `MAX_LENS_POSITIONS` positions of the test documents; a masked model keeps the plan's masks."""
+    test = plan.batches["test"]
+    if test.n_picks <= MAX_LENS_POSITIONS or model.masked:
+        return test
+    share = Positions("share", MAX_LENS_POSITIONS / test.n_picks)
+    documents = [*dict.fromkeys(test.sequences.document)]
     return make_batches(text, model.tokenization, share, documents=documents, seed=seed)
 
 
-Tables = dict[str, list[dict[str, Any]]]
-"""`steps` (a row for each measurement), `blocks` and `levels` (one for each of those, too)."""
-NAMES = ("steps", "blocks", "levels")
-FILE = "track.json"
+class Measurements(BaseModel):
+    """Tables of all profiles of a training run: one row a step, a block of a step, and a level of a step."""
+
+    steps: list[dict[str, StrictInt | StrictFloat | None]]
+    blocks: list[dict[str, StrictInt | StrictFloat | None]]
+    levels: list[dict[str, StrictInt | StrictFloat | None]]
+
+    @field_validator("steps", "blocks", "levels")
+    @classmethod
+    def _check_rows(cls, rows: list[Row]) -> list[Row]:
+        if any(row.keys() != rows[0].keys() for row in rows):
+            raise ValueError("rows have different columns")
+        if any(type(row.get("step")) is not int for row in rows):
+            raise ValueError("a row has no step")
+        return rows
+
+    def add(self, profile: Profile, step: int) -> None:
+        """Append the rows of a profile."""
+        for name, rows in profile.tables(step=step).items():
+            getattr(self, name).extend(rows)
+
+    def until(self, step: int) -> Measurements:
+        """Return the rows up to a step."""
+        return Measurements(
+            **{
+                name: [row for row in rows if row["step"] <= step]
+                for name, rows in self.model_dump().items()
+            }
+        )
+
+
+def load_measurements(path: Path, step: int) -> Measurements:
+    """Load the measurements of an earlier part of a run, up to a step."""
+    try:
+        return Measurements.model_validate(read_json(path)).until(step)
+    except ValidationError as error:
+        raise BadArtifact(
+            f"{path} does not hold the measurements of a training; remove {path.parent} to start that training again"
+        ) from error
 
 
 class TrainingMonitor(TrainerCallback):
-    """Measures the model before the first step, every so many, and after the last; the first process alone does."""
+    """Measures the model before the first step, every `eval_every` steps and after the last, in the first process."""
 
     def __init__(
         self,
@@ -176,68 +261,34 @@ class TrainingMonitor(TrainerCallback):
         eval_every: int,
         folder: Path,
     ) -> None:
+        self.measurements = Measurements(steps=[], blocks=[], levels=[])
         self._model = Model.wrap(hf, tokenizer, name="model")
-        self._text, self._every, self._path = text, eval_every, folder / FILE
-        self.tables: Tables = {name: [] for name in NAMES}
+        self._text, self._eval_every, self._path = text, eval_every, folder / MEASUREMENTS_FILE
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """What an earlier part of the run measured up to its checkpoint stays; the rest is measured again."""
+        """Measure the untrained model, or load what an earlier part of the run measured before its checkpoint."""
         if not state.is_world_process_zero:
             return
         if state.global_step == 0:
             self._measure(0)
         elif self._path.is_file():
-            self.tables |= load_measurements(self._path, state.global_step)
+            self.measurements = load_measurements(self._path, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Measure, where it is time to."""
-        due = state.global_step % self._every == 0 or state.global_step == state.max_steps
-        if due and state.is_world_process_zero:
+        """Measure if this step is due."""
+        is_due = state.global_step % self._eval_every == 0 or state.global_step == state.max_steps
+        if is_due and state.is_world_process_zero:
             self._measure(state.global_step)
 
     def _measure(self, step: int) -> None:
         hf = self._model.hf
         if not all(bool(weight.isfinite().all()) for weight in hf.parameters()):
-            return  # the trainer is about to say so
+            return  # the trainer is about to raise `Diverged`
         hf.eval()
-        append_profile(self.tables, measure_profile(self._model, self._text), step=step)
+        self.measurements.add(measure_profile(self._model, self._text), step)
         hf.train()
-        write_json(self._path, dict(self.tables))
-
-
-def load_measurements(path: Path, step: int) -> Tables:
-    """What an earlier part of a run measured, up to a step."""
-    kept = read_json(path)
-    tables: dict[str, Any] = {name: kept.get(name) for name in NAMES}
-    if not all(_is_table(rows) for rows in tables.values()):
-        raise BadArtifact(
-            f"{path} does not hold what a training measured; remove {path.parent} to begin that training anew"
-        )
-    return {name: [row for row in rows if row["step"] <= step] for name, rows in tables.items()}
-
-
-def _is_table(rows: Any) -> bool:
-    """Rows of the same columns, with numbers or nothing in them."""
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        return False
-    alike = all(row.keys() == rows[0].keys() for row in rows)
-    numbers = all(
-        cell is None or type(cell) in (int, float) for row in rows for cell in row.values()
-    )
-    return alike and numbers and all(type(row.get("step")) is int for row in rows)
-
-
-def append_profile(tables: Tables, found: Profile, **where: Any) -> None:
-    """Put a profile's rows into the tables, behind what says where they belong."""
-    tables["steps"].append(where | _finite(found.row()))
-    tables["blocks"] += [where | _finite(row) for row in found.blocks]
-    tables["levels"] += [where | _finite(row) for row in found.levels]
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no other numbers."""
-    return {name: value if math.isfinite(value) else None for name, value in row.items()}
+        write_json(self._path, self.measurements.model_dump())

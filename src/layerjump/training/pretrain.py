@@ -1,93 +1,198 @@
-"""pretrain(): train a small model from scratch.
+"""pretrain(): train a small model from scratch, with or without a penalty, and measure how linear it becomes.
 
-All that decides what a pretraining run ends with.
+    recipe = Recipe(arch="mistral", penalty="cosine", penalty_weight=0.5, steps=2000)
+    record = pretrain(lj.load_text("stories.txt"), "model", recipe)
+    record.tables.steps[-1]["perplexity"]
 
-The model card of a model trained here: how it was made, and what was measured.
-
-Train a small model from scratch, with or without a penalty, and follow how linear it becomes.
+The folder is an ordinary Hugging Face checkpoint with `training.json`, which `PretrainingRecord.load` reads.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from layerjump import __version__
 from layerjump.data.corpus import Corpus, split_documents
 from layerjump.data.tokenization import Tokenization
-from layerjump.errors import BadText
-from layerjump.io import check_free, replace_folder, write_json, write_text
+from layerjump.errors import BadArtifact, BadText, BadTraining, argument
+from layerjump.io import check_free, read_json, replace_folder, write_json, write_text
+from layerjump.models.families import family_of
 from layerjump.models.loading import quiet_transformers
-from layerjump.training.data import pack_rows, train_tokenizer
-from layerjump.training.hf_trainer import find_checkpoint, remove_training_folder
-from layerjump.training.model import build_model
-from layerjump.training.monitor import TrainingMonitor
-from layerjump.training.trainer import NONE, Recipe, train_model, training_arguments
+from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
+from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model
+from layerjump.training.monitor import Measurements, TrainingMonitor
+from layerjump.training.regularizers import PENALTIES
+from layerjump.training.trainer import (
+    PenaltyTrainer,
+    find_checkpoint,
+    remove_training_folder,
+    silence_trainer,
+)
+
+NO_PENALTY = "none"
+RECORD_FILE, PAGE_FILE = "training.json", "training.html"
+HELD_OUT_SPLIT = "95/0/5"
+"""Split of the documents where no held-out text is passed."""
 
 
-def card(record: dict[str, Any]) -> str:
-    """A README in the form the hub reads."""
-    return "\n\n".join([_head(record), _made(record), _measured(record), _use(record)]) + "\n"
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a pretraining run; the same settings and text give the same model."""
+
+    arch: str = "llama"
+    """Name of an architecture: llama, mistral, gpt2 or bert."""
+    shape: ModelShape = field(default_factory=ModelShape)
+    vocab_size: int = 2048
+    length: int = 128
+    """Number of tokens in a row."""
+    penalty: str = NO_PENALTY
+    """Name of a penalty on hidden states: none, cosine, mse or jump."""
+    penalty_weight: float = 0.5
+    levels: tuple[int, ...] | None = None
+    """Levels to penalise; None for 1 to L."""
+    steps: int = 1000
+    batch_size: int = 32
+    """Number of rows in an optimiser step, over all processes and micro-batches."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    seed: int = 0
+    eval_every: int = 100
+    """Number of steps between measurements, and between checkpoints."""
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, names in (
+            ("arch", self.arch, list(ARCHITECTURES)),
+            ("penalty", self.penalty, [NO_PENALTY, *PENALTIES]),
+        ):
+            if value not in names:
+                raise BadTraining(
+                    f"expected {argument(name)} to be one of {', '.join(names)}, got {value!r}"
+                )
+        for name in ("steps", "batch_size", "eval_every", "length"):
+            if getattr(self, name) < 1:
+                raise BadTraining(
+                    f"expected {argument(name)} of 1 or more, got {getattr(self, name)}"
+                )
+        if self.seed < 0:
+            raise BadTraining(f"expected {argument('seed')} of 0 or more, got {self.seed}")
+        if not self.learning_rate > 0 or not math.isfinite(self.learning_rate):
+            raise BadTraining(
+                f"expected a finite {argument('learning_rate')} above 0, got {self.learning_rate}"
+            )
+        if not self.penalty_weight >= 0 or not math.isfinite(self.penalty_weight):
+            raise BadTraining(
+                f"expected a finite {argument('penalty_weight')} of 0 or more, got {self.penalty_weight}"
+            )
+        if self.length > self.shape.max_positions:
+            raise BadTraining(
+                f"the model has {self.shape.max_positions} positions, but rows of {self.length} tokens are requested; "
+                f"pass {argument('length', self.shape.max_positions)} or less, or "
+                f"{argument('max_positions', self.length)}"
+            )
+        if any(not 1 <= level <= self.shape.layers for level in self.levels or ()):
+            raise BadTraining(
+                f"expected {argument('levels')} among 1 to {self.shape.layers}, got {list(self.levels or ())}"
+            )
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.arch]
 
 
-def _head(record: dict[str, Any]) -> str:
-    told = record["settings"]
-    return (
-        "---\nlibrary_name: transformers\ntags:\n- layerjump\n---\n\n"
-        f"# {told['arch']}, {told['shape_layers']} blocks, width {told['shape_hidden']}"
-    )
+class PretrainingSettings(BaseModel):
+    """A recipe and the hashes of its texts; the aliases are the keys of `training.json`."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    arch: str
+    vocab_size: int = Field(alias="vocabulary")
+    length: int
+    penalty: str
+    penalty_weight: float = Field(alias="strength")
+    """Weight of the penalty; 0 in the record of a run without penalty."""
+    levels: list[int] | None
+    steps: int
+    batch_size: int = Field(alias="batch")
+    learning_rate: float
+    seed: int
+    eval_every: int = Field(alias="every")
+    bf16: bool
+    layers: int = Field(alias="shape_layers")
+    hidden: int = Field(alias="shape_hidden")
+    heads: int = Field(alias="shape_heads")
+    max_positions: int = Field(alias="shape_positions")
+    text: str
+    """SHA-256 of the training text."""
+    held_out: str
+    """SHA-256 of the held-out text."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, text: Corpus, held_out: Corpus) -> Self:
+        """Describe a run."""
+        values = asdict(recipe)
+        return cls(**values.pop("shape"), **values, text=text.sha256, held_out=held_out.sha256)
 
 
-def _made(record: dict[str, Any]) -> str:
-    told, text, held_out = (record[name] for name in ("settings", "text", "held_out"))
-    penalty = (
-        "no penalty"
-        if told["penalty"] == "none"
-        else f"penalty {told['penalty']}, strength {told['strength']:g}"
-    )
-    return "\n".join(
-        [
-            f"Trained from scratch by layerjump {record['layerjump']}, {penalty}.",
-            f"- {record['parameters']:,} parameters, {told['shape_heads']} heads, {told['shape_positions']} positions, "
-            f"byte-level BPE of {told['vocabulary']:,} tokens.",
-            f"- {told['steps']:,} steps of {told['batch']} rows of {told['length']} tokens, learning rate "
-            f"{told['learning_rate']:g}, seed {told['seed']}.",
-            f"- Text `{text['name']}`: {text['documents']:,} documents, {record['tokens']:,} tokens, passed through "
-            f"{record['passes']:.2f} times.",
-            f"- Held out: `{held_out['name']}`, {held_out['documents']:,} documents.",
-        ]
-    )
+class TextSummary(BaseModel):
+    """Name and size of a text."""
+
+    name: str
+    documents: int
 
 
-def _measured(record: dict[str, Any]) -> str:
-    first, last = record["tables"]["steps"][0], record["tables"]["steps"][-1]
-    rows = [
-        f"| {name} | {first[name]:.4g} | {last[name]:.4g} |"
-        for name in last
-        if name != "step" and first[name] is not None and last[name] is not None
-    ]
-    head = f"| on held-out text | step {first['step']} | step {last['step']} |\n|---|---|---|"
-    return "\n".join([head, *rows])
+class PretrainingRecord(BaseModel):
+    """Everything that `training.json` holds: settings, losses and measurements of a run."""
 
+    kind: Literal["layerjump pretraining"] = "layerjump pretraining"
+    layerjump: str
+    """Version of layerjump that trained the model."""
+    settings: PretrainingSettings
+    text: TextSummary
+    held_out: TextSummary
+    parameters: int
+    tokens: int
+    """Number of tokens in the training rows."""
+    passes: float
+    """Number of epochs."""
+    processes: int
+    minutes: float
+    log: list[dict[str, int | float]]
+    """Entries of the Trainer's log: step, loss, lm_loss, penalty, grad_norm, learning_rate, epoch."""
+    tables: Measurements
 
-def _use(record: dict[str, Any]) -> str:
-    kind = (
-        "AutoModelForMaskedLM" if record["settings"]["arch"] == "bert" else "AutoModelForCausalLM"
-    )
-    return f"`{kind}.from_pretrained(folder)` loads it; `training.json` holds every number."
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a `training.json`, or that of a model folder."""
+        path = Path(path).expanduser()
+        path = path / RECORD_FILE if path.is_dir() else path
+        try:
+            return cls.model_validate(read_json(path))
+        except ValidationError as error:
+            raise BadArtifact(
+                f"{path} is not the record of a pretraining: {error.errors()[0]['msg']}"
+            ) from error
 
-
-RECORD, PAGE = "training.json", "training.html"
-HELD_OUT = "95/0/5"
-"""How documents are dealt out where no held-out text is given."""
-Page = Callable[[dict[str, Any]], str]
-"""Makes a page of a record."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of `training.json`."""
+        return self.model_dump(by_alias=True)
 
 
 def pretrain(
@@ -100,140 +205,242 @@ def pretrain(
     device: str | None = None,
     keep_checkpoints: bool = False,
     force: bool = False,
-    render_page: Page | None = None,
-) -> dict[str, Any]:
-    """Train a tokenizer and a model, write them as a plain Hugging Face checkpoint, and return the record beside it.
+    render_page: Callable[[PretrainingRecord], str] | None = None,
+) -> PretrainingRecord:
+    """Train a tokenizer and a model, and write them as a Hugging Face checkpoint with a record of the run.
 
-    Checkpoints of the run stand in `FOLDER-training`: the same call goes on from the last one after a stop. They are
-    removed at the end unless `keep_checkpoints`. `render_page` makes a training.html of the record. Under `torchrun`
-    or `accelerate launch` every process calls it, and the first one writes.
+    Checkpoints of the run go to `FOLDER-training`. After an interruption the same call resumes from the last one. They
+    are removed at the end unless `keep_checkpoints`. Under `torchrun` or `accelerate launch` every process makes this
+    call, and the first one writes.
+
+    Args:
+        text: Documents to train on.
+        folder: Output folder; it must not exist unless `force`.
+        recipe: Architecture, data and optimiser settings.
+        held_out: Text to measure on; by default 5 % of the documents of `text`.
+        accumulate: Number of micro-batches in a step.
+        device: "cpu" or "cuda"; by default a GPU if there is one.
+        keep_checkpoints: Keep all checkpoints of the run.
+        force: Overwrite an existing folder.
+        render_page: Function that makes the HTML of `training.html` from the record.
     """
-    place = Path(folder).expanduser()
-    check_free(place, force=force)
-    work = place.with_name(f"{place.name}-training")
-    text, held_out = _parted(text, held_out, recipe.seed)
-    settings = training_arguments(
-        recipe, work, accumulate=accumulate, device=device, keep_checkpoints=keep_checkpoints
+    folder = Path(folder).expanduser()
+    check_free(folder, force=force)
+    training_folder = folder.with_name(f"{folder.name}-training")
+    text, held_out = _split_held_out(text, held_out, recipe.seed)
+    arguments = training_arguments(
+        recipe,
+        training_folder,
+        accumulate=accumulate,
+        device=device,
+        keep_checkpoints=keep_checkpoints,
     )
+    settings = PretrainingSettings.of(recipe, text, held_out)
     start = time.perf_counter()
-    with settings.main_process_first(local=False, desc="tokenizer"):
-        before = find_checkpoint(work, _run(text, held_out, recipe))
-        if before is None and settings.process_index == 0:
-            _make_tokenizer(work / "tokenizer", text, recipe)
-        # Read back, so that every process and every restart has the same.
-        tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
-    rows = pack_rows(text.documents, _tokens(tokenizer, recipe), recipe.length)
+    with arguments.main_process_first(local=False, desc="tokenizer"):
+        checkpoint = find_checkpoint(training_folder, settings.model_dump(by_alias=True))
+        if checkpoint is None and arguments.process_index == 0:
+            _write_tokenizer(training_folder / "tokenizer", text, recipe)
+        # Every process and every restart reads the same tokenizer.
+        tokenizer = AutoTokenizer.from_pretrained(training_folder / "tokenizer")
+    tokenization = Tokenization.of(
+        tokenizer, max_positions=recipe.shape.max_positions, masked=recipe.architecture.masked
+    )
+    rows = pack_rows(text.documents, tokenization, recipe.length)
     hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed)
-    track = TrainingMonitor(hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=work)
-    log = train_model(hf, tokenizer, rows, recipe, settings, track=track, before=before)
-    minutes = (time.perf_counter() - start) / 60
-    record = _record(text, held_out, recipe, hf, rows) | {
-        "processes": settings.world_size,
-        "minutes": round(minutes, 2),
-        "log": log,
-        "tables": track.tables,
-    }
-    if settings.process_index == 0:
-        replace_folder(
-            place, lambda new: _write(new, hf, tokenizer, record, render_page), force=force
-        )
+    monitor = TrainingMonitor(
+        hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=training_folder
+    )
+    log = train_model(
+        hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint
+    )
+    if recipe.penalty == NO_PENALTY:
+        settings = settings.model_copy(update={"penalty_weight": 0.0})
+    record = PretrainingRecord(
+        layerjump=__version__,
+        settings=settings,
+        text=TextSummary(name=text.name, documents=len(text.documents)),
+        held_out=TextSummary(name=held_out.name, documents=len(held_out.documents)),
+        parameters=hf.num_parameters(),
+        tokens=rows.numel(),
+        passes=recipe.steps * recipe.batch_size / len(rows),
+        processes=arguments.world_size,
+        minutes=round((time.perf_counter() - start) / 60, 2),
+        log=log,
+        tables=monitor.measurements,
+    )
+
+    def write(new_folder: Path) -> None:
+        with quiet_transformers():
+            hf.save_pretrained(new_folder)
+            tokenizer.save_pretrained(new_folder)
+        write_json(new_folder / RECORD_FILE, record.to_json())
+        write_text(new_folder / "README.md", model_card(record))
+        if render_page is not None:
+            write_text(new_folder / PAGE_FILE, render_page(record))
+
+    if arguments.process_index == 0:
+        replace_folder(folder, write, force=force)
         if not keep_checkpoints:
-            remove_training_folder(work)
+            remove_training_folder(training_folder)
     return record
 
 
-def join_corpora(texts: Sequence[Corpus]) -> Corpus:
-    """Several texts as one."""
-    documents = tuple(document for text in texts for document in text.documents)
-    return Corpus(" + ".join(text.name for text in texts), documents, "put together")
+def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
+    """Join several texts into one."""
+    documents = tuple(document for corpus in corpora for document in corpus.documents)
+    return Corpus(" + ".join(corpus.name for corpus in corpora), documents, "put together")
 
 
-def _parted(text: Corpus, held_out: Corpus | None, seed: int) -> tuple[Corpus, Corpus]:
-    """The text to train on and the one to measure on."""
+def _split_held_out(text: Corpus, held_out: Corpus | None, seed: int) -> tuple[Corpus, Corpus]:
     if held_out is not None:
         if held_out.sha256 == text.sha256:
             raise BadText(
-                "the held-out text is the one to train on; give another, or none: then 5 % of the documents are held "
-                "out"
+                f"{argument('held_out')} is the text to train on; pass another text, or none to hold out 5 % of the "
+                "documents"
             )
         return text, held_out
-    parts = split_documents(len(text.documents), HELD_OUT, seed=seed)
+    split = split_documents(len(text.documents), HELD_OUT_SPLIT, seed=seed)
 
-    def part(chosen: tuple[int, ...], note: str) -> Corpus:
-        return Corpus(text.name, tuple(text.documents[i] for i in sorted(chosen)), note)
+    def part(indices: tuple[int, ...], note: str) -> Corpus:
+        return Corpus(text.name, tuple(text.documents[i] for i in sorted(indices)), note)
 
-    return part(parts.fit, "to train on"), part(parts.test, "held out")
-
-
-_DISK_KEYS = {
-    "vocab_size": "vocabulary",
-    "penalty_weight": "strength",
-    "batch_size": "batch",
-    "eval_every": "every",
-}
+    return part(split.fit, "to train on"), part(split.test, "held out")
 
 
-def _run(text: Corpus, held_out: Corpus, recipe: Recipe) -> dict[str, Any]:
-    """All that the run's end depends on, as JSON has it."""
-    told = asdict(recipe)
-    told |= {
-        f"shape_{name.removeprefix('max_')}": value for name, value in told.pop("shape").items()
-    }
-    for name, key in _DISK_KEYS.items():
-        told[key] = told.pop(name)
-    told["levels"] = None if recipe.levels is None else list(recipe.levels)
-    return told | {"text": text.sha256, "held_out": held_out.sha256}
-
-
-def _make_tokenizer(place: Path, text: Corpus, recipe: Recipe) -> None:
-    made = train_tokenizer(
+def _write_tokenizer(folder: Path, text: Corpus, recipe: Recipe) -> None:
+    tokenizer = train_tokenizer(
         text.documents,
         recipe.vocab_size,
         recipe.shape.max_positions,
         masked=recipe.architecture.masked,
     )
-    replace_folder(place, lambda new: _saved(made, new), force=True)
+
+    def write(new_folder: Path) -> None:
+        tokenizer.save_pretrained(new_folder)
+
+    replace_folder(folder, write, force=True)
 
 
-def _saved(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Tokenization:
-    return Tokenization.of(
-        tokenizer, max_positions=recipe.shape.max_positions, masked=recipe.architecture.masked
-    )
-
-
-def _record(
-    text: Corpus, held_out: Corpus, recipe: Recipe, hf: PreTrainedModel, rows: Tensor
-) -> dict[str, Any]:
-    told = _run(text, held_out, recipe)
-    if recipe.penalty == NONE:
-        told["strength"] = 0.0
-    return {
-        "kind": "layerjump pretraining",
-        "layerjump": __version__,
-        "settings": told,
-        "text": {"name": text.name, "documents": len(text.documents)},
-        "held_out": {"name": held_out.name, "documents": len(held_out.documents)},
-        "parameters": hf.num_parameters(),
-        "tokens": rows.numel(),
-        "passes": recipe.steps * recipe.batch_size / len(rows),
-    }
-
-
-def _write(
+def training_arguments(
+    recipe: Recipe,
     folder: Path,
+    *,
+    accumulate: int = 1,
+    device: str | None = None,
+    keep_checkpoints: bool = False,
+) -> TrainingArguments:
+    """Translate a recipe for the Trainer. Under `torchrun` or `accelerate launch` this joins the process group."""
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if device not in (None, "cpu", "cuda"):
+        raise BadTraining(f"expected {argument('device')} to be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadTraining(f"there is no GPU here; leave {argument('device')} out, or pass cpu")
+    if accumulate < 1 or recipe.batch_size % (accumulate * n_processes):
+        raise BadTraining(
+            f"a batch of {recipe.batch_size} rows does not divide into {accumulate} micro-batches in each of "
+            f"{n_processes} processes; pass a multiple of {max(1, accumulate) * n_processes}"
+        )
+    use_cpu = device == "cpu" or not torch.cuda.is_available()
+    every = recipe.eval_every
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch_size // (accumulate * n_processes),
+        gradient_accumulation_steps=accumulate,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, recipe.steps // 20),
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        bf16=recipe.bf16,
+        train_sampling_strategy="sequential",  # `PackedRows` is shuffled
+        save_steps=every,
+        save_total_limit=None if keep_checkpoints else 2,
+        # The largest divisor of `eval_every` up to a fifth of it, so that a resumed run logs the same means.
+        logging_steps=next(n for n in range(max(1, every // 5), 0, -1) if every % n == 0),
+        report_to=[],
+        use_cpu=use_cpu,
+        ddp_backend="gloo" if use_cpu and n_processes > 1 else None,
+        seed=recipe.seed,
+        disable_tqdm=True,  # it prints to standard output
+    )
+    if not use_cpu:
+        # With several GPUs in one process the Trainer runs replicas, whose states our hooks do not capture.
+        arguments._n_gpu = 1
+    return arguments
+
+
+def train_model(
     hf: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    record: dict[str, Any],
-    page: Page | None,
-) -> None:
+    rows: Tensor,
+    recipe: Recipe,
+    arguments: TrainingArguments,
+    *,
+    monitor: TrainerCallback | None = None,
+    checkpoint: str | None = None,
+) -> list[dict[str, int | float]]:
+    """Train a model in place, from a checkpoint if one is passed; return the logged losses."""
+    is_masked = family_of(hf.config).task == "masked"
+    dataset = PackedRows(
+        rows,
+        recipe.steps * recipe.batch_size,
+        seed=recipe.seed,
+        masking_tokenizer=tokenizer if is_masked else None,
+    )
+    trainer = PenaltyTrainer(
+        hf,
+        arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        penalty=PENALTIES.get(recipe.penalty),
+        penalty_weight=recipe.penalty_weight,
+        levels=recipe.levels,
+    )
+    if monitor is not None:
+        trainer.add_callback(monitor)
+    silence_trainer(trainer)
     with quiet_transformers():
-        hf.save_pretrained(folder)
-        _saved(tokenizer, folder)
-    write_json(folder / RECORD, record)
-    write_text(folder / "README.md", card(record))
-    if page is not None:
-        write_text(folder / PAGE, page(record))
+        trainer.train(resume_from_checkpoint=checkpoint)
+    hf.eval()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def model_card(record: PretrainingRecord) -> str:
+    """Return the README.md of a model: how it was trained, and the measurements before and after."""
+    settings, text, held_out = record.settings, record.text, record.held_out
+    penalty = (
+        "no penalty"
+        if settings.penalty == NO_PENALTY
+        else f"penalty {settings.penalty}, weight {settings.penalty_weight:g}"
+    )
+    first, last = record.tables.steps[0], record.tables.steps[-1]
+    changes = "\n".join(
+        f"| {name} | {before:.4g} | {after:.4g} |"
+        for name, after in last.items()
+        if name != "step" and (before := first[name]) is not None and after is not None
+    )
+    auto = "AutoModelForMaskedLM" if settings.arch == "bert" else "AutoModelForCausalLM"
+    return f"""---
+library_name: transformers
+tags:
+- layerjump
+---
+
+# {settings.arch}, {settings.layers} blocks, width {settings.hidden}
+
+Trained from scratch by layerjump {record.layerjump}, {penalty}.
+- {record.parameters:,} parameters, {settings.heads} heads, {settings.max_positions} positions, \
+byte-level BPE of {settings.vocab_size:,} tokens.
+- {settings.steps:,} steps of {settings.batch_size} rows of {settings.length} tokens, learning rate \
+{settings.learning_rate:g}, seed {settings.seed}.
+- Text `{text.name}`: {text.documents:,} documents, {record.tokens:,} tokens, {record.passes:.2f} epochs.
+- Held out: `{held_out.name}`, {held_out.documents:,} documents.
+
+| on held-out text | step {first["step"]} | step {last["step"]} |
+|---|---|---|
+{changes}
+
+`{auto}.from_pretrained(folder)` loads it; `training.json` holds every number.
+"""

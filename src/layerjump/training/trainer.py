@@ -1,19 +1,16 @@
-"""Train on packed rows with a penalty on hidden states.
+"""Hugging Face Trainers that survive a kill, and one that adds a penalty on the hidden states of all levels.
 
-The states of every level of a training forward pass, with their gradients.
-
-The Hugging Face Trainer with a penalty on the states, and an end to runs that diverge.
-
-One training run on packed rows.
+A run stores checkpoints in its training folder, next to a description of the run. The same run resumes from the last
+complete checkpoint; a different run refuses to.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,87 +19,92 @@ from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainerCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
     TrainingArguments,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.trainer_utils import get_last_checkpoint
 
-from layerjump.errors import BadTraining, Diverged, argument
+from layerjump.errors import BadArtifact, BadTraining, Diverged, argument
+from layerjump.io import read_json, write_json, writing
 from layerjump.models.families import family_of
 from layerjump.models.hooks import Capture
-from layerjump.models.loading import quiet_transformers
 from layerjump.models.structure import Site, Structure
 from layerjump.training.data import IGNORE_INDEX, PackedRows
-from layerjump.training.hf_trainer import ResumableTrainer, silence_trainer
-from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape
-from layerjump.training.regularizers import PENALTIES, Penalty
+from layerjump.training.regularizers import Penalty
 
-NONE = "none"
+RUN_FILE = "run.json"
+COMPLETE_MARK = "whole"
+"""Empty file that marks a completely written checkpoint."""
+DIVERGED_FACTOR = 2.0
+"""A loss is bad above this multiple of the loss of uniform guessing, ln(vocab_size)."""
+DIVERGED_BATCHES = 10
+"""Number of consecutive batches with a bad loss that end a run."""
+
+LossFunction = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A run's settings; the same settings and text give the same model."""
+class ResumableTrainer(Trainer):
+    """A Trainer that can be killed at any moment: a mark tells complete checkpoints from truncated ones."""
 
-    arch: str = "llama"
-    shape: ModelShape = field(default_factory=ModelShape)
-    vocab_size: int = 2048
-    length: int = 128
-    """Tokens in a row."""
-    penalty: str = NONE
-    penalty_weight: float = 0.5
-    levels: tuple[int, ...] | None = None
-    """The levels that are penalised (None: 1 to L)."""
-    steps: int = 1000
-    batch_size: int = 32
-    """Rows in a step, over all processes and parts."""
-    learning_rate: float = 1e-3
-    seed: int = 0
-    eval_every: int = 100
-    """Steps between measurements, and between checkpoints."""
-    bf16: bool = False
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        with writing(folder):
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                (folder / COMPLETE_MARK).touch()
 
-    def __post_init__(self) -> None:
-        if self.arch not in ARCHITECTURES:
-            raise BadTraining(
-                f"there is no architecture {self.arch!r} to train; give one of {', '.join(ARCHITECTURES)}"
-            )
-        if self.penalty not in (NONE, *PENALTIES):
-            raise BadTraining(
-                f"there is no penalty {self.penalty!r}; give one of {NONE}, {', '.join(PENALTIES)}"
-            )
-        for name in ("steps", "batch_size", "eval_every", "length"):
-            if getattr(self, name) < 1:
-                raise BadTraining(f"{name} given is {getattr(self, name)}; give 1 or more")
-        if self.seed < 0:
-            raise BadTraining(f"the seed given is {self.seed}; give 0 or more")
-        if not self.learning_rate > 0 or not math.isfinite(self.learning_rate):
-            raise BadTraining(f"the learning rate given is {self.learning_rate}; give one above 0")
-        if not self.penalty_weight >= 0 or not math.isfinite(self.penalty_weight):
-            raise BadTraining(f"the penalty weight given is {self.penalty_weight}; give 0 or more")
-        if self.length > self.shape.max_positions:
-            raise BadTraining(
-                f"sequences of {self.length} tokens were asked for, but the model has {self.shape.max_positions} "
-                f"positions; pass {argument('length', self.shape.max_positions)} or less, or "
-                f"{argument('max_positions', self.length)}"
-            )
-        outside = [level for level in self.levels or () if not 1 <= level <= self.shape.layers]
-        if outside:
-            raise BadTraining(
-                f"the levels to penalise are {list(self.levels or ())}; give some of 1 to {self.shape.layers}"
-            )
 
-    @property
-    def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.arch]
+class _StderrProgress(ProgressCallback):
+    """A progress bar on standard error that prints no losses: these are in the Trainer's state."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def silence_trainer(trainer: Trainer) -> None:
+    """Keep a Trainer off standard output; show a progress bar if standard error is a terminal."""
+    trainer.remove_callback(PrinterCallback)
+    if sys.stderr.isatty():
+        trainer.add_callback(_StderrProgress())
+
+
+def find_checkpoint(training_folder: Path, run: Mapping[str, object]) -> str | None:
+    """Return the last complete checkpoint of the same run, or None; record the run in the folder.
+
+    `run` holds everything that the result of the training depends on. Truncated checkpoints are removed.
+    """
+    path = training_folder / RUN_FILE
+    with writing(path):
+        training_folder.mkdir(parents=True, exist_ok=True)
+        for folder in training_folder.glob("checkpoint-*"):
+            if not (folder / COMPLETE_MARK).exists():
+                shutil.rmtree(folder)
+    checkpoint: str | None = get_last_checkpoint(str(training_folder))
+    # Without a checkpoint there is nothing to resume, so another run may use the folder.
+    if checkpoint and (recorded := read_json(path)) != run:
+        changed = [name for name in run if recorded.get(name) != run[name]]
+        raise BadArtifact(
+            f"{training_folder} holds a training with other settings ({', '.join(changed)}); pass the same, or remove "
+            f"the folder"
+        )
+    write_json(path, dict(run))
+    return checkpoint
+
+
+def remove_training_folder(training_folder: Path) -> None:
+    """Remove a finished training; a kill half-way leaves no checkpoint that looks complete."""
+    for mark in training_folder.glob(f"checkpoint-*/{COMPLETE_MARK}"):
+        mark.unlink()
+    shutil.rmtree(training_folder)
 
 
 class LevelStates(Capture):
-    """Hooks that hold levels 0 to L of the last forward pass, whole and differentiable.
+    """Hooks that hold the hidden states of levels 0 to L of the last forward pass, complete and differentiable.
 
-    They are a Hugging Face model's own block outputs, so level L is before the final norm; in a wrapped model
-    (`DistributedDataParallel`) give the model inside.
+    Level L is the state before the final norm. For a model wrapped in `DistributedDataParallel` pass the inner model.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -112,31 +114,24 @@ class LevelStates(Capture):
 
     @property
     def states(self) -> list[Tensor]:
-        """Levels 0 to L of the last forward pass, each (batch, positions, d)."""
+        """Hidden states of levels 0 to L in the last forward pass, each (batch, positions, d)."""
         if len(self._states) < len(self.sites):
             raise BadTraining(
-                f"levels were asked for, but {len(self._states)} of {len(self.sites)} have been seen; run the model "
-                "within `with LevelStates(model)`, and without gradient checkpointing"
+                f"expected the states of {len(self.sites)} levels, got {len(self._states)}; run the model inside "
+                "`with LevelStates(model)`, and without gradient checkpointing"
             )
         return [self._states[site] for site in self.sites]
 
     def clear(self) -> None:
-        """Let go of the states, and of the graph behind them."""
+        """Release the states and their autograd graph."""
         self._states.clear()
 
 
-Loss = Callable[..., Tensor]
-WORSE = 2.0
-"""So many times what guessing costs (ln of the vocabulary) …"""
-PATIENCE = 10
-"""… in so many batches in a row, and the run is given up."""
-
-
 class PenaltyTrainer(ResumableTrainer):
-    """Loss + strength × penalty, the same however a batch is cut into parts or dealt out to processes.
+    """Minimises loss + penalty_weight × penalty of the hidden states, and stops a run that diverges.
 
-    Every row must have as many tokens as any other (text is packed), so that the penalty of a batch is the mean of its
-    parts'.
+    The result does not depend on how a batch is split into micro-batches or over processes. All rows must have the
+    same number of tokens (text is packed), so that the penalty of a batch is the mean over its micro-batches.
     """
 
     def __init__(
@@ -144,182 +139,97 @@ class PenaltyTrainer(ResumableTrainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
+        train_dataset: PackedRows,
+        processing_class: PreTrainedTokenizerBase,
         penalty: Penalty | None = None,
-        strength: float = 0.0,
+        penalty_weight: float = 0.0,
         levels: Sequence[int] | None = None,
-        **settings: Any,
     ) -> None:
-        self._loss: Loss = _loss_of(model)
-        super().__init__(model, args, compute_loss_func=self._loss, **settings)
-        self._penalty = penalty if strength else None
-        self._strength, self._chosen = strength, levels
-        self._levels = LevelStates(model) if self._penalty else None
-        self._limit = WORSE * math.log(model.config.vocab_size)
-        self._bad = 0
-        self._last: dict[str, Any] = {}
-        """What was run last."""
-        self._seen = torch.zeros(3, dtype=torch.float64)
-        """Sums since the last log: loss, penalty, batches."""
+        self._loss: LossFunction = _loss_function(model)
+        super().__init__(
+            model,
+            args,
+            compute_loss_func=self._loss,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+        )
+        self._penalty = penalty if penalty_weight else None
+        self._penalty_weight, self._penalised_levels = penalty_weight, levels
+        self._level_states = LevelStates(model) if self._penalty else None
+        self._loss_limit = DIVERGED_FACTOR * math.log(model.config.vocab_size)
+        self._n_bad_batches = 0
+        self._last_inputs: dict[str, Any] = {}
+        self._logged_sums = torch.zeros(3, dtype=torch.float64)
+        """Sums of loss, penalty and number of batches since the last log."""
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **more: Any
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """The loss of one part of a batch."""
-        self._last, mask = dict(inputs), inputs.get("attention_mask")
-        with self._levels or nullcontext():
-            loss: Any = super().compute_loss(model, inputs, *args, **more)
-        parts = self.current_gradient_accumulation_steps
-        self._note(float(loss.detach()) * parts, 0)
-        if self._penalty is None or self._levels is None:
+        """Return the loss of one micro-batch, with the penalty."""
+        self._last_inputs, mask = dict(inputs), inputs.get("attention_mask")
+        with self._level_states or nullcontext():
+            loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        n_parts = self.current_gradient_accumulation_steps
+        loss_value = float(loss.detach()) * n_parts
+        self._logged_sums += torch.tensor([loss_value, 0, 1], dtype=torch.float64)
+        self._n_bad_batches = self._n_bad_batches + 1 if loss_value > self._loss_limit else 0
+        if not math.isfinite(loss_value) or self._n_bad_batches >= DIVERGED_BATCHES:
+            self._stop_diverged(f"the loss is {loss_value:.3g}")
+        if self._penalty is None or self._level_states is None:
             return loss
-        # The Trainer divides the loss by all of the batch's tokens, and leaves what is added to it alone.
-        extra = self._strength * self._penalty(self._levels.states, mask, self._chosen)
-        self._levels.clear()
-        self._note(float(extra.detach()), 1)
-        return loss + extra / parts
-
-    def _note(self, value: float, place: int) -> None:
-        """Remember a loss or penalty for the log, and stop where it is beyond hope."""
-        self._seen[place] += value
-        if place == 0:
-            self._seen[2] += 1
-            self._bad = self._bad + 1 if value > self._limit else 0
-        if not math.isfinite(value) or self._bad >= PATIENCE:
-            self._give_up(f"the {'penalty' if place else 'loss'} is {value:.3g}")
-
-    def _give_up(self, why: str) -> None:
-        last = get_last_checkpoint(str(self.args.output_dir))
-        kept = (
-            f"the last good checkpoint is {Path(last)}" if last else "no checkpoint was saved yet"
+        penalty = self._penalty_weight * self._penalty(
+            self._level_states.states, mask, self._penalised_levels
         )
+        self._level_states.clear()
+        penalty_value = float(penalty.detach())
+        self._logged_sums[1] += penalty_value
+        if not math.isfinite(penalty_value):
+            self._stop_diverged(f"the penalty is {penalty_value:.3g}")
+        # The Trainer divides its own loss by all tokens of the batch, but not what is added to it.
+        return loss + penalty / n_parts
+
+    def _stop_diverged(self, reason: str) -> None:
+        last = get_last_checkpoint(str(self.args.output_dir))
+        saved = f"the last good checkpoint is {Path(last)}" if last else "no checkpoint is saved"
         raise Diverged(
-            f"training diverged: {why} at step {self.state.global_step}; {kept}; pass a "
+            f"training diverged: {reason} at step {self.state.global_step}; {saved}; pass a "
             f"{argument('learning_rate')} below {self.args.learning_rate:g}, or a smaller "
-            f"{argument('penalty_weight')}, and another folder"
+            f"{argument('penalty_weight')}, and another output folder"
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # The losses so far are of earlier weights: those of now are tried before they are kept.
-        loss = self._loss_now()
-        ending = self.state.global_step >= self.state.max_steps
-        if not math.isfinite(loss) or (ending and loss > self._limit):
-            self._give_up(f"the loss is {loss:.3g}")
-        if not self._bad and loss <= self._limit:
+        # The logged losses belong to earlier weights, so the current weights are tested before they are saved.
+        loss = self._current_loss()
+        is_last = self.state.global_step >= self.state.max_steps
+        if not math.isfinite(loss) or (is_last and loss > self._loss_limit):
+            self._stop_diverged(f"the loss is {loss:.3g}")
+        if not self._n_bad_batches and loss <= self._loss_limit:
             super()._save_checkpoint(model, trial)
 
     @torch.no_grad()
-    def _loss_now(self) -> float:
-        """What was run last, with the weights as they are; a masked model's row may have no mask in it."""
-        inputs, hf = dict(self._last), cast(nn.Module, self.model)
+    def _current_loss(self) -> float:
+        """Return the loss of the current weights on the last inputs."""
+        inputs, hf = dict(self._last_inputs), cast(nn.Module, self.model)
         labels = inputs.pop("labels")
-        count = labels.ne(IGNORE_INDEX).sum().clamp(min=1)
-        return float(self._loss(hf(**inputs), labels, num_items_in_batch=count))
+        # A row of a masked model may have no mask in it.
+        n_labels = labels.ne(IGNORE_INDEX).sum().clamp(min=1)
+        return float(self._loss(hf(**inputs), labels, num_items_in_batch=n_labels))
 
-    def log(self, logs: dict[str, float], *args: Any, **more: Any) -> None:
-        """The Trainer's records, with the loss and the penalty apart."""
-        if "loss" in logs and self._seen[2]:
-            loss, penalty, batches = self._seen.tolist()
-            logs = logs | {"lm_loss": loss / batches, "penalty": penalty / batches}
-            self._seen.zero_()
-        super().log(logs, *args, **more)
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer does, with the language modelling loss and the penalty in separate columns."""
+        if "loss" in logs and self._logged_sums[2]:
+            loss, penalty, n_batches = self._logged_sums.tolist()
+            logs = logs | {"lm_loss": loss / n_batches, "penalty": penalty / n_batches}
+            self._logged_sums.zero_()
+        super().log(logs, *args, **kwargs)
 
 
-def _loss_of(model: PreTrainedModel) -> Loss:
-    """The model's own loss over all of a batch's tokens: BERT's forward pass leaves the division to nobody."""
-    masked = family_of(model.config).task == "masked"
-    find, vocabulary = ForMaskedLMLoss if masked else ForCausalLMLoss, model.config.vocab_size
+def _loss_function(model: PreTrainedModel) -> LossFunction:
+    """The model's own loss, averaged over all tokens of a batch: BERT's forward pass averages over a micro-batch."""
+    is_masked = family_of(model.config).task == "masked"
+    compute, vocab_size = ForMaskedLMLoss if is_masked else ForCausalLMLoss, model.config.vocab_size
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return find(outputs["logits"], labels, vocabulary, num_items_in_batch=num_items_in_batch)
+        return compute(outputs["logits"], labels, vocab_size, num_items_in_batch=num_items_in_batch)
 
     return loss
-
-
-def training_arguments(
-    recipe: Recipe,
-    folder: Path,
-    *,
-    accumulate: int = 1,
-    device: str | None = None,
-    keep_checkpoints: bool = False,
-) -> TrainingArguments:
-    """A recipe as the Trainer takes it. Under `torchrun` or `accelerate launch` this joins the other processes."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _check(device, recipe.batch_size, accumulate, processes)
-    cpu = device == "cpu" or not torch.cuda.is_available()
-    made = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch_size // (accumulate * processes),
-        gradient_accumulation_steps=accumulate,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=max(1, recipe.steps // 20),
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        bf16=recipe.bf16,
-        train_sampling_strategy="sequential",  # `Rows` has shuffled them
-        save_steps=recipe.eval_every,
-        save_total_limit=None if keep_checkpoints else 2,
-        # Of equal parts, so that a run that goes on from a checkpoint logs the same means.
-        logging_steps=_part_of(recipe.eval_every),
-        report_to=[],
-        use_cpu=cpu,
-        ddp_backend="gloo" if cpu and processes > 1 else None,
-        seed=recipe.seed,
-        disable_tqdm=True,  # it would print to standard output
-    )
-    if not cpu:
-        # Several GPUs in one process would run copies of the model, whose states no hook of ours sees.
-        made._n_gpu = 1
-    return made
-
-
-def _check(device: str | None, batch: int, accumulate: int, processes: int) -> None:
-    if device not in (None, "cpu", "cuda"):
-        raise BadTraining(f"the device given is {device!r}; give cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadTraining(
-            f"there is no GPU here to train on; leave {argument('device')} out, or pass cpu"
-        )
-    if accumulate < 1 or batch % (accumulate * processes):
-        raise BadTraining(
-            f"a batch of {batch} rows cannot be cut into {accumulate} parts for {processes} processes each; "
-            f"give a multiple of {max(1, accumulate) * processes}"
-        )
-
-
-def train_model(
-    hf: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Tensor,
-    recipe: Recipe,
-    settings: TrainingArguments,
-    *,
-    track: TrainerCallback | None = None,
-    before: str | None = None,
-) -> list[dict[str, Any]]:
-    """Train a model in place, going on from a checkpoint if one is given; returns what was logged."""
-    masked = tokenizer if family_of(hf.config).task == "masked" else None
-    data = PackedRows(rows, recipe.steps * recipe.batch_size, seed=recipe.seed, tokenizer=masked)
-    trainer = PenaltyTrainer(
-        hf,
-        settings,
-        train_dataset=data,
-        processing_class=tokenizer,
-        penalty=PENALTIES.get(recipe.penalty),
-        strength=recipe.penalty_weight,
-        levels=recipe.levels,
-    )
-    if track is not None:
-        trainer.add_callback(track)
-    silence_trainer(trainer)
-    with quiet_transformers():
-        trainer.train(resume_from_checkpoint=before)
-    hf.eval()
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
-def _part_of(every: int) -> int:
-    """The largest divisor that is at most a fifth."""
-    return next(n for n in range(max(1, every // 5), 0, -1) if every % n == 0)
