@@ -47,9 +47,7 @@ from layerjump.pruning.select import (
     BlockSelector,
     Span,
     contiguous_spans,
-    order_by_loss,
     required_blocks,
-    select_blocks,
 )
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -104,7 +102,7 @@ class Bench:
     @cached_property
     def by_loss(self) -> list[int]:
         """Blocks in the order in which they go, greedily: the first few are the choice of fewer."""
-        return order_by_loss(self.most, self.ours)
+        return self.ours.order_by_loss(self.most)
 
     def _test(self, path: Path, tokens: int) -> Batches:
         return make_batches(
@@ -154,7 +152,7 @@ def one_drop(bench: Bench, count: int) -> Ratios:
         if name in OURS:  # as `lj.prune` chooses
             pruned = lowest_loss([pruned, one_cut[name]], bench.calibration)
         found = bench.ratios(pruned.model)
-        show(f"{name} {spans_said(pruned.cuts)}", found)
+        show(f"{name} {spans_said(pruned.spans)}", found)
         keep(ratios, name, found)
         if name == "fold":
             speed(pruned)
@@ -181,9 +179,9 @@ def keep(ratios: Ratios, name: str, found: Found) -> None:
 
 def one_run(bench: Bench, count: int) -> Span:
     """The run whose loss on select documents is least with a full map in place."""
-    given = bench.ours if bench.ours.runs(count) else bench.ends_stay
+    given = bench.ours if bench.ours.spans(count) else bench.ends_stay
     one = BlockSelector(given.model, given.fit, given.validation, given.protected, contiguous=True)
-    return contiguous_spans(select_blocks("loss", count, one))[0]
+    return contiguous_spans(one.select("loss", count))[0]
 
 
 def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
@@ -194,7 +192,7 @@ def own_cuts(bench: Bench, count: int) -> dict[str, tuple[list[Span], str]]:
         "replaceme": (bench.ends_stay, "angle", "replaceme"),
     }
     found = {
-        name: (contiguous_spans(select_blocks(how, count, given)), method)
+        name: (contiguous_spans(given.select(how, count)), method)
         for name, (given, how, method) in chosen.items()
     }
     ours = contiguous_spans(bench.by_loss[:count])

@@ -67,7 +67,7 @@ def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys)
         (["--drop", "-1"], "less than one"),
         (["--max-loss", "lots"], "1.05x"),
         (["--drop", "1", "--protect", "one"], "expected numbers"),
-        (["--drop", "1", "--method", "rotation"], "give fold"),
+        (["--drop", "1", "--method", "rotation"], "use fold"),
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path, monkeypatch, capsys, arguments, said):

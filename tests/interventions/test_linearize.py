@@ -22,7 +22,7 @@ from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site, Structure
-from layerjump.pruning.drop_layers import cannot_drop, without_blocks
+from layerjump.pruning.edit_model import cannot_drop, without_blocks
 
 EXACT = 1e-10
 

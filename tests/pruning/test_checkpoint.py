@@ -25,7 +25,7 @@ from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Structure
 from layerjump.pruning.checkpoint import save
-from layerjump.pruning.drop_layers import cannot_drop, without_blocks
+from layerjump.pruning.edit_model import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned
 
 ALONE = """
@@ -63,11 +63,7 @@ def removed(model: Model) -> Pruned:
     """Block 2 taken out, with nothing fitted or measured: an encoder here has no tokenizer."""
     about = {"fingerprint": "0" * 64, "text": "none", "text_sha256": "", "tokens": 0}
     about |= {"split": "none", "seed": 0}
-    loss = dict.fromkeys(
-        ("before", "after", "perplexity before", "perplexity after", "ratio", "low", "high"), 1.0
-    )
-    shorter = without_blocks(model, [2])
-    return Pruned(shorter, model, ((1, 2),), "remove", "given", loss | {"tokens": 0}, about)
+    return Pruned(without_blocks(model, [2]), model, ((1, 2),), "remove", "given", about)
 
 
 def pruned(family: str, variant: str) -> Pruned | None:
@@ -134,7 +130,7 @@ def test_the_card_and_the_record_say_what_was_done(exported):
     made, folder = exported["llama"]
     record = json.loads((folder / "pruning.json").read_text())
     assert record["dropped"] == [2]
-    assert record["loss"]["ratio"] == pytest.approx(made.loss["ratio"])
+    assert record["loss"]["ratio"] == pytest.approx(made.loss.ratio)
     card = (folder / "README.md").read_text()
     for said in ("2 of 3 blocks", "counted from 1: 2", made.method, "Perplexity ratio", "toy"):
         assert said in card

@@ -38,8 +38,8 @@ def test_the_stand_ins_alone_are_trained(given, method, tmp_path):
     changed = {n for n, t in done.model.hf.state_dict().items() if not torch.equal(t, kept[n])}
     folded = {"transformer.h.1.mlp.c_proj.weight", "transformer.h.1.mlp.c_proj.bias"}
     assert changed == (folded if method == "fold" else set())
-    assert done.distilled["steps"] == 12
-    assert done.loss["ratio"] > 0
+    assert done.distillation.steps == 12
+    assert done.loss.ratio > 0
 
 
 def test_the_loss_is_the_states_error_over_their_size(given):
@@ -51,7 +51,7 @@ def test_the_loss_is_the_states_error_over_their_size(given):
     (theirs,) = lj.capture_states(model, [batch], [2, 3, 4])
     errors = []
     for here, there in ((1, 2), (2, 3), (3, 4)):
-        wanted = made.frames[0].scale * theirs[there]
+        wanted = made.transforms[0].scale * theirs[there]
         error = (ours[here] - wanted).square().sum(-1) / wanted.square().sum(-1)
         errors.append(float(error.mean()))
     trainee = DistillationModule(made, kl_weight=0.0, train_all_weights=False)
@@ -82,9 +82,9 @@ def test_a_stopped_run_goes_on_and_ends_the_same(given, tmp_path):
 def test_nothing_to_train_is_refused(given, tmp_path):
     model, calibration = given
     made = drop_and_replace(model, [(2, 3)], "remove", calibration)
-    with pytest.raises(BadPruning, match="no stand-in"):
+    with pytest.raises(BadPruning, match="no replacement"):
         distill(made, calibration, tmp_path, steps=2)
     with pytest.raises(BadPruning, match="1 or more"):
         distill(made, calibration, tmp_path, steps=0)
     done = distill(made, calibration, tmp_path, steps=2, train_all_weights=True)
-    assert done.distilled["trained"] == "every weight"
+    assert done.distillation.trained == "every weight"

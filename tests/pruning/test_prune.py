@@ -19,7 +19,7 @@ from layerjump.metrics.token_loss import token_losses
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.pruning import select
-from layerjump.pruning.drop_layers import without_blocks
+from layerjump.pruning.edit_model import without_blocks
 from layerjump.pruning.prune import drop_and_replace, prepare_calibration
 from layerjump.pruning.select import (
     blocks_in_spans,
@@ -61,7 +61,7 @@ def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
     calibration = prepare_calibration(model, text, **given)
     ends = select.BlockSelector(model, calibration.fit, calibration.validation, (1, 6))
     one = replace(ends, contiguous=True)
-    both = [tuple(contiguous_spans(select.select_blocks("loss", 2, way))) for way in (ends, one)]
+    both = [tuple(contiguous_spans(way.select("loss", 2))) for way in (ends, one)]
     assert len(set(both)) == 2
     cost = {}
     for cuts in both:
@@ -95,7 +95,7 @@ def test_every_choice_keeps_the_ends(gpt2, study_text, choice):
     assert len(pruned.dropped) == 2
     assert not {1, gpt2.n_blocks} & set(pruned.dropped)
     assert pruned.model.n_blocks == 2
-    assert pruned.loss["after"] > 0
+    assert pruned.loss.loss_after > 0
 
 
 def test_by_loss_the_first_choice_is_the_least_loss(gpt2, study_text):
@@ -103,7 +103,7 @@ def test_by_loss_the_first_choice_is_the_least_loss(gpt2, study_text):
     given = select.BlockSelector(
         gpt2, calibration.fit, calibration.validation, [1, 4], use_maps=False
     )
-    (best,) = select.select_blocks("loss", 1, given)
+    (best,) = given.select("loss", 1)
     found = {
         b: token_losses(without_blocks(gpt2, [b]), calibration.validation).mean for b in (2, 3)
     }
@@ -166,9 +166,9 @@ def test_runs_and_blocks():
         ({"drop": "-25%"}, "less than one"),
         ({"drop": "some"}, "a number of blocks"),
         ({"drop": 3}, "only 2 may go"),
-        ({"drop": 1, "method": "magic"}, "give one of"),
-        ({"drop": 1, "criterion": "taste"}, "give one of"),
-        ({"drop": 1, "method": "rotation"}, "give fold"),
+        ({"drop": 1, "method": "magic"}, "to be one of"),
+        ({"drop": 1, "criterion": "taste"}, "to be one of"),
+        ({"drop": 1, "method": "rotation"}, "use fold"),
         ({"drop": 1, "protect": [7]}, "blocks 1 to 4"),
         ({"drop": 1, "max_loss": 1.1}, "either"),
         ({}, "either"),
@@ -192,10 +192,10 @@ def test_a_text_too_short_for_the_width_is_refused(gpt2):
 
 def test_families_that_cannot_fold_say_why(data_folder, study_text):
     bert = lj.load(data_folder / "tiny-bert")
-    with pytest.raises(BadPruning, match="give linear or remove"):
+    with pytest.raises(BadPruning, match="use linear or remove"):
         lj.prune(bert, study_text, drop=1, method="fold", tokens=2_000)
     pruned = lj.prune(bert, study_text, drop=1, criterion="influence", tokens=2_000)
     assert pruned.method == "remove"
     gemma = wrapped(tiny_model("gemma2"), words=True)
-    with pytest.raises(LayerjumpError, match="norm stands behind"):
+    with pytest.raises(LayerjumpError, match="a norm follows"):
         lj.prune(gemma, numbers(60), drop=1, method="fold")

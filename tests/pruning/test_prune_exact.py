@@ -13,16 +13,17 @@ from layerjump.jumps.statistics import Moments
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample, self_check
-from layerjump.pruning.drop_layers import cannot_drop, without_blocks
-from layerjump.pruning.replace import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
-from layerjump.pruning.residual_weights import (
+from layerjump.pruning.edit_model import (
     can_scale,
+    cannot_drop,
     cannot_fold,
     cannot_rotate,
     ffn_output_layer,
     fold_output_map,
-    rotate_stream,
+    transform_stream,
+    without_blocks,
 )
+from layerjump.pruning.replace import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
@@ -65,7 +66,7 @@ def test_a_stretched_stream_gives_the_same_logits(model):
     handle = copy.structure.blocks[0].register_forward_pre_hook(
         lambda module, args: (2 * args[0], *args[1:])
     )
-    rotate_stream(copy, 0, None, 2.0)
+    transform_stream(copy, 0, None, 2.0)
     assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
     handle.remove()
 
@@ -78,7 +79,7 @@ def test_a_turned_stream_gives_the_same_logits(model):
     copy = without_blocks(model, [])
     before = logits(copy, sample(copy))
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))
-    rotate_stream(copy, 1, rotation)
+    transform_stream(copy, 1, rotation)
     plain = copy.structure.blocks[0].register_forward_hook(
         lambda module, args, out: out @ rotation.T
     )
@@ -118,7 +119,7 @@ def test_an_exactly_affine_block_is_replaced_exactly(block):
     assert pruned.dropped == (block,)
     batch = sample(model)
     assert torch.allclose(logits(pruned.model, batch), logits(model, batch), rtol=0, atol=1e-8)
-    assert pruned.loss["ratio"] == pytest.approx(1, abs=1e-6)
+    assert pruned.loss.ratio == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("method", ["replaceme", "fold"])
@@ -134,7 +135,7 @@ def folded(target, added, stream, **settings):
     sums = Moments(PAIRS, reservoir=0)
     for part in range(0, len(target), 50):
         some = (state[part : part + 50] for state in (added, stream, target))
-        sums.add(fold_rows(*some, intercept=settings["intercept"], weighted=True))
+        sums.add(fold_rows(*some, bias=settings["bias"], weighted=True))
     return solve_fold(sums, **settings)
 
 
@@ -144,17 +145,17 @@ def test_fold_and_turn_find_what_was_put_in():
     m, y = torch.randn(400, 6, dtype=torch.float64), torch.randn(400, 6, dtype=torch.float64)
     weight, shift = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     h = 1.7 * (y + m @ weight.T + shift)
-    found = folded(h, m, y, intercept=True, stretch=True, turned=False)
+    found = folded(h, m, y, bias=True, fit_scale=True, fit_rotation=False)
     assert found.scale == pytest.approx(1 / 1.7)
     assert torch.allclose(found.weight, weight)
     assert torch.allclose(found.bias, shift)
     small, _ = torch.linalg.qr(torch.eye(6).double() + 0.2 * torch.randn(6, 6, dtype=torch.float64))
     small = small * small.diagonal().sign()
-    turned = folded(h @ small, m, y, intercept=True, stretch=True, turned=True)
+    turned = folded(h @ small, m, y, bias=True, fit_scale=True, fit_rotation=True)
     made = y + m @ turned.weight.T + turned.bias
     wanted = turned.scale * (h @ small) @ turned.rotation.T
     assert (made - wanted).norm() < 0.05 * wanted.norm()
-    plain = folded(h @ small, m, y, intercept=True, stretch=True, turned=False)
+    plain = folded(h @ small, m, y, bias=True, fit_scale=True, fit_rotation=False)
     off = y + m @ plain.weight.T + plain.bias - plain.scale * (h @ small)
     assert (made - wanted).norm() < 0.5 * off.norm()
 

@@ -125,7 +125,7 @@ def test_padding_is_on_the_right_and_is_not_learnt():
         (torch.tensor([5, 6, 7]), torch.tensor([IGNORE_INDEX, 6, 7])),
         (torch.tensor([8]), torch.tensor([8])),
     ]
-    batch = pad_examples(rows, pad=0)
+    batch = pad_examples(rows, pad_id=0)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7], [8, IGNORE_INDEX, IGNORE_INDEX]]

@@ -119,7 +119,7 @@ def prune(
     from layerjump.data.corpus import load_text
     from layerjump.io import check_free
     from layerjump.models.loading import load
-    from layerjump.pruning.checkpoint import make_record
+    from layerjump.pruning.checkpoint import PruningRecord
     from layerjump.pruning.distill import distill
     from layerjump.pruning.draft_model import make_draft_model
     from layerjump.pruning.prune import prepare_calibration
@@ -164,7 +164,7 @@ def prune(
     if distill_steps is not None:
         remove_training_folder(training)
     if as_json:
-        print(json.dumps(make_record(pruned), indent=2))
+        print(json.dumps(PruningRecord.of(pruned).to_json(), indent=2))
     else:
         _print_summary(pruned)
     print(f"wrote {output}", file=sys.stderr)
@@ -176,18 +176,18 @@ def _print_summary(pruned: Pruned) -> None:
     rows: list[dict[str, Any]] = [
         {"": "blocks", "before": pruned.original.n_blocks, "after": pruned.model.n_blocks},
         {"": "parameters", "before": f"{before:,}", "after": f"{after:,}"},
-        {"": "test loss", "before": loss["before"], "after": loss["after"]},
+        {"": "test loss", "before": loss.loss_before, "after": loss.loss_after},
         {
             "": "test perplexity",
-            "before": loss["perplexity before"],
-            "after": loss["perplexity after"],
+            "before": loss.perplexity_before,
+            "after": loss.perplexity_after,
         },
     ]
     dropped = ", ".join(map(str, pruned.dropped))
     title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"
     print_table(title, rows, as_json=False)
     print(
-        f"perplexity ratio {loss['ratio']:.3f} (95 % interval {loss['low']:.3f} to {loss['high']:.3f})"
+        f"perplexity ratio {loss.ratio:.3f} (95 % interval {loss.low:.3f} to {loss.high:.3f})"
     )
 
 

@@ -1,171 +1,229 @@
-"""Write and load a pruned checkpoint.
+"""Write a pruned model with its model card, and load a pruned model with replacement maps.
 
-The model card of a pruned checkpoint: what was done, on what text, and what it costs.
-
-Write a pruned model, whole or not at all: an ordinary checkpoint, or base and jumps where no weight holds them.
-
-Load any model, also one that `prune` saved as base and jumps.
+A pruned model is an ordinary checkpoint. With the method `linear` no weight holds the maps, so the folder has the
+checkpoint in `base/` and jumps next to it; `layerjump.load` puts them together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from layerjump import __version__
 from layerjump.errors import BadArtifact, WrongModel
-from layerjump.io import (
-    read_json,
-    replace_folder,
-    write_json,
-    write_text,
-)
+from layerjump.io import read_json, replace_folder, write_json, write_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.pruning.prune import Pruned
-from layerjump.pruning.replace import METHODS, attach_maps
-from layerjump.pruning.select import blocks_in_spans
+from layerjump.pruning.prune import Distillation, LossComparison, Pruned
+from layerjump.pruning.replace import METHODS, attach_maps, level_after_pruning
 
-TRUNCATED = "a jump to the state after the final norm, merged into an untied head"
-
-
-def card(record: dict[str, Any]) -> str:
-    """A README in the form the hub reads."""
-    return "\n\n".join([_head(record), _done(record), _measured(record), _use(record)]) + "\n"
-
-
-def _head(record: dict[str, Any]) -> str:
-    left = record["blocks"] - len(record["dropped"])
-    return (
-        "---\nlibrary_name: transformers\ntags:\n- layerjump\n- pruned\n---\n\n"
-        f"# {record['model']}, {left} of {record['blocks']} blocks"
-    )
-
-
-def _done(record: dict[str, Any]) -> str:
-    method = record["method"]
-    meaning = TRUNCATED if method == "truncate" else METHODS[method]
-    before, after = (record["parameters"][name] for name in ("before", "after"))
-    lines = [
-        f"Made from `{record['model']}` (weights {record['fingerprint'][:12]}) by layerjump {record['layerjump']}.",
-        f"- Blocks dropped, counted from 1: {', '.join(map(str, record['dropped']))} (chosen: {record['choice']}).",
-        f"- In their place (`{method}`): {meaning}.",
-        f"- Fitted in closed form on text `{record['text']}`: {record['tokens']:,} tokens in all, split "
-        f"{record['split']}, seed {record['seed']}.",
-        f"- Parameters: {before:,} before, {after:,} after.",
-    ]
-    if record["distilled"]:
-        told = ", ".join(f"{name} {value}" for name, value in record["distilled"].items())
-        lines.append(f"- Then distilled: {told}.")
-    return "\n".join(lines)
-
-
-def _measured(record: dict[str, Any]) -> str:
-    loss = record["loss"]
-    if not loss:
-        return "Its loss was not measured."
-    return (
-        "| on test documents of that text | before | after |\n|---|---|---|\n"
-        f"| loss, nats a token | {loss['before']:.4f} | {loss['after']:.4f} |\n"
-        f"| perplexity | {loss['perplexity before']:.3f} | {loss['perplexity after']:.3f} |\n\n"
-        f"Perplexity ratio {loss['ratio']:.3f} (95 % interval over documents {loss['low']:.3f} to "
-        f"{loss['high']:.3f}), {loss['tokens']:,} tokens."
-    )
-
-
-def _use(record: dict[str, Any]) -> str:
-    if record["method"] == "linear":
-        return "The maps stand beside the checkpoint in `base/`, so load it with layerjump: `layerjump.load(folder)`."
-    return (
-        "An ordinary checkpoint: `AutoModelForCausalLM.from_pretrained(folder)` (encoders: "
-        "`AutoModelForMaskedLM`) loads it, with no code of layerjump's."
-    )
-
-
-RECORD = "pruning.json"
-"""What was done, for programs; README.md says it to people."""
+RECORD_FILE = "pruning.json"
 BASE = "base"
-"""The folder of the checkpoint that maps stand beside: a plain loader must not take it for the whole."""
+"""Subfolder of the checkpoint without its maps: a plain loader must not mistake it for the pruned model."""
+_REPLACEMENTS = METHODS | {
+    "truncate": "a jump to the state after the final norm, folded into an untied unembedding"
+}
+
+
+class ParameterCounts(BaseModel):
+    """Numbers of parameters before and after pruning."""
+
+    before: int
+    after: int
+
+
+class PruningRecord(BaseModel):
+    """Everything that `pruning.json` holds: what was dropped, on what text, and the cost."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    kind: Literal["layerjump pruning"] = "layerjump pruning"
+    layerjump: str
+    """Version of layerjump that pruned the model."""
+    model: str
+    fingerprint: str
+    """Hash of the original weights."""
+    method: str
+    criterion: str = Field(validation_alias="choice", serialization_alias="choice")
+    blocks: int
+    dropped: list[int]
+    parameters: ParameterCounts
+    text: str
+    text_sha256: str
+    tokens: int
+    split: str
+    seed: int
+    loss: LossComparison | None
+    distilled: Distillation | None
+
+    @field_validator("method")
+    @classmethod
+    def _rename_method(cls, method: str) -> str:
+        return "rotation" if method == "turn" else method  # its former name
+
+    @field_validator("loss", "distilled", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: Any) -> Any:
+        return value or None
+
+    @classmethod
+    def of(cls, pruned: Pruned) -> PruningRecord:
+        """Describe a pruned model."""
+        before, after = pruned.parameters
+        name = pruned.original.name
+        about = {key: pruned.about[key] for key in ("fingerprint", "text", "text_sha256")}
+        about |= {key: pruned.about[key] for key in ("tokens", "split", "seed")}
+        return cls(
+            layerjump=__version__,
+            # The path of a folder describes a machine, not the model.
+            model=Path(name).name if Path(name).exists() else name,
+            method=pruned.method,
+            criterion=pruned.criterion,
+            blocks=pruned.original.n_blocks,
+            dropped=list(pruned.dropped),
+            parameters=ParameterCounts(before=before, after=after),
+            loss=pruned.test_loss,
+            distilled=pruned.distillation,
+            **about,
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> PruningRecord:
+        """Read the record of a pruned model's folder."""
+        path = Path(folder).expanduser() / RECORD_FILE
+        try:
+            return cls.model_validate(read_json(path))
+        except ValidationError as error:
+            raise BadArtifact(
+                f"{path} is not the record of a pruning: {error.errors()[0]['msg']}"
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of `pruning.json`."""
+        content = self.model_dump(by_alias=True)
+        return content | {key: content[key] or {} for key in ("loss", "distilled")}
+
+
+class LinearHeader(BaseModel):
+    """Content of `linear.json`, which marks a folder with a checkpoint and the maps of the method `linear`."""
+
+    kind: str = "layerjump linear model"
+    format: int = 1
+    cuts: list[tuple[int, int]]
+    """Spans of dropped blocks: a map from level i to level j for each (i, j)."""
+    fingerprint: str | None = None
+    """Hash of the checkpoint's weights."""
 
 
 def save(pruned: Pruned, folder: Path, *, force: bool = False) -> None:
-    """Write a pruned model, its card and its record into a folder that does not exist yet (`force`: or does)."""
-    replace_folder(folder.expanduser(), lambda place: _write(pruned, place), force=force)
+    """Write a pruned model, its card and its record into a new folder (`force`: or over an existing one)."""
 
+    def write(new_folder: Path) -> None:
+        if pruned.jumps is None:
+            save_checkpoint(pruned.model, new_folder)
+        else:
+            save_checkpoint(pruned.model, new_folder / BASE)
+            pruned.jumps.save_pretrained(new_folder)
+            weights = fingerprint(pruned.model.hf, attached=False)
+            header = LinearHeader(cuts=list(pruned.spans), fingerprint=weights)
+            write_json(new_folder / LINEAR, header.model_dump(mode="json"))
+        record = PruningRecord.of(pruned)
+        write_json(new_folder / RECORD_FILE, record.to_json())
+        write_text(new_folder / "README.md", model_card(record))
 
-def _write(pruned: Pruned, place: Path) -> None:
-    record = make_record(pruned)
-    if pruned.jumps is None:
-        save_checkpoint(pruned.model, place)
-    else:
-        save_checkpoint(pruned.model, place / BASE)
-        pruned.jumps.save_pretrained(place)
-        head = {"kind": "layerjump linear model", "format": 1, "cuts": [*map(list, pruned.cuts)]}
-        write_json(
-            place / LINEAR, head | {"fingerprint": fingerprint(pruned.model.hf, attached=False)}
-        )
-    write_json(place / RECORD, record)
-    write_text(place / "README.md", card(record))
+    replace_folder(folder.expanduser(), write, force=force)
 
 
 def save_checkpoint(model: Model, folder: Path) -> None:
-    """Weights, configuration, generation configuration and tokenizer, as Hugging Face saves them."""
+    """Write weights, configuration, generation configuration and tokenizer in Hugging Face format."""
     with quiet_transformers():
         model.hf.save_pretrained(folder)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
 
 
-def make_record(pruned: Pruned) -> dict[str, Any]:
-    """All that is known about a pruning, as JSON knows it."""
-    before, after = pruned.parameters
-    about = pruned.about
-    return {
-        "kind": "layerjump pruning",
-        "layerjump": __version__,
-        # A path says something about a machine, and nothing about the model.
-        "model": Path(pruned.original.name).name
-        if Path(pruned.original.name).exists()
-        else pruned.original.name,
-        "fingerprint": about["fingerprint"],
-        "method": pruned.method,
-        "choice": pruned.criterion,
-        "blocks": pruned.original.n_blocks,
-        "dropped": list(pruned.dropped),
-        "parameters": {"before": before, "after": after},
-        "text": about["text"],
-        "text_sha256": about["text_sha256"],
-        "tokens": about["tokens"],
-        "split": about["split"],
-        "seed": about["seed"],
-        "loss": pruned.loss,
-        "distilled": pruned.distilled,
-    }
-
-
 def load_linear(folder: Path, load_base: Callable[[Path], Model]) -> Model:
-    """Load a folder of `prune --method linear`: the checkpoint in it by `load_base`, with its maps attached."""
-    head = read_json(folder / LINEAR)
+    """Load a folder of the method `linear`: its checkpoint by `load_base`, with the maps attached."""
+    path = folder / LINEAR
     try:
-        cuts = [(int(i), int(j)) for i, j in head["cuts"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise BadArtifact(f"{folder / LINEAR} is damaged: {error}; prune again") from error
+        header = LinearHeader.model_validate(read_json(path))
+    except ValidationError as error:
+        raise BadArtifact(f"{path} is damaged: {error.errors()[0]['msg']}; prune again") from error
     model = load_base(folder / BASE)
-    if head.get("fingerprint") != fingerprint(model.hf):
+    if header.fingerprint != fingerprint(model.hf):
         raise WrongModel(
-            f"{folder / BASE} holds other weights than the jumps beside it were saved with; prune again"
+            f"{folder / BASE} holds other weights than those the jumps were saved with; prune again"
         )
     jumps = Jumps.from_pretrained(folder)
-    absent = [(i, j) for i, j in cuts if (Site(i), Site(j)) not in jumps]
-    if absent:
-        i, j = (str(level)[:20] for level in absent[0])
-        raise BadArtifact(
-            f"{folder / LINEAR} names a map from level {i} to {j}, which {folder} does not hold; prune again"
-        )
-    dropped = blocks_in_spans(cuts)
-    attach_maps(model, {i - sum(block <= i for block in dropped): jumps[i, j] for i, j in cuts})
+    for i, j in header.cuts:
+        if (Site(i), Site(j)) not in jumps:
+            raise BadArtifact(
+                f"{path} names a map from level {str(i)[:20]} to {str(j)[:20]}, which {folder} does not hold; prune "
+                f"again"
+            )
+    attach_maps(model, {level_after_pruning(i, header.cuts): jumps[i, j] for i, j in header.cuts})
     return model
+
+
+def model_card(record: PruningRecord) -> str:
+    """Return the README.md of a pruned model."""
+    n_left = record.blocks - len(record.dropped)
+    return f"""---
+library_name: transformers
+tags:
+- layerjump
+- pruned
+---
+
+# {record.model}, {n_left} of {record.blocks} blocks
+
+{_method_section(record)}
+
+{_loss_section(record.loss)}
+
+{_usage_section(record.method)}
+"""
+
+
+def _method_section(record: PruningRecord) -> str:
+    lines = [
+        f"Made from `{record.model}` (weights {record.fingerprint[:12]}) by layerjump {record.layerjump}.",
+        f"- Dropped blocks, counted from 1: {', '.join(map(str, record.dropped))} (selected by: {record.criterion}).",
+        f"- Replacement (`{record.method}`): {_REPLACEMENTS[record.method]}.",
+        f"- Fitted in closed form on text `{record.text}`: {record.tokens:,} tokens in all, split {record.split}, seed "
+        f"{record.seed}.",
+        f"- Parameters: {record.parameters.before:,} before, {record.parameters.after:,} after.",
+    ]
+    if training := record.distilled:
+        lines.append(
+            f"- Then distilled: {training.steps} steps of {training.trained}, KL weight {training.kl_weight}, "
+            f"{training.minutes} minutes."
+        )
+    return "\n".join(lines)
+
+
+def _loss_section(loss: LossComparison | None) -> str:
+    if loss is None:
+        return "The loss was not measured."
+    return f"""| on test documents of that text | before | after |
+|---|---|---|
+| loss, nats per token | {loss.loss_before:.4f} | {loss.loss_after:.4f} |
+| perplexity | {loss.perplexity_before:.3f} | {loss.perplexity_after:.3f} |
+
+Perplexity ratio {loss.ratio:.3f} (95 % interval over documents {loss.low:.3f} to {loss.high:.3f}), {loss.tokens:,} \
+tokens."""
+
+
+def _usage_section(method: str) -> str:
+    if method == "linear":
+        return "The maps are stored next to the checkpoint in `base/`: load the folder with `layerjump.load(folder)`."
+    return (
+        "An ordinary checkpoint: `AutoModelForCausalLM.from_pretrained(folder)` (encoders: "
+        "`AutoModelForMaskedLM`) loads it without layerjump."
+    )

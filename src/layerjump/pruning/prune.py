@@ -1,37 +1,43 @@
-"""prune(): drop blocks and replace them by maps.
+"""prune(): drop blocks of a model and replace them by maps fitted in closed form.
 
-    pruned = prune(model, "wiki.txt", drop="25%")
-    pruned.loss["ratio"]                          # perplexity over the whole model's, on test documents
+    pruned = lj.prune(model, "wiki.txt", drop="25%")
+    pruned.loss.ratio                             # perplexity relative to the original model, on test documents
     pruned.save("smaller")                        # an ordinary checkpoint
 
-Choosing by loss and fitting on the pruned model's own states both need text, so text is given, not sums.
+Selection by loss and replacements after the first span need text, so `prune` takes text and not second moments.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text
 from layerjump.data.positions import MASKED_SHARE, Positions
-from layerjump.errors import BadPruning, TextTooShort
+from layerjump.errors import BadPruning, TextTooShort, argument
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.jumps import Jumps
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
-from layerjump.pruning.drop_layers import cannot_drop, without_blocks
+from layerjump.pruning.edit_model import (
+    cannot_drop,
+    cannot_fold,
+    cannot_rotate,
+    count_parameters,
+    without_blocks,
+)
 from layerjump.pruning.replace import (
     ReplacementFitter,
     StreamTransform,
-    check_cuts,
     check_method,
-    count_parameters,
+    check_spans,
 )
-from layerjump.pruning.residual_weights import cannot_fold, cannot_rotate
 from layerjump.pruning.select import (
     BlockSelector,
     Span,
@@ -40,68 +46,124 @@ from layerjump.pruning.select import (
     contiguous_spans,
     parse_drop_count,
     required_blocks,
-    select_blocks,
 )
 
 log = logging.getLogger("layerjump")
 
 ALL_POSITIONS = Positions("all", skip_first=0, special=True)
-MASKS = Positions.parse(MASKED_SHARE, skip_first=0)
-CHOOSING = 1_500
-"""Select tokens on which candidates are tried: each is run many times."""
-CELLS = 1_024
+MASKED_POSITIONS = Positions.parse(MASKED_SHARE, skip_first=0)
+VALIDATION_TOKENS = 1_500
+"""Number of tokens on which candidates are tried; each is run many times."""
+VALIDATION_BATCH = 1_024
+"""Number of padded tokens in a batch of these."""
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """The text of a pruning: what maps are fitted on, what is chosen on, and what is shown."""
+    """The text of a pruning: batches to fit maps on, to select blocks on, and to measure on."""
 
     fit: Batches
     validation: Batches
     test: Batches
     about: dict[str, Any]
+    """Description of model and text."""
+
+
+class LossComparison(BaseModel):
+    """Losses of two models on the same test tokens; the 95 % interval of the ratio is over documents."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    loss_before: float = Field(validation_alias="before", serialization_alias="before")
+    """Mean loss of the original model in nats per token."""
+    loss_after: float = Field(validation_alias="after", serialization_alias="after")
+    perplexity_before: float = Field(
+        validation_alias="perplexity before", serialization_alias="perplexity before"
+    )
+    perplexity_after: float = Field(
+        validation_alias="perplexity after", serialization_alias="perplexity after"
+    )
+    ratio: float
+    """Perplexity after / perplexity before."""
+    low: float
+    high: float
+    tokens: int
+
+    @classmethod
+    def of(cls, before: TokenLosses, after: TokenLosses) -> LossComparison:
+        """Compare two models' losses on the same tokens."""
+        ratio, low, high = after.over(before)
+        return cls(
+            loss_before=before.mean,
+            loss_after=after.mean,
+            perplexity_before=before.perplexity,
+            perplexity_after=after.perplexity,
+            ratio=ratio,
+            low=low,
+            high=high,
+            tokens=len(after.each),
+        )
+
+
+class Distillation(BaseModel):
+    """How a pruned model was trained."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    steps: int
+    trained: str
+    """The trained weights, in words."""
+    kl_weight: float = Field(validation_alias="kl weight", serialization_alias="kl weight")
+    minutes: float
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pruned:
-    """A model with fewer blocks, what was done to it and what that costs."""
+    """A model with fewer blocks, with the settings and the cost of its pruning."""
 
     model: Model
     original: Model
-    cuts: tuple[Span, ...]
+    spans: tuple[Span, ...]
+    """Dropped spans: (i, j) stands for blocks i + 1 to j."""
     method: str
     criterion: str
-    loss: dict[str, float]
-    """On test documents: nats and perplexity `before` and `after`, and the perplexities' `ratio`, `low` to `high`."""
     about: dict[str, Any]
-    """Text, tokens, split, seed, as a fit states them."""
+    """Description of the original model and the text."""
+    test_loss: LossComparison | None = None
+    """Losses on test documents; None before they are measured."""
     jumps: Jumps | None = None
-    """What `linear` keeps beside the model."""
-    frames: tuple[StreamTransform, ...] = ()
-    """From which of the pruned model's levels on its stream is scaled and turned."""
-    distilled: dict[str, Any] = field(default_factory=dict)
-    """How it was trained afterwards, if it was."""
+    """Replacement maps of the method `linear`."""
+    transforms: tuple[StreamTransform, ...] = ()
+    """Transforms of the pruned model's residual stream, by level."""
+    distillation: Distillation | None = None
+
+    @property
+    def loss(self) -> LossComparison:
+        """Losses before and after pruning, on test documents."""
+        if self.test_loss is None:
+            raise BadPruning("the loss of this model is not measured; call `with_test_loss`")
+        return self.test_loss
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        return blocks_in_spans(self.cuts)
+        """Dropped blocks, counted from 1."""
+        return blocks_in_spans(self.spans)
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Numbers stored before and after."""
-        kept = count_parameters(self.model.hf) + (self.jumps.n_parameters if self.jumps else 0)
-        return count_parameters(self.original.hf), kept
+        """Number of parameters before and after, replacement maps included."""
+        n_maps = self.jumps.n_parameters if self.jumps else 0
+        return count_parameters(self.original.hf), count_parameters(self.model.hf) + n_maps
 
     def __repr__(self) -> str:
-        gone = ", ".join(map(str, self.dropped))
-        told = f"{self.original.name}: block {gone} of {self.original.n_blocks} out, {self.method}"
-        if self.loss:
-            before, after = (self.loss[f"perplexity {when}"] for when in ("before", "after"))
-            told += f"; perplexity {before:.4g} → {after:.4g}"
-        return f"Pruned({told})"
+        blocks = ", ".join(map(str, self.dropped))
+        text = f"{self.original.name}: dropped {blocks} of {self.original.n_blocks} blocks, {self.method}"
+        if loss := self.test_loss:
+            text += f"; perplexity {loss.perplexity_before:.4g} → {loss.perplexity_after:.4g}"
+        return f"Pruned({text})"
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
-        """Write an ordinary checkpoint with a model card (`linear`: base and jumps, for `lj.load`)."""
+        """Write an ordinary checkpoint with a model card (`linear`: checkpoint and jumps, for `lj.load`)."""
         from layerjump.pruning.checkpoint import save
 
         save(self, Path(folder), force=force)
@@ -121,15 +183,25 @@ def prune(
     split: str = "80/10/10",
     seed: int = 0,
 ) -> Pruned:
-    """Drop blocks and fit what stands in for them, in closed form.
+    """Drop blocks and fit their replacements in closed form; return the pruned model with its test loss.
 
-    Give `drop` (8, or "25%"), or `max_loss`: as many blocks as leave the loss on select documents at most so many
-    times the whole model's. The first and the last block and those that form an attention sink stay, unless `protect`
-    says which do instead. Method `auto` is the best that stores no more numbers than the model does now.
+    Args:
+        model: The model, which stays as it is.
+        text: Calibration text: a corpus, or a source for `lj.load_text`.
+        drop: Number of blocks to drop, or a share such as "25%". Pass either this or `max_loss`.
+        max_loss: Drop as many blocks as keep the loss on the validation split below this multiple of the original.
+        method: Replacement: remove, linear, replaceme, fold or rotation. "auto" is the best one that stores no more
+            parameters than the original model.
+        criterion: Selection of blocks: loss, linearity, linearity-iterative, influence, angle or deepest.
+        contiguous: Whether to drop a single span of blocks.
+        protect: Blocks that stay, counted from 1; by default the first, the last and those that form an attention sink.
+        tokens: Number of tokens of the text to use; by default all.
+        split: Shares of the fit, validation and test documents.
+        seed: Seed of the split.
     """
     require_model(model)
     if (drop is None) == (max_loss is None):
-        raise BadPruning("give either how many blocks to drop, or how much loss to allow")
+        raise BadPruning(f"pass either {argument('drop')} or {argument('max_loss')}")
     if reason := cannot_drop(model):
         raise BadPruning(reason)
     if method != "auto":
@@ -137,170 +209,175 @@ def prune(
     check_criterion(criterion)
     model.require_predictions()
     calibration = prepare_calibration(model, text, tokens=tokens, split=split, seed=seed)
-    stay = _stay(model, calibration, protect)
-    mapped = method != "remove" and not (method == "auto" and model.masked)
-    given = BlockSelector(model, calibration.fit, calibration.validation, stay, mapped, contiguous)
-    if drop is not None:
-        count = parse_drop_count(drop, model.n_blocks)
-        found = _chosen(given, calibration, method, criterion, count)
+    selector = BlockSelector(
+        model,
+        calibration.fit,
+        calibration.validation,
+        _protected_blocks(model, calibration, protect),
+        use_maps=method != "remove" and not (method == "auto" and model.masked),
+        contiguous=contiguous,
+    )
+    if max_loss is not None:
+        pruned = _prune_within(selector, calibration, method, criterion, max_loss)
     else:
-        assert max_loss is not None
-        found = _within(given, calibration, method, criterion, max_loss)
-    return with_test_loss(replace(found, criterion=criterion), calibration)
+        assert drop is not None
+        count = parse_drop_count(drop, model.n_blocks)
+        pruned = _prune_count(selector, calibration, method, criterion, count)
+    return with_test_loss(replace(pruned, criterion=criterion), calibration)
 
 
 def prepare_calibration(
     model: Model, text: Corpus | str | Path, *, tokens: int | None, split: str, seed: int
 ) -> CalibrationData:
-    """Split a text and cut it into batches, as a pruning needs them."""
+    """Split a text and batch it for a pruning."""
     corpus = text if isinstance(text, Corpus) else load_text(text)
-    asked = MASKS if model.masked else ALL_POSITIONS
-    made = plan_run(
-        model, corpus, pairs="adjacent", positions=asked, tokens=tokens, split=split, seed=seed
+    positions = MASKED_POSITIONS if model.masked else ALL_POSITIONS
+    plan = plan_run(
+        model, corpus, pairs="adjacent", positions=positions, tokens=tokens, split=split, seed=seed
     )
     for name in ("fit", "select", "test"):
-        if name not in made.batches:
+        if name not in plan.batches:
             raise TextTooShort(
-                f"the split {split} of {corpus.name} leaves no {name} documents; give it some"
+                f"{argument('split', split)} leaves no {name} documents of {corpus.name}; give that part a larger share"
             )
-    fit = made.batches["fit"].look_at(ALL_POSITIONS) if model.masked else made.batches["fit"]
-    select = make_batches(
+    fit = plan.batches["fit"].look_at(ALL_POSITIONS) if model.masked else plan.batches["fit"]
+    validation = make_batches(
         corpus,
         model.tokenization,
-        asked,
-        documents=_first(made.batches["select"]),
+        positions,
+        documents=_first_documents(plan.batches["select"], VALIDATION_TOKENS),
         seed=seed,
-        budget=CELLS,
+        budget=VALIDATION_BATCH,
     )
-    return CalibrationData(fit, select, made.batches["test"], made.about)
+    return CalibrationData(fit, validation, plan.batches["test"], plan.about)
 
 
-def _first(found: Batches) -> list[int]:
-    """As many documents as it takes for the tokens on which candidates are tried."""
-    taken: dict[int, None] = {}
-    total = 0
-    for document, length in zip(found.sequences.document, found.sequences.length, strict=True):
-        if total >= CHOOSING and document not in taken:
+def _first_documents(batches: Batches, tokens: int) -> list[int]:
+    """The first documents that have this number of tokens."""
+    lengths: dict[int, int] = {}
+    sequences = batches.sequences
+    for document, length in zip(sequences.document, sequences.length, strict=True):
+        if sum(lengths.values()) >= tokens and document not in lengths:
             break
-        taken[document] = None
-        total += length
-    return list(taken)
+        lengths[document] = lengths.get(document, 0) + length
+    return list(lengths)
 
 
 def drop_and_replace(
-    model: Model, cuts: Sequence[Span], method: str, calibration: CalibrationData
+    model: Model, spans: Sequence[Span], method: str, calibration: CalibrationData
 ) -> Pruned:
-    """A copy of the model without the blocks of these runs, stand-ins fitted, nothing measured yet."""
-    dropped = blocks_in_spans(cuts)
-    student = without_blocks(model, dropped)
+    """Return a copy of the model without the blocks of these spans, with replacements, not measured yet."""
+    dropped = blocks_in_spans(spans)
+    shorter = without_blocks(model, dropped)
     if method == "auto":
-        method = _best(model, student, cuts)
+        method = _best_method(model, shorter, spans)
     check_method(model, method)
-    check_cuts(cuts, method)
-    if method != "remove" and calibration.fit.n_picks < 2 * model.d_model:
+    check_spans(spans, method)
+    n_positions, width = calibration.fit.n_picks, model.d_model
+    if method != "remove" and n_positions < 2 * width:
         raise TextTooShort(
-            f"{calibration.about['text']} gives {calibration.fit.n_picks:,} positions to fit maps of width "
-            f"{model.d_model} on; give text for at least {2 * model.d_model:,} (better {10 * model.d_model:,}), or use "
-            f"method remove, which fits nothing"
+            f"{calibration.about['text']} has {n_positions:,} positions to fit maps of width {width}; pass text "
+            f"with at least {2 * width:,} (better {10 * width:,}), or {argument('method', 'remove')}, which fits nothing"
         )
-    log.info("%s: blocks %s out, %s in", model.name, ", ".join(map(str, dropped)), method)
-    fitting = ReplacementFitter(model, student, calibration.fit, calibration.about)
-    jumps, about = fitting.fit(cuts, method), calibration.about
-    frames = tuple(fitting.frames)
-    return Pruned(student, model, tuple(cuts), method, "given", {}, about, jumps, frames)
-
-
-def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
-    """The same with its loss on test documents."""
-    before = token_losses(pruned.original, calibration.test)
-    return replace(
-        pruned, loss=compare_losses(before, token_losses(pruned.model, calibration.test))
+    log.info("%s: drop blocks %s, %s", model.name, ", ".join(map(str, dropped)), method)
+    fitter = ReplacementFitter(model, shorter, calibration.fit, calibration.about)
+    jumps = fitter.fit(spans, method)
+    return Pruned(
+        shorter,
+        model,
+        tuple(spans),
+        method,
+        "given",
+        calibration.about,
+        jumps=jumps,
+        transforms=tuple(fitter.transforms),
     )
 
 
-def compare_losses(before: TokenLosses, after: TokenLosses) -> dict[str, float]:
-    """Two models' losses on the same tokens."""
-    ratio, low, high = after.over(before)
-    return {
-        "before": before.mean,
-        "after": after.mean,
-        "perplexity before": before.perplexity,
-        "perplexity after": after.perplexity,
-        "ratio": ratio,
-        "low": low,
-        "high": high,
-        "tokens": len(after.each),
-    }
+def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
+    """Measure the loss on test documents."""
+    before = token_losses(pruned.original, calibration.test)
+    after = token_losses(pruned.model, calibration.test)
+    return replace(pruned, test_loss=LossComparison.of(before, after))
 
 
-def _best(model: Model, student: Model, cuts: Sequence[Span]) -> str:
-    """The best method that stores no more numbers than the model did."""
-    if cannot_fold(model) or cuts[0][0] == 0:
-        return "remove" if model.masked or cannot_fold(model) else "linear"
+def lowest_loss(candidates: Sequence[Pruned], calibration: CalibrationData) -> Pruned:
+    """Return the candidate with the lowest validation loss: several spans cost more than their maps predict."""
+    return min(candidates, key=lambda p: token_losses(p.model, calibration.validation).mean)
+
+
+def _best_method(model: Model, shorter: Model, spans: Sequence[Span]) -> str:
+    """The best method that stores no more parameters than the original model."""
+    if cannot_fold(model):
+        return "remove"
+    if spans[0][0] == 0:
+        return "linear"
     if cannot_rotate(model):
         return "fold"
-    head = student.structure.unembedding.get_parameter("weight")
-    tied = head is student.hf.get_input_embeddings().weight
-    untied = count_parameters(student.hf) + (head.numel() if tied else 0)
-    return "rotation" if untied <= count_parameters(model.hf) else "fold"
+    unembedding = shorter.structure.unembedding.get_parameter("weight")
+    is_tied = unembedding is shorter.hf.get_input_embeddings().weight
+    n_untied = count_parameters(shorter.hf) + (unembedding.numel() if is_tied else 0)
+    return "rotation" if n_untied <= count_parameters(model.hf) else "fold"
 
 
-def _stay(
+def _protected_blocks(
     model: Model, calibration: CalibrationData, protect: Sequence[int] | None
-) -> dict[int, str]:
+) -> Sequence[int]:
     if protect is None:
-        stay = required_blocks(model, calibration.fit)
-        said = "; ".join(f"block {block}, {why}" for block, why in sorted(stay.items()))
-        log.info("%s: these stay: %s", model.name, said)
-        return stay
-    wrong = [block for block in protect if not 1 <= block <= model.n_blocks]
-    if wrong:
-        raise BadPruning(
-            f"block {wrong[0]} was to be protected; this model has blocks 1 to {model.n_blocks}"
-        )
-    return dict.fromkeys(protect, "as told")
+        required = required_blocks(model, calibration.fit)
+        reasons = "; ".join(f"block {block}, {why}" for block, why in sorted(required.items()))
+        log.info("%s: blocks that stay: %s", model.name, reasons)
+        return list(required)
+    for block in protect:
+        if not 1 <= block <= model.n_blocks:
+            raise BadPruning(
+                f"expected {argument('protect')} among blocks 1 to {model.n_blocks}, got {block}"
+            )
+    return protect
 
 
-def _chosen(
-    given: BlockSelector, calibration: CalibrationData, method: str, criterion: str, count: int
+def _prune_count(
+    selector: BlockSelector, calibration: CalibrationData, method: str, criterion: str, count: int
 ) -> Pruned:
-    """So many blocks out. By loss, the best single run competes with what was found one block at a time."""
-    ways = [given]
-    if criterion == "loss" and not given.contiguous and given.runs(count):
-        ways.append(replace(given, contiguous=True))
-    cuts = {tuple(contiguous_spans(select_blocks(criterion, count, way))) for way in ways}
-    found = [drop_and_replace(given.model, each, method, calibration) for each in sorted(cuts)]
-    return found[0] if len(found) == 1 else lowest_loss(found, calibration)
+    """Drop `count` blocks. By loss, the best single span competes with the greedy selection."""
+    selectors = [selector]
+    if criterion == "loss" and not selector.contiguous and selector.spans(count):
+        selectors.append(replace(selector, contiguous=True))
+    selections = {tuple(contiguous_spans(each.select(criterion, count))) for each in selectors}
+    candidates = [
+        drop_and_replace(selector.model, spans, method, calibration) for spans in sorted(selections)
+    ]
+    return candidates[0] if len(candidates) == 1 else lowest_loss(candidates, calibration)
 
 
-def lowest_loss(found: Sequence[Pruned], calibration: CalibrationData) -> Pruned:
-    """The one that does best on select documents, stand-ins in place: several cuts cost more than their maps say."""
-    return min(found, key=lambda one: token_losses(one.model, calibration.validation).mean)
-
-
-def _within(
-    given: BlockSelector, calibration: CalibrationData, method: str, criterion: str, max_loss: float
+def _prune_within(
+    selector: BlockSelector,
+    calibration: CalibrationData,
+    method: str,
+    criterion: str,
+    max_loss: float,
 ) -> Pruned:
-    """As many blocks as keep the loss on select documents within the limit, by halving the range."""
+    """Drop as many blocks as keep the validation loss below the limit, by bisection."""
     if not max_loss > 1:
         raise BadPruning(
-            f"the loss allowed is {max_loss} times the model's own; give more than 1, such as 1.05x"
+            f"expected {argument('max_loss')} of more than 1 (times the original loss), got {max_loss}"
         )
-    limit = max_loss * token_losses(given.model, calibration.validation).mean
-    best, fits, too_many = None, 0, len(given.candidates) + 1
+    limit = max_loss * token_losses(selector.model, calibration.validation).mean
+    best, fits, too_many = None, 0, len(selector.candidates) + 1
     while too_many - fits > 1:
         count = (fits + too_many) // 2
         try:
-            found = _chosen(given, calibration, method, criterion, count)
-        except BadPruning:  # no run is so long, or the longest ones are not long enough
+            pruned = _prune_count(selector, calibration, method, criterion, count)
+        except BadPruning:  # no span has this length
             too_many = count
             continue
-        if token_losses(found.model, calibration.validation).mean <= limit:
-            best, fits = found, count
+        if token_losses(pruned.model, calibration.validation).mean <= limit:
+            best, fits = pruned, count
         else:
             too_many = count
     if best is None:
         raise BadPruning(
-            f"not one block can be dropped within {max_loss} times the loss; allow more, or give another method"
+            f"no block can be dropped within {max_loss} times the loss; pass a larger {argument('max_loss')}, or "
+            f"another {argument('method')}"
         )
     return best

@@ -21,20 +21,17 @@ from layerjump.evaluation.lm_eval import evaluate
 from layerjump.metrics.timing import ratio, time_alternately
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
-from layerjump.pruning.drop_layers import cannot_drop
+from layerjump.pruning.edit_model import cannot_drop, cannot_fold, cannot_rotate, count_parameters
 from layerjump.pruning.prune import (
     CalibrationData,
+    LossComparison,
     Pruned,
-    compare_losses,
     drop_and_replace,
     prepare_calibration,
 )
-from layerjump.pruning.replace import count_parameters
-from layerjump.pruning.residual_weights import cannot_fold, cannot_rotate
 from layerjump.pruning.select import (
     BlockSelector,
     contiguous_spans,
-    order_by_loss,
     required_blocks,
 )
 from layerjump.studies._untyped import (
@@ -87,7 +84,7 @@ def run(setup: Setup) -> Result:
     stay = required_blocks(model, calibration.fit)
     given = BlockSelector(model, calibration.fit, calibration.validation, stay)
     many = counts(len(given.candidates), model.n_blocks)
-    order = order_by_loss(max(many), given) if many else []
+    order = given.order_by_loss(max(many)) if many else []
     before = token_losses(model, calibration.test)
     rows, tasks = [_whole(model, before)], _scored(setup, model, "whole model", 0)
     for count in many:
@@ -142,16 +139,16 @@ def _whole(model: Model, before: TokenLosses) -> Row:
 
 
 def _row(pruned: Pruned, before: TokenLosses, calibration: CalibrationData) -> Row:
-    found = compare_losses(before, token_losses(pruned.model, calibration.test))
+    found = LossComparison.of(before, token_losses(pruned.model, calibration.test))
     return {
         "method": pruned.method,
         "dropped": len(pruned.dropped),
         "blocks dropped": ", ".join(map(str, pruned.dropped)),
-        "loss": found["after"],
-        "perplexity": found["perplexity after"],
-        "ratio": found["ratio"],
-        "ratio low": found["low"],
-        "ratio high": found["high"],
+        "loss": found.loss_after,
+        "perplexity": found.perplexity_after,
+        "ratio": found.ratio,
+        "ratio low": found.low,
+        "ratio high": found.high,
         "parameters": pruned.parameters[1],
         "time": _time(pruned, calibration),
     }

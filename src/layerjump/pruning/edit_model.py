@@ -1,0 +1,247 @@
+"""Edit a model: drop blocks, fold maps into weights, rotate and scale the residual stream.
+
+Folding and rotating are exact changes of coordinates. An RMSNorm is invariant to rotation and scale of its input. So
+from some level on, the residual stream h may become c Q h: every matrix that writes to the stream is multiplied by c Q,
+every matrix that reads it by Qᵀ (and by the norm's weight, which becomes one), and the unembedding by Qᵀ, for which it
+must not share its weights with the embedding. A LayerNorm is invariant to scale alone, which leaves the unembedding as
+it is. (Norms add a small ε to the variance, so a scale changes results by about that much.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from layerjump.errors import BadModel
+from layerjump.models.model import Model
+from layerjump.models.structure import Structure
+
+PER_BLOCK_CONFIG = ("layer_types", "attention_layers")
+"""Configuration lists with an entry for each block."""
+BLOCK_INDEX_NAMES = ("layer_idx", "layer_id")
+"""Attributes with a module's block index, which selects its layer of the KV cache."""
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Paths, inside a block, of the linear layers at the residual stream."""
+
+    ffn_out: str
+    """Output layer of the feed-forward network."""
+    read_ln1: tuple[str, ...] = ()
+    """Layers that read the first norm; known only for families with RMSNorm, whose stream can be rotated."""
+    read_ln2: tuple[str, ...] = ()
+    """Layers that read the second norm."""
+
+
+_GATED = Projections(
+    "mlp.down_proj",
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+PROJECTIONS: dict[str, Projections] = {
+    "gpt2": Projections("mlp.c_proj"),
+    "gpt_neo": Projections("mlp.c_proj"),
+    "gptj": Projections("mlp.fc_out"),
+    "gpt_neox": Projections("mlp.dense_4h_to_h"),
+    "opt": Projections("fc2"),
+    "bloom": Projections("mlp.dense_4h_to_h"),
+    "falcon": Projections("mlp.dense_4h_to_h"),
+    "phi": Projections("mlp.fc2"),
+    "llama": _GATED,
+    "mistral": _GATED,
+    "qwen2": _GATED,
+    "qwen3": _GATED,
+    "gemma": _GATED,
+    "phi3": Projections("mlp.down_proj", ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)),
+}
+"""Model type → its projections, for families whose feed-forward output is added to the stream without a norm."""
+
+
+def cannot_drop(model: Model) -> str | None:
+    """Return why no block of this model can be dropped, or None if blocks can be."""
+    model_type = model.hf.config.model_type
+    if model.task in ("seq2seq", "encoder"):
+        return (
+            f"{model_type} is an encoder–decoder, and only models with a single stack can be pruned; pass a decoder or "
+            f"an encoder model"
+        )
+    if "*" in model.structure.family.blocks:
+        return f"the blocks of {model_type} are in groups that share weights, so none can be dropped; pass another model"
+    return None
+
+
+def cannot_fold(model: Model) -> str | None:
+    """Return why no map can be folded into this model's feed-forward output, or None if one can be."""
+    model_type = model.hf.config.model_type
+    if model.task != "causal":
+        return f"blocks of a {model.task} model do not add the feed-forward output to the stream unchanged"
+    if model.structure.family.kind in ("sandwich", "post") or model_type not in PROJECTIONS:
+        return f"in {model_type} blocks a norm follows the feed-forward output, and a map cannot be folded through a norm"
+    return None
+
+
+def cannot_rotate(model: Model) -> str | None:
+    """Return why this model's residual stream cannot be rotated, or None if it can be."""
+    if reason := cannot_fold(model):
+        return reason
+    model_type = model.hf.config.model_type
+    if not PROJECTIONS[model_type].read_ln1 or not model.structure.family.to_final:
+        return (
+            f"the norms of {model_type} subtract the mean, so its residual stream cannot be rotated"
+        )
+    return None
+
+
+def can_scale(model: Model) -> bool:
+    """Return whether a norm precedes the unembedding, so that the scale of the last level has no effect."""
+    steps = model.structure.final_steps
+    return bool(steps) and "norm" in type(steps[0]).__name__.lower()
+
+
+def without_blocks(model: Model, dropped: Collection[int]) -> Model:
+    """Return a copy of the model without the dropped blocks, counted from 1."""
+    if reason := cannot_drop(model):
+        raise BadModel(reason)
+    remaining = [block for block in range(1, model.n_blocks + 1) if block not in set(dropped)]
+    # Dropped blocks are not copied.
+    placeholders: dict[int, Any] = {
+        id(module): nn.Identity()
+        for block, module in enumerate(model.structure.blocks, start=1)
+        if block in set(dropped)
+    }
+    hf = copy.deepcopy(model.hf, placeholders)
+    path, _, name = model.structure.family.blocks.rpartition(".")
+    modules = list(hf.get_submodule(model.structure.family.blocks).children())
+    setattr(hf.get_submodule(path), name, nn.ModuleList(modules[old - 1] for old in remaining))
+    _shorten_config(hf.config, remaining, model.n_blocks)
+    for new, old in enumerate(remaining, start=1):
+        _renumber_block(modules[old - 1], hf.config, old, new)
+    return Model(
+        hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision
+    )
+
+
+def _shorten_config(config: Any, remaining: list[int], n_blocks: int) -> None:
+    config.num_hidden_layers = len(remaining)
+    for name in PER_BLOCK_CONFIG:
+        values = getattr(config, name, None)
+        if values is not None and len(values) == n_blocks:
+            setattr(config, name, [values[block - 1] for block in remaining])
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's form of attention_layers
+        config.attention_types = [[list(config.attention_layers), 1]]
+    n_full = getattr(config, "max_window_layers", None)
+    if n_full is not None:  # the first blocks have full attention
+        config.max_window_layers = sum(block <= n_full for block in remaining)
+
+
+@torch.no_grad()
+def _renumber_block(block: nn.Module, config: Any, old: int, new: int) -> None:
+    for module in block.modules():
+        for name in BLOCK_INDEX_NAMES:
+            if isinstance(module.__dict__.get(name), int):
+                setattr(module, name, new - 1)
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        # This GPT-2 divides attention scores by the block's number; queries compensate for the new number.
+        attention: Any = block.get_submodule("attn")
+        queries = slice(0, attention.embed_dim)
+        attention.c_attn.weight[:, queries] *= new / old
+        attention.c_attn.bias[queries] *= new / old
+        attention.scaling *= old / new
+
+
+def ffn_output_layer(model: Model, block: int) -> nn.Module:
+    """Return the output layer of a block's feed-forward network; blocks count from 1."""
+    projections = PROJECTIONS[model.hf.config.model_type]
+    return model.structure.blocks[block - 1].get_submodule(projections.ffn_out)
+
+
+def _layers_reading_norms(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    projections, family = PROJECTIONS[model.hf.config.model_type], model.structure.family
+    module = model.structure.blocks[block - 1]
+    for norm, paths in ((family.ln1, projections.read_ln1), (family.ln2, projections.read_ln2)):
+        if norm is None:
+            raise BadModel("the stream of a block without both norms cannot be rotated")
+        yield module.get_submodule(norm), [module.get_submodule(path) for path in paths]
+
+
+@torch.no_grad()
+def fold_output_map(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Fold a map T, c of a layer's output into the layer: W becomes T W, and its bias b becomes T b + c."""
+    parameter = layer.get_parameter("weight")
+    is_transposed = isinstance(layer, Conv1D)
+    matrix = (parameter.mT if is_transposed else parameter).double()
+    product = weight.to(matrix) @ matrix
+    parameter.copy_(product.mT if is_transposed else product)
+    layer_bias = getattr(layer, "bias", None)
+    if layer_bias is not None:
+        mapped = weight.to(matrix) @ layer_bias.double()
+        layer_bias.copy_(mapped if bias is None else mapped + bias.to(mapped))
+    elif bias is not None:
+        raise BadModel("a map with a bias cannot be folded into a layer that has no bias")
+
+
+@torch.no_grad()
+def fold_input_map(layer: nn.Module, weight: Tensor) -> None:
+    """Fold a map T of a layer's input into the layer: W becomes W T."""
+    parameter = layer.get_parameter("weight")
+    weight = weight.to(parameter.device).double()
+    if isinstance(layer, Conv1D):
+        parameter.copy_(weight.mT @ parameter.double())
+    else:
+        parameter.copy_(parameter.double() @ weight)
+
+
+@torch.no_grad()
+def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
+    """Edit the weights so that the residual stream h from a level on becomes scale · rotation @ h (None: no rotation)."""
+    identity = torch.eye(model.d_model, dtype=torch.float64)
+    matrix = identity if rotation is None else rotation.double().cpu()
+    for block in range(level + 1, model.n_blocks + 1):
+        module, family = model.structure.blocks[block - 1], model.structure.family
+        for layer in (module.get_submodule(family.heads), ffn_output_layer(model, block)):
+            fold_output_map(layer, scale * matrix)
+        if rotation is not None:
+            for norm, layers in _layers_reading_norms(model, block):
+                norm_weight = absorb_norm_weight(norm)
+                for layer in layers:
+                    fold_input_map(layer, norm_weight[:, None] * matrix.mT)
+    if rotation is not None:
+        final_norm = model.structure.final_steps[0]
+        if not isinstance(final_norm, nn.Module):
+            raise BadModel("the stream cannot be rotated without a norm before the unembedding")
+        untie_unembedding(model)
+        norm_weight = absorb_norm_weight(final_norm)
+        fold_input_map(model.structure.unembedding, norm_weight[:, None] * matrix.mT)
+
+
+def untie_unembedding(model: Model) -> None:
+    """Give the unembedding its own weights if it shares them with the embedding."""
+    unembedding = model.structure.unembedding
+    if unembedding.weight is model.hf.get_input_embeddings().weight:
+        assert isinstance(unembedding.weight, Tensor)
+        unembedding.weight = nn.Parameter(unembedding.weight.detach().clone(), requires_grad=True)
+    model.hf.config.tie_word_embeddings = False
+
+
+@torch.no_grad()
+def absorb_norm_weight(norm: nn.Module) -> Tensor:
+    """Return the factors of a norm in float64, and set them to one and its bias to zero."""
+    weight = norm.get_parameter("weight")
+    offset = 1.0 if "Gemma" in type(norm).__name__ else 0.0  # Gemma stores the factors minus one
+    factors = weight.double().cpu() + offset
+    weight.fill_(1.0 - offset)
+    if getattr(norm, "bias", None) is not None:
+        norm.get_parameter("bias").zero_()
+    return factors
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a model; shared parameters count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
