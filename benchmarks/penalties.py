@@ -31,7 +31,7 @@ import torch
 import layerjump as lj
 from layerjump.data.batches import make_batches
 from layerjump.data.corpus import Corpus
-from layerjump.evaluation.lm_eval import evaluate
+from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import describe_machine
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
@@ -134,9 +134,7 @@ def measured(record: PretrainingRecord, folder: Path, judge: Model, stories: int
 def task_accuracy(folder: Path) -> Measures:
     """The share of right answers, as lm-eval scores them."""
     found = evaluate(lj.load(folder), TASKS, QUESTIONS, limit=ITEMS, batch_size=8)
-    return {
-        f"accuracy {row['task']}": row["value"] for row in found.scores if row["metric"] == "acc"
-    }
+    return {f"accuracy {row.task}": row.value for row in found.scores if row.metric == "acc"}
 
 
 @torch.no_grad()

@@ -212,7 +212,7 @@ def test_blocks_that_share_weights_cannot_be_dropped():
 def test_items_that_are_none(tmp_path):
     (boolq,) = select_tasks(["boolq"])
     (tmp_path / boolq.file).write_bytes(b"\xff\xfe{")
-    with refusal("cannot be read", "mend it"):
+    with refusal("cannot be read", "correct the file"):
         load_items(boolq, tmp_path)
     for choices in ('"ab"', '{"a": 1, "b": 2}', "[1, 2]", "[" * 100_000):
         (tmp_path / "task.jsonl").write_text(f'{{"query": "q", "gold": 0, "choices": {choices}}}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from helpers import task_data
@@ -12,7 +13,7 @@ from helpers.story_text import stories
 
 import layerjump as lj
 from layerjump.cli import main
-from layerjump.evaluation.lm_eval import evaluate
+from layerjump.evaluation.tasks import evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 
@@ -49,8 +50,8 @@ def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
     saved = json.loads((tmp_path / "out.json").read_text())
     assert saved["settings"]["limit"] == 2
     assert saved["lm_eval"] == lm_eval.__version__
-    assert saved["items"]["copa"] == plain.items["copa"][:2]
-    assert saved["items"]["cb"] == plain.items["cb"][:2]
+    assert saved["items"]["copa"] == [asdict(item) for item in plain.items["copa"][:2]]
+    assert saved["items"]["cb"] == [asdict(item) for item in plain.items["cb"][:2]]
     assert saved["wikitext"]["windows"] == 2
 
 
@@ -59,14 +60,14 @@ def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
     [
         ([], "give --tasks"),
         (["--tasks", "copa"], "--data"),
-        (["--tasks", "hellaswag", "--data", "DATA"], "known are arc_easy"),
+        (["--tasks", "hellaswag", "--data", "DATA"], "among arc_easy"),
         (["--tasks", "copa", "--data", "DATA/none"], "there is no"),
-        (["--tasks", "copa", "--data", "DATA", "--limit", "0"], "limit given is 0"),
+        (["--tasks", "copa", "--data", "DATA", "--limit", "0"], "--limit of 1 item or more, got 0"),
         (["--tasks", "copa", "--data", "DATA", "--jumps", "DATA"], "error: "),
-        (["--tasks", "copa", "--data", "DATA", "--batch-size", "0"], "batch size"),
+        (["--tasks", "copa", "--data", "DATA", "--batch-size", "0"], "--batch-size"),
         (["--wikitext", "DATA/none.txt"], "cannot be read"),
         (["--wikitext", "DATA/copa.jsonl", "--window", "1"], "2 to 128"),
-        (["--wikitext", "DATA/copa.jsonl", "--stride", "0"], "stride given is 0"),
+        (["--wikitext", "DATA/copa.jsonl", "--stride", "0"], "--stride of 1 to 64, got 0"),
         (["--wikitext", "DATA/copa.jsonl", "--limit", "0"], "1 window"),
     ],
 )

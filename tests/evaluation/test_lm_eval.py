@@ -12,9 +12,20 @@ from helpers.task_data import LINES, write_questions
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation, LayerjumpError
-from layerjump.evaluation.early_exit import ModelVariant, make_variant, parse_blocks
-from layerjump.evaluation.lm_eval import evaluate, wilson
-from layerjump.evaluation.tasks import TASKS, load_items, select_tasks
+from layerjump.evaluation.early_exit import (
+    EarlyExitModel,
+    LinearizedModel,
+    WholeModel,
+    make_variant,
+    parse_blocks,
+)
+from layerjump.evaluation.tasks import (
+    TASKS,
+    evaluate,
+    load_items,
+    select_tasks,
+    wilson_interval,
+)
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 
@@ -46,13 +57,13 @@ def theirs(folder, data, names):
 def same_items(found, theirs) -> None:
     for name, items in found.items.items():
         samples = theirs["samples"][name]
-        assert [(item["loglikelihoods"], item["greedy"]) for item in items] == [
+        assert [(item.loglikelihoods, item.greedy) for item in items] == [
             tuple(map(list, zip(*sample["filtered_resps"], strict=True))) for sample in samples
         ]
 
 
 def likelihoods(found) -> dict:
-    return {name: [item["loglikelihoods"] for item in items] for name, items in found.items.items()}
+    return {name: [item.loglikelihoods for item in items] for name, items in found.items.items()}
 
 
 def test_every_task_is_lm_evals_hf_item_for_item(data_folder, data, plain):
@@ -62,10 +73,10 @@ def test_every_task_is_lm_evals_hf_item_for_item(data_folder, data, plain):
         name: len(LINES[task.file]) for name, task in TASKS.items()
     }
     for row in plain.scores:
-        scores = found["results"][row["task"]]
-        assert row["value"] == pytest.approx(scores[f"{row['metric']},none"], rel=1e-12)
-        if row["stderr"] is not None:
-            assert row["stderr"] == pytest.approx(scores[f"{row['metric']}_stderr,none"], abs=1e-12)
+        scores = found["results"][row.task]
+        assert row.value == pytest.approx(scores[f"{row.metric},none"], rel=1e-12)
+        if row.stderr is not None:
+            assert row.stderr == pytest.approx(scores[f"{row.metric}_stderr,none"], abs=1e-12)
     assert plain.truncated == 0
     assert plain.mean_level is None
 
@@ -74,8 +85,8 @@ def test_a_real_checkpoint_too(real_folder, data):
     folder, names = real_folder("stories15M"), ("arc_easy", "lambada", "boolq")
     found = evaluate(lj.load(folder), names, data)
     same_items(found, theirs(folder, data, names))
-    correct = next(row for row in found.scores if row["task"] == "lambada")
-    assert correct["value"] > 0  # a trained model ends at least one of the stories as they end
+    correct = next(row for row in found.scores if row.task == "lambada")
+    assert correct.value > 0  # a trained model ends at least one of the stories as they end
 
 
 def test_batches_change_nothing_but_the_last_digits(tiny, data, plain):
@@ -86,9 +97,9 @@ def test_batches_change_nothing_but_the_last_digits(tiny, data, plain):
 
 
 def test_a_rule_that_never_stops_is_the_plain_model(tiny, jumps, data, plain):
-    never = evaluate(tiny, "all", data, jumps=jumps, exit="never")
+    never = evaluate(tiny, "all", data, variant=EarlyExitModel(jumps, "never"))
     assert never.items == plain.items
-    unreachable = evaluate(tiny, "all", data, jumps=jumps, exit="maxprob:1.1")
+    unreachable = evaluate(tiny, "all", data, variant=EarlyExitModel(jumps, "maxprob:1.1"))
     assert unreachable.items == plain.items
     assert unreachable.mean_level == tiny.n_blocks
 
@@ -96,22 +107,24 @@ def test_a_rule_that_never_stops_is_the_plain_model(tiny, jumps, data, plain):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_fixed_level_is_what_the_lens_reads_there(tiny, jumps, data, batch_size):
     names = ("copa", "lambada", "winograd")
-    found = evaluate(tiny, names, data, jumps=jumps, exit="fixed:2", batch_size=batch_size)
+    found = evaluate(
+        tiny, names, data, variant=EarlyExitModel(jumps, "fixed:2"), batch_size=batch_size
+    )
     assert found.mean_level == 2
     lens, tokenizer = lj.Lens(tiny, jumps), tiny.tokenizer
     for name in names:
         for item, seen in zip(load_items(TASKS[name], data), found.items[name], strict=True):
             expected = [_read(tiny, lens, tokenizer, *pair) for pair in _pairs(item)]
-            assert seen["loglikelihoods"] == pytest.approx(expected, abs=1e-4)
+            assert seen.loglikelihoods == pytest.approx(expected, abs=1e-4)
 
 
 def _pairs(item):
     """(context, continuation) as lm-eval asks for them."""
-    if "context" not in item:
-        return [(context, f" {item['target']}") for context in item["choices"]]
-    if "choices" not in item:
-        return [(item["context"], item["target"])]
-    return [(item["context"], f" {choice}") for choice in item["choices"]]
+    if item.context is None:
+        return [(context, f" {item.target}") for context in item.choices]
+    if item.choices is None:
+        return [(item.context, item.target)]
+    return [(item.context, f" {choice}") for choice in item.choices]
 
 
 @torch.no_grad()
@@ -127,7 +140,6 @@ def test_a_level_as_lm_evals_arguments_give_it(tiny, data_folder, jumps, data, p
     from lm_eval.api.registry import get_model
     from lm_eval.evaluator import evaluate as run
 
-    import layerjump.evaluation.lm_eval_model  # noqa: F401  (registers the model)
     from layerjump.evaluation.lm_eval import LocalTask
 
     jumps.save_pretrained(tmp_path / "jumps")
@@ -140,15 +152,17 @@ def test_a_level_as_lm_evals_arguments_give_it(tiny, data_folder, jumps, data, p
         return [[pair[0] for pair in sample["filtered_resps"]] for sample in samples]
 
     assert scored(f"level={tiny.n_blocks}") == likelihoods(plain)["copa"]
-    early = evaluate(tiny, "copa", data, jumps=jumps, exit="fixed:2")
+    early = evaluate(tiny, "copa", data, variant=EarlyExitModel(jumps, "fixed:2"))
     assert scored("level=2") == likelihoods(early)["copa"]
 
 
 def test_a_rule_stops_each_position_by_itself(tiny, jumps, data, plain):
     """A rule between never and always: every position is read where its own confidence says, not its neighbour's."""
-    found = evaluate(tiny, "arc_easy", data, jumps=jumps, exit="maxprob:0.3@1,3")
+    found = evaluate(tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"))
     assert 1 < found.mean_level < tiny.n_blocks
-    batched = evaluate(tiny, "arc_easy", data, jumps=jumps, exit="maxprob:0.3@1,3", batch_size=5)
+    batched = evaluate(
+        tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"), batch_size=5
+    )
     assert batched.mean_level == found.mean_level
     assert likelihoods(found) != {"arc_easy": likelihoods(plain)["arc_easy"]}
 
@@ -157,7 +171,7 @@ def test_generation_stops_early_too(tiny, jumps):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from layerjump.evaluation.lm_eval_model import LayerjumpLM
+    from layerjump.evaluation.lm_eval import LayerjumpLM
 
     def written(model):
         asked = ("Once upon a time", {"until": ["\n"], "max_gen_toks": 8, "do_sample": False})
@@ -173,7 +187,7 @@ def test_generation_stops_early_too(tiny, jumps):
 def test_parts_are_replaced_and_put_back(tiny, data, plain):
     pairs = "2.ffn.in:2.ffn.out,3.ffn.in:3.ffn.out"
     maps = lj.fit(tiny, stories(200), pairs=pairs, tokens=6_000)
-    found = evaluate(tiny, "copa", data, jumps=maps, parts="ffn", blocks="2-3")
+    found = evaluate(tiny, "copa", data, variant=LinearizedModel(maps, "ffn", (2, 3)))
     with lj.linearize(tiny, maps, parts="ffn", blocks=[2, 3]):
         inside = evaluate(tiny, "copa", data)
     assert found.items == inside.items
@@ -210,10 +224,10 @@ def test_progress_counts_requests(tiny, data):
 
 
 def test_wilsons_interval():
-    low, high = wilson(0.0, 5)
+    low, high = wilson_interval(0.0, 5)
     assert low == pytest.approx(0, abs=1e-12)
     assert high == pytest.approx(0.4345, abs=1e-4)  # 5 items, none right: the textbook's value
-    assert wilson(0.5, 10**6) == pytest.approx((0.49902, 0.50098), abs=1e-5)
+    assert wilson_interval(0.5, 10**6) == pytest.approx((0.49902, 0.50098), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +236,14 @@ def test_wilsons_interval():
         ({"exit": "soon"}, "gap:0.9"),
         ({"exit": "fixed:9"}, "level 9"),
         ({"level": 9}, "level 9"),
-        ({"exit": "never", "parts": "attn"}, "give one of"),
+        ({"exit": "never", "parts": "attn"}, "pass only one of"),
         ({"parts": "attn"}, "without maps"),
-        ({"blocks": "2"}, "give parts"),
+        ({"blocks": "2"}, "pass parts"),
     ],
 )
 def test_settings_that_make_no_sense(tiny, settings, said):
     with pytest.raises(LayerjumpError, match=said):
-        make_variant(tiny, **settings).reader(tiny)
+        make_variant(tiny, **settings).make_reader(tiny)
 
 
 def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
@@ -238,7 +252,7 @@ def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
         parse_blocks("three")
     with pytest.raises(BadEvaluation, match="neither an exit rule nor parts"):
         make_variant(tiny, jumps=jumps)
-    assert make_variant(tiny) == ModelVariant()
+    assert make_variant(tiny) == WholeModel()
 
 
 def test_an_encoder_is_refused(data_folder, data):
@@ -251,12 +265,12 @@ def test_an_encoder_is_refused(data_folder, data):
     [
         ("{not json", "line 1 of .* is not JSON"),
         ('["a"]', "row 1 of .*an object was wanted"),
-        ('{"query": "a", "choices": ["b", "c"]}', "`gold` is not there"),
+        ('{"query": "a", "choices": ["b", "c"]}', "a number in `gold`, got nothing"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "there are 2 choices"),
-        ('{"query": "a", "choices": ["b", "c"], "gold": true}', "a number was wanted"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": true}', "expected a number"),
         ('{"query": "a", "choices": ["b"], "gold": 0}', "two texts or more"),
         ('{"query": "a", "choices": ["b", 7], "gold": 0}', "two texts or more"),
-        ('{"query": 3, "choices": ["b", "c"], "gold": 0}', "a text was wanted"),
+        ('{"query": 3, "choices": ["b", "c"], "gold": 0}', "expected a text"),
         ('{"query": "a", "choices": ["b", ""], "gold": 0}', "nothing to predict"),
         ("", "holds no items"),
     ],

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import ModelVariant, make_variant
+from layerjump.evaluation.early_exit import LinearizedModel, make_variant
 from layerjump.evaluation.perplexity import perplexity, windows
 
 
@@ -87,7 +87,7 @@ def test_exit_rules_and_parts_are_heeded(tiny, text):
     assert early.mean_level == 1
     assert early.value > plain.value
     maps = lj.fit(tiny, stories(100), pairs="2.ffn.in:2.ffn.out", tokens=3_000)
-    asked = ModelVariant(maps, parts="ffn", blocks=(2,))
+    asked = LinearizedModel(maps, "ffn", (2,))
     with lj.linearize(tiny, maps, parts="ffn", blocks=[2]):
         expected, _ = naive(tiny, text, 64, 32)
     assert perplexity(tiny, text, window=64, variant=asked).value == pytest.approx(
@@ -101,8 +101,8 @@ def test_exit_rules_and_parts_are_heeded(tiny, text):
     [
         ({"window": 1}, "2 to 128"),
         ({"window": 500}, "2 to 128"),
-        ({"stride": 0}, "stride given is 0"),
-        ({"window": 8, "stride": 9}, "stride given is 9"),
+        ({"stride": 0}, "stride of 1 to 64, got 0"),
+        ({"window": 8, "stride": 9}, "stride of 1 to 8, got 9"),
         ({"limit": 0}, "1 window"),
     ],
 )

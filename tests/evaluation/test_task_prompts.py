@@ -129,8 +129,8 @@ def test_prompts_and_answers_are_lm_evals(name):
             self.dataset = dict.fromkeys(("train", "validation", "test"), rows)
 
     theirs = Theirs(config={**config, "num_fewshot": 0})
-    ours = LocalTask(task, [task.item(line)])
-    assert config["task"] == task.harness
+    ours = LocalTask(task, [task.parse(line)])
+    assert config["task"] == task.lm_eval_name
     assert requests(ours) == requests(theirs)
     assert sorted(ours.aggregation()) == sorted(theirs.aggregation())
     likelihoods = [(-1.0, False), (-2.0, True), (-3.0, False)][: len(ours.instances)]
@@ -142,7 +142,7 @@ def test_prompts_and_answers_are_lm_evals(name):
 def test_f1_is_the_mean_over_three_answers():
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    from layerjump.evaluation.lm_eval import macro_f1
+    from layerjump.evaluation.tasks import macro_f1
 
     folder = Path(lm_eval.__file__).parent / "tasks"
     theirs = load_yaml(folder / "super_glue/cb/default.yaml")["metric_list"][1]["aggregation"]

@@ -69,9 +69,9 @@ def test_by_loss_one_run_competes_with_blocks_found_greedily(trained):
             drop_and_replace(model, cuts, "fold", calibration).model, calibration.validation
         ).mean
     found = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], **given)
-    assert found.cuts == min(cost, key=cost.__getitem__)
+    assert found.spans == min(cost, key=cost.__getitem__)
     alone = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], contiguous=True, **given)
-    assert alone.cuts == both[1]
+    assert alone.spans == both[1]
 
 
 def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
@@ -79,12 +79,12 @@ def test_a_later_cut_is_fitted_on_the_pruned_models_states(trained):
     model, text = trained
     calibration = prepare_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
     made = drop_and_replace(model, [(1, 2), (3, 4)], "rotation", calibration)
-    assert [frame.level for frame in made.frames] == [1, 2]
+    assert [transform.level for transform in made.transforms] == [1, 2]
     (batch,) = [calibration.test[0]]
     (ours,) = capture_states(made.model, [batch], [2])
     (theirs,) = capture_states(model, [batch], [4])
-    frame = made.frames[-1]
-    wanted = frame.scale * theirs[4] @ frame.rotation.float().T
+    transform = made.transforms[-1]
+    wanted = transform.scale * theirs[4] @ transform.rotation.float().T
     error = (ours[2] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert float(error.median()) < 0.6
 

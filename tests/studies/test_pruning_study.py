@@ -64,7 +64,7 @@ def test_how_many_blocks_are_dropped():
 
 def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
-    from layerjump.evaluation.lm_eval import evaluate
+    from layerjump.evaluation.tasks import evaluate
 
     data = write_questions(tmp_path)
     settings = make_settings(

@@ -105,11 +105,17 @@ def evaluate(
     settings |= {"wikitext": wikitext, "rule": str(variant.rule)}
     record: dict[str, Any] = {"scores": [], **_describe_run(loaded, settings)}
     if tasks is not None and data is not None:
-        from layerjump.evaluation.lm_eval import evaluate as score_tasks
+        from layerjump.evaluation.tasks import evaluate as score_tasks
 
         with progress_bar("scoring", "requests") as update:
             scores = score_tasks(
-                loaded, tasks, data, limit=limit, batch_size=batch_size, progress=update, **options
+                loaded,
+                tasks,
+                data,
+                limit=limit,
+                variant=variant,
+                batch_size=batch_size,
+                progress=update,
             )
         record |= asdict(scores)
     if text is not None:
@@ -138,8 +144,7 @@ def evaluate(
 def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Path | None) -> None:
     """Raise what can be known before the model is loaded."""
     from layerjump.errors import BadEvaluation
-    from layerjump.evaluation.lm_eval import require_lm_eval
-    from layerjump.evaluation.tasks import load_items, select_tasks
+    from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
 
     if tasks is None and wikitext is None:
         raise BadEvaluation("nothing to evaluate; give --tasks with --data, or --wikitext")

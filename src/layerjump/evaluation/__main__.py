@@ -1,21 +1,18 @@
-"""`python -m layerjump.evaluation …` is lm-eval's own command line with the model `layerjump` known to it.
-
-lm-eval looks for models in its own table alone, so ours is registered by importing it.
-"""
+"""`python -m layerjump.evaluation …`: lm-eval's own command line, with the model `layerjump` registered."""
 
 import sys
 
 from layerjump.errors import LayerjumpError
-from layerjump.evaluation.lm_eval import require_lm_eval
+from layerjump.evaluation.tasks import require_lm_eval
 
 
 def main() -> None:
-    """Register the model, then hand over."""
+    """Register the model and run lm-eval's command line."""
     try:
         require_lm_eval()
         from lm_eval.__main__ import cli_evaluate
 
-        import layerjump.evaluation.lm_eval_model  # noqa: F401
+        import layerjump.evaluation.lm_eval  # noqa: F401  (registers the model)
 
         cli_evaluate()
     except LayerjumpError as error:

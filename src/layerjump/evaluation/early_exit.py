@@ -1,13 +1,4 @@
-"""The model variant to evaluate: whole, with teacher-forced early exit, or linearised.
-
-Teacher-forced early exit: each position of a given text is read at the first level where the rule stops.
-
-The text is given, so no token depends on where an earlier one left, and keys and values are the model's own: this is
-what `generate` with an exact cache would have read at every position. A rule that looks at a shortlist of tokens
-decides by it here too; what is read where it stops is the whole vocabulary, since any token may be asked for.
-
-What of a model is evaluated: all of it, the levels where an exit rule stops, or maps in the place of parts.
-"""
+"""The variant of a model to evaluate: the whole model, teacher-forced early exit, or parts replaced by maps."""
 
 from __future__ import annotations
 
@@ -19,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadEvaluation
+from layerjump.errors import BadEvaluation, argument
 from layerjump.generation.calibration import serialization
 from layerjump.generation.rules import (
     ExitConfig,
@@ -28,7 +19,6 @@ from layerjump.generation.rules import (
     Never,
     Rule,
     checked_levels,
-    parse_rule,
 )
 from layerjump.interventions.linearize import linearize
 from layerjump.jumps.jumps import Jumps
@@ -38,79 +28,59 @@ from layerjump.models.model import Model
 from layerjump.models.structure import Site
 
 
-class TeacherForcedExit:
-    """Reads states at the levels that a rule checks, and counts where positions left."""
-
-    def __init__(self, model: Model, jumps: Jumps | None, exit: ExitConfig | Rule) -> None:
-        exit = ExitConfig.of(exit)
-        self.levels = checked_levels(exit.rule, model.n_blocks)
-        self.left = [0] * (model.n_blocks + 1)
-        """How many positions left at each level."""
-        self._lens, self._rule, self._last = Lens(model, jumps), exit.rule, model.n_blocks
-        shortlist = exit.shortlist
-        self._early = None if shortlist is None else Lens(shortlist.restrict(model), jumps)
-        self._rows = chunk_rows(model)
-        if jumps is not None:
-            jumps.to(model.device)
+@dataclass(frozen=True)
+class WholeModel:
+    """The model as it is; base class of the other variants."""
 
     @property
-    def mean_level(self) -> float | None:
-        """The level at which positions left, on average; None before any has."""
-        read = sum(self.left)
-        return sum(level * n for level, n in enumerate(self.left)) / read if read else None
+    def rule(self) -> Rule:
+        """Exit rule of all positions."""
+        return Never()
 
-    @torch.no_grad()
-    def read(self, at: Mapping[Site, Tensor], position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and their logits, level by level, from states (rows, d) at each level and 0-based positions.
+    @contextmanager
+    def applied_to(self, model: Model) -> Iterator[None]:
+        """Change the model while the `with` block runs."""
+        yield
 
-        Rows that go up to level L come last if its states are given; without them they are left to the caller.
-        """
-        for part in torch.arange(len(position), device=position.device).split(self._rows):
-            yield from self._part(at, position, part)
-
-    def _part(
-        self, at: Mapping[Site, Tensor], position: Tensor, rows: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        earlier: tuple[Tensor, ...] = ()
-        for level in self.levels:
-            state = at[Site(level)][rows]
-            seen = self._early or self._lens
-            look = LevelReading(level, state, position[rows], seen.logits, earlier)
-            stops = self._rule.should_exit(look)
-            if bool(stops.any()):
-                self.left[level] += int(stops.sum())
-                logits = self._lens.logits(level, state) if self._early else look.logits
-                yield rows[stops], logits[stops]
-            earlier += (look.top_token,) if look.has_logits else ()
-            rows, earlier = rows[~stops], tuple(top[~stops] for top in earlier)
-            if not len(rows):
-                return
-        self.left[self._last] += len(rows)
-        if (last := Site(self._last)) in at:
-            yield rows, self._lens.logits(last, at[last][rows])
+    def make_reader(self, model: Model) -> TeacherForcedExit:
+        """Return the reader of the positions to score."""
+        return TeacherForcedExit(model, None, self.rule)
 
 
 @dataclass(frozen=True)
-class ModelVariant:
-    """Jumps, and what they are for: an exit rule, or parts of blocks. Without either it is the model as it is."""
+class EarlyExitModel(WholeModel):
+    """Every position is read at the first level where an exit rule is satisfied."""
 
-    jumps: Jumps | None = None
-    rule: ExitConfig | Rule = Never()
-    parts: str | None = None
+    jumps: Jumps | None
+    """Maps to the last level; None for the identity."""
+    exit: ExitConfig | Rule | str
+    """An exit rule, or its short name such as gap:0.9."""
+
+    @property
+    def rule(self) -> Rule:
+        return ExitConfig.of(self.exit).rule
+
+    def make_reader(self, model: Model) -> TeacherForcedExit:
+        return TeacherForcedExit(model, self.jumps, self.exit)
+
+
+@dataclass(frozen=True)
+class LinearizedModel(WholeModel):
+    """Parts of blocks are replaced by maps."""
+
+    jumps: Jumps
+    parts: str
+    """Kind of part: attn, ffn, norms or block."""
     blocks: tuple[int, ...] | None = None
+    """Blocks whose parts are replaced; None for all."""
 
     @contextmanager
-    def changed(self, model: Model) -> Iterator[Model]:
-        """The model with maps in the place of parts, if that is asked for; whole again afterwards."""
-        if self.parts is None or self.jumps is None:
-            yield model
-            return
+    def applied_to(self, model: Model) -> Iterator[None]:
         with linearize(model, self.jumps, parts=self.parts, blocks=self.blocks):
-            yield model
+            yield
 
-    def reader(self, model: Model) -> TeacherForcedExit:
-        """What reads positions where the rule stops."""
-        return TeacherForcedExit(model, None if self.parts else self.jumps, self.rule)
+
+ModelVariant = WholeModel | EarlyExitModel | LinearizedModel
 
 
 def make_variant(
@@ -122,63 +92,132 @@ def make_variant(
     parts: str | None = None,
     blocks: str | None = None,
 ) -> ModelVariant:
-    """Settings as they are given on a command line, checked.
+    """Return the model variant that command-line settings describe.
 
-    `exit` is a rule such as gap:0.9 and `level` one level for all (L: the whole model); neither, with jumps, is the
-    rule that `layerjump calibrate` left in their folder. `parts` (attn, ffn, norms, block) and `blocks` (3-5) put
-    maps in.
+    Args:
+        model: A causal language model.
+        jumps: Jumps, or a folder of them. Without `exit`, `level` and `parts`, the exit rule that calibration saved
+            in the folder applies.
+        exit: Exit rule, such as gap:0.9.
+        level: Exit level of all positions; L for the whole model.
+        parts: Parts to replace by maps: attn, ffn, norms or block.
+        blocks: Blocks whose parts are replaced, such as 3-5 or 1,4; by default all.
     """
     require_causal(model)
     folder = None if jumps is None or isinstance(jumps, Jumps) else Path(jumps).expanduser()
     if folder is not None:
         jumps = Jumps.from_pretrained(folder, model=model)
     assert jumps is None or isinstance(jumps, Jumps)
-    if sum(given is not None for given in (exit, level, parts)) > 1:
-        raise BadEvaluation("give one of an exit rule, a level and parts, not several")
+    if sum(value is not None for value in (exit, level, parts)) > 1:
+        raise BadEvaluation(
+            f"pass only one of {argument('exit')}, {argument('level')} and {argument('parts')}"
+        )
     if blocks is not None and parts is None:
-        raise BadEvaluation(f"blocks {blocks} were given, but not which parts of them; give parts")
+        raise BadEvaluation(f"{argument('blocks')} needs {argument('parts')}; pass parts too")
     if parts is not None:
         if jumps is None:
             raise BadEvaluation(
-                f"{parts} cannot be replaced without maps; give jumps fitted for it"
+                f"{parts} cannot be replaced without maps; pass {argument('jumps')} fitted for it"
             )
-        return ModelVariant(
-            jumps, parts=parts, blocks=None if blocks is None else parse_blocks(blocks)
-        )
-    if exit is None and level is None and jumps is not None:
-        exit = _calibrated(folder, model)
+        return LinearizedModel(jumps, parts, None if blocks is None else parse_blocks(blocks))
     if level is not None:
-        return ModelVariant(jumps, Never() if level == model.n_blocks else Fixed(level))
-    return ModelVariant(jumps, parse_rule(exit) if isinstance(exit, str) else exit or Never())
+        return WholeModel() if level == model.n_blocks else EarlyExitModel(jumps, Fixed(level))
+    if exit is not None:
+        return EarlyExitModel(jumps, ExitConfig.of(exit))
+    if jumps is None:
+        return WholeModel()
+    if folder is None or not (folder / serialization.FILE_NAME).is_file():
+        raise BadEvaluation(
+            f"the jumps have neither an exit rule nor parts to replace, and no calibrated rule; pass "
+            f"{argument('exit')} or {argument('parts')}"
+        )
+    return EarlyExitModel(jumps, serialization.load_calibration(folder, model=model).exit)
 
 
 def require_causal(model: Model) -> None:
     """Raise `BadEvaluation` for a model that does not predict next tokens."""
     if model.task != "causal":
         raise BadEvaluation(
-            f"{model.name} is a {model.task} model, but tasks and perplexity score the next token; give a causal "
+            f"{model.name} is a {model.task} model, but tasks and perplexity score the next token; pass a causal "
             f"language model"
         )
     model.require_predictions()
 
 
 def parse_blocks(text: str) -> tuple[int, ...]:
-    """Blocks such as 3-5 or 1,4,7-9."""
-    found: list[int] = []
+    """Parse a list of blocks such as 3-5 or 1,4,7-9."""
+    blocks: list[int] = []
     try:
         for part in str(text).split(","):
             first, dash, last = part.strip().partition("-")
-            found += range(int(first), int(last) + 1) if dash else [int(first)]
+            blocks += range(int(first), int(last) + 1) if dash else [int(first)]
     except ValueError:
-        found = []
-    if not found:
-        raise BadEvaluation(f"blocks were given as {text!r}; give numbers, such as 3-5 or 1,4")
-    return tuple(found)
-
-
-def _calibrated(folder: Path | None, model: Model) -> ExitConfig:
-    if folder is None or not (folder / serialization.FILE_NAME).is_file():
+        blocks = []
+    if not blocks:
         raise BadEvaluation(
-            "jumps were given, but neither an exit rule nor parts to replace, and none was calibrated; give one"
+            f"expected {argument('blocks')} to be numbers such as 3-5 or 1,4, got {text!r}"
         )
-    return serialization.load_calibration(folder, model=model).exit
+    return tuple(blocks)
+
+
+class TeacherForcedExit:
+    """Reads each position of a given text at its exit level, and counts the exits at each level.
+
+    The text is given, so no token depends on the exit level of an earlier one, and the KV cache is the full model's:
+    the logits are those that `generate` with an exact cache reads at every position. A rule with a shortlist decides by
+    it, but the logits are of the full vocabulary, because the task may ask for any token.
+    """
+
+    def __init__(self, model: Model, jumps: Jumps | None, exit: ExitConfig | Rule | str) -> None:
+        exit = ExitConfig.of(exit)
+        self.levels = checked_levels(exit.rule, model.n_blocks)
+        """Levels that the rule checks; empty for the whole model."""
+        self._n_exits = [0] * (model.n_blocks + 1)
+        self._lens, self._rule, self._last = Lens(model, jumps), exit.rule, model.n_blocks
+        shortlist = exit.shortlist
+        self._rule_lens = (
+            self._lens if shortlist is None else Lens(shortlist.restrict(model), jumps)
+        )
+        self._chunk_rows = chunk_rows(model)
+        if jumps is not None:
+            jumps.to(model.device)
+
+    @property
+    def mean_level(self) -> float | None:
+        """Mean exit level of the positions so far; None for the whole model and before any position is read."""
+        n_read = sum(self._n_exits)
+        if not n_read or not self.levels:
+            return None
+        return sum(level * n for level, n in enumerate(self._n_exits)) / n_read
+
+    @torch.no_grad()
+    def read(
+        self, states: Mapping[Site, Tensor], positions: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows with their logits, level by level, from states (rows, d) at the levels and positions from 0.
+
+        Rows without early exit come last if `states` has level L; otherwise they are left to the caller.
+        """
+        for rows in torch.arange(len(positions), device=positions.device).split(self._chunk_rows):
+            yield from self._read_rows(states, positions, rows)
+
+    def _read_rows(
+        self, states: Mapping[Site, Tensor], positions: Tensor, rows: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        earlier: tuple[Tensor, ...] = ()
+        for level in self.levels:
+            state = states[Site(level)][rows]
+            reading = LevelReading(level, state, positions[rows], self._rule_lens.logits, earlier)
+            exits = self._rule.should_exit(reading)
+            if bool(exits.any()):
+                self._n_exits[level] += int(exits.sum())
+                is_full = self._rule_lens is self._lens
+                logits = reading.logits if is_full else self._lens.logits(level, state)
+                yield rows[exits], logits[exits]
+            earlier += (reading.top_token,) if reading.has_logits else ()
+            rows, earlier = rows[~exits], tuple(top[~exits] for top in earlier)
+            if not len(rows):
+                return
+        self._n_exits[self._last] += len(rows)
+        if (last := Site(self._last)) in states:
+            yield rows, self._lens.logits(last, states[last][rows])

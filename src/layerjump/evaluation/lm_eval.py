@@ -1,227 +1,245 @@
-"""Run tasks through lm-eval.
+"""Adapters for lm-eval: tasks whose items are in memory, and the model `layerjump`.
 
-Our tasks as lm-eval's: its requests, metrics and aggregation, over items that are already in memory.
+    python -m layerjump.evaluation run --model layerjump --model_args pretrained=smollm2 jumps=jumps exit=gap:0.9
 
-Score a model on tasks, through lm-eval, from a folder of local files.
-
-found = evaluate(lj.load("smollm2"), "copa,piqa", "eval-data", limit=100)
-found.scores        # one row a metric: value, standard error, 95 % interval
+Importing this module registers the model. Requests, tokens, batches and caches are lm-eval's. With early exit, logits
+of the scored positions are replaced by those of their exit level; a position without early exit keeps the model's own.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import io
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, redirect_stderr
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
+import torch
+from lm_eval.api.registry import register_model
 from lm_eval.api.task import ConfigurableTask
-from numpy.typing import ArrayLike
+from lm_eval.evaluator import evaluate as run_lm_eval
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import require_causal
-from layerjump.evaluation.tasks import Item, Task, load_items, select_tasks
-from layerjump.generation.rules import Rule
+from layerjump.evaluation.early_exit import EarlyExitModel, ModelVariant, make_variant
+from layerjump.evaluation.tasks import Progress, Task, TaskItem, macro_f1
+from layerjump.generation.generate import early_exit
+from layerjump.generation.rules import ExitConfig, Rule
 from layerjump.jumps.jumps import Jumps
-from layerjump.metrics.bootstrap import mean_interval, statistic_interval
-from layerjump.models.loading import quiet_transformers
+from layerjump.models.hooks import Capture
+from layerjump.models.loading import load, quiet_transformers
 from layerjump.models.model import Model
+from layerjump.models.structure import Site
 
 _FIELDS = {
     "choice": {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "gold"},
-    # A number where lm-eval expects a prompt means: the choices are the prompts, and this is the right one.
+    # lm-eval reads a number in the place of a prompt as: the choices are the prompts, and this is the right one.
     "contexts": {"doc_to_text": "gold", "doc_to_choice": "choices", "doc_to_target": "target"},
     "cloze": {"doc_to_text": "context", "doc_to_target": "target"},
 }
+_AGGREGATIONS: dict[str, Any] = {"perplexity": "perplexity", "f1": macro_f1}
 
 
 class LocalTask(ConfigurableTask):
-    """A task of lm-eval that takes its items from memory: no hub, no cache."""
+    """An lm-eval task whose items are in memory: no hub, no cache."""
 
-    def __init__(self, task: Task, items: Sequence[Item]) -> None:
-        self._items = list(items)
+    def __init__(self, task: Task, items: Sequence[TaskItem]) -> None:
+        self._docs = [
+            {name: value for name, value in asdict(item).items() if value is not None}
+            for item in items
+        ]
+        metrics = [
+            {
+                "metric": name,
+                "aggregation": _AGGREGATIONS.get(name, "mean"),
+                "higher_is_better": name != "perplexity",
+            }
+            for name in task.metrics
+        ]
         config: dict[str, Any] = {
             "task": task.name,
             "output_type": "loglikelihood" if task.kind == "cloze" else "multiple_choice",
             "test_split": "test",
             "num_fewshot": 0,
-            "metric_list": [_metric(name) for name in task.metrics],
+            "metric_list": metrics,
             **_FIELDS[task.kind],
         }
         super().__init__(config=config)
 
     def download(self, *_: Any, **__: Any) -> None:
-        """Where lm-eval would ask the hub."""
-        self.dataset = {"test": datasets.Dataset.from_list(self._items)}
+        """Take the items from memory, where lm-eval would ask the hub."""
+        self.dataset = {"test": datasets.Dataset.from_list(self._docs)}
 
-    def build_all_requests(self, **settings: Any) -> None:
-        """As lm-eval does, without the bar that it draws for these milliseconds."""
+    def build_all_requests(self, **kwargs: Any) -> None:
+        """Build requests without lm-eval's progress bar."""
         with redirect_stderr(io.StringIO()):
-            super().build_all_requests(**settings)
+            super().build_all_requests(**kwargs)
 
 
-def _metric(name: str) -> dict[str, Any]:
-    aggregation: Any = {"perplexity": "perplexity", "f1": macro_f1}.get(name, "mean")
-    return {"metric": name, "aggregation": aggregation, "higher_is_better": name != "perplexity"}
+@register_model("layerjump")
+class LayerjumpLM(HFLM):
+    """A model, or a variant of it, for lm-eval.
 
-
-def macro_f1(pairs: Sequence[tuple[int, int]], weights: ArrayLike | None = None) -> float:
-    """F1 of each of the three answers of CB, and their mean; (right, chosen) pairs, which may have weights."""
-    right, chosen = np.asarray(pairs).T
-    weight = np.ones(len(right)) if weights is None else np.asarray(weights)
-    scores = []
-    for answer in range(3):
-        both = float(weight @ ((right == answer) & (chosen == answer)))
-        either = float(weight @ (right == answer) + weight @ (chosen == answer))
-        scores.append(2 * both / either if either else 0.0)
-    return sum(scores) / 3
-
-
-Progress = Callable[[int, int], None]
-"""Called with the requests answered and the requests there are."""
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a model scored, and each item that it was scored on."""
-
-    scores: list[Row]
-    """task, metric, value, stderr, low, high, items."""
-    items: dict[str, list[Row]]
-    """For each task, the log-likelihoods of every item's continuations, and which one is right."""
-    truncated: int
-    """Requests that were longer than the model's context, and lost their beginning."""
-    mean_level: float | None
-    """The level at which scored positions were read, on average; None where there is no exit rule."""
-
-
-def require_lm_eval() -> None:
-    """Raise `BadEvaluation` if lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise BadEvaluation(
-            "tasks are scored through lm-eval, which is not installed; pip install 'layerjump[eval]'"
-        )
-
-
-def evaluate(
-    model: Model,
-    tasks: str | Sequence[str],
-    data: str | Path,
-    *,
-    limit: int | None = None,
-    jumps: str | Path | Jumps | None = None,
-    exit: str | Rule | None = None,
-    parts: str | None = None,
-    blocks: str | None = None,
-    batch_size: int = 1,
-    progress: Progress | None = None,
-) -> Evaluation:
-    """Score tasks whose files are in the folder `data`; `limit` takes the first items of each alone.
-
-    With jumps, an exit rule says where each position is read, or `parts` and `blocks` what the maps stand in for.
+    `pretrained` is a model or a source for `lj.load`; jumps, exit, level, parts and blocks are those of `make_variant`,
+    in place of which Python code passes `variant`.
     """
-    asked = select_tasks(tasks)
-    items = {task.name: load_items(task, data, limit) for task in asked}
-    require_causal(model)
-    require_lm_eval()
-    if batch_size < 1:
-        raise BadEvaluation(f"the batch size given is {batch_size}; give 1 or more")
-    from lm_eval.evaluator import evaluate as run
 
-    pass
-    from layerjump.evaluation.lm_eval_model import LayerjumpLM
+    def __init__(
+        self,
+        pretrained: str | Path | Model,
+        jumps: str | Path | Jumps | None = None,
+        exit: str | ExitConfig | Rule | None = None,
+        level: int | None = None,
+        parts: str | None = None,
+        blocks: str | None = None,
+        variant: ModelVariant | None = None,
+        revision: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        trust_remote_code: bool = False,
+        **hflm_settings: Any,
+    ) -> None:
+        if not isinstance(pretrained, Model):
+            pretrained = load(
+                pretrained,
+                revision=revision,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+            )
+        if variant is None:
+            variant = make_variant(
+                pretrained, jumps=jumps, exit=exit, level=level, parts=parts, blocks=blocks
+            )
+        self.reader = variant.make_reader(pretrained)
+        self.n_truncated = 0
+        """Number of requests that were longer than the model's context and lost their beginning."""
+        self.show_progress = True
+        self._structure = pretrained.structure
+        self._generation = (
+            early_exit(variant.jumps, variant.exit) if isinstance(variant, EarlyExitModel) else None
+        )
+        self._n_scored: dict[tuple[int, ...], int] = {}
+        """Input ids → number of scored tokens at their end."""
+        # lm-eval may add a padding token to the tokenizer, so it gets a copy.
+        tokenizer = copy.deepcopy(pretrained.tokenization.tokenizer)
+        super().__init__(pretrained.hf, tokenizer=tokenizer, **hflm_settings)
+        self._changes = ExitStack()
+        self._changes.enter_context(variant.applied_to(pretrained))
 
-    with _quiet_harness(), quiet_transformers():
-        made = {task.name: LocalTask(task, items[task.name]) for task in asked}
-        given: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
-        with closing(LayerjumpLM(model, **given, batch_size=batch_size)) as lm:
-            requests = sum(len(one.get("choices", [0])) for some in items.values() for one in some)
-            lm.silent = True
-            lm.set_cache_hook(_Counter(progress, requests))
-            # Their bootstrap is not needed: intervals are ours.
-            found = run(lm, made, bootstrap_iters=0, log_samples=True)
-    samples = found["samples"]
-    return Evaluation(
-        [row for task in asked for row in _scores(task, samples[task.name])],
-        {task.name: [_item(sample) for sample in samples[task.name]] for task in asked},
-        lm.truncated,
-        lm.reader.mean_level if lm.reader.levels else None,
-    )
+    def close(self) -> None:
+        """Restore the model's own parts."""
+        self._changes.close()
+
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not self.show_progress)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        for texts, context, continuation in requests:
+            self._note_request(texts, context, continuation)
+        try:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        finally:
+            self._n_scored.clear()
+
+    def _note_request(self, texts: Any, context: list[int], continuation: list[int]) -> None:
+        """Note how many tokens of an input are scored: lm-eval does not pass it on when it calls the model."""
+        if not 0 < len(continuation) <= self.max_length:
+            raise BadEvaluation(
+                f"the continuation {str(texts and texts[1])[:40]!r} has {len(continuation)} tokens, but this model "
+                f"scores 1 to {self.max_length}; leave the item out"
+            )
+        ids = context + continuation
+        self.n_truncated += len(ids) > self.max_length + 1
+        inputs = tuple(ids[-(self.max_length + 1) :][:-1])
+        self._n_scored[inputs] = max(len(continuation), self._n_scored.get(inputs, 0))
+
+    def _model_call(
+        self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        if not self.reader.levels:
+            return super()._model_call(inps, attn_mask, labels)
+        flat = torch.tensor(self._scored_positions(inps.tolist()), dtype=torch.long)
+        sites = [Site(level) for level in self.reader.levels]
+        with Capture(self._structure, sites) as capture:
+            capture.start(flat)
+            logits = super()._model_call(inps, attn_mask, labels)
+            states = capture.take()
+        flat = flat.to(logits.device)
+        row, position = flat // inps.shape[1], flat % inps.shape[1]
+        for some, exit_logits in self.reader.read(states, position):
+            logits[row[some], position[some]] = exit_logits.to(logits.dtype)
+        return logits
+
+    def _scored_positions(self, inputs: list[list[int]]) -> list[int]:
+        """Return the scored positions as indices into the flattened (rows · tokens) logits."""
+        flat: set[int] = set()
+        for row, ids in enumerate(inputs):
+            # Inputs are padded with zeros on the right; the noted requests tell where an input ends.
+            for end in range(len(ids), 0, -1):
+                count = self._n_scored.get(tuple(ids[:end]), 0)
+                flat.update(row * len(ids) + position for position in range(end - count, end))
+                if ids[end - 1]:
+                    break
+        return sorted(flat)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.reader.levels:
+            kwargs["custom_generate"] = self._generation
+        return super()._model_generate(*args, **kwargs)
 
 
-class _Counter:
-    """lm-eval tells its cache of every answer; here somebody else listens."""
+def run_tasks(
+    model: Model,
+    tasks: Sequence[Task],
+    items: Sequence[Sequence[TaskItem]],
+    variant: ModelVariant | None,
+    batch_size: int,
+    progress: Progress | None,
+) -> tuple[dict[str, list[dict[str, Any]]], LayerjumpLM]:
+    """Run the items of tasks; return lm-eval's samples by task, and the model with its counters."""
+    with _quiet_lm_eval(), quiet_transformers():
+        local = {task.name: LocalTask(task, part) for task, part in zip(tasks, items, strict=True)}
+        with closing(LayerjumpLM(model, variant=variant, batch_size=batch_size)) as lm:
+            lm.show_progress = False
+            n_requests = sum(len(item.choices or [item.target]) for part in items for item in part)
+            lm.set_cache_hook(_RequestCounter(progress, n_requests))
+            # Without lm-eval's bootstrap: we compute our own intervals.
+            results = run_lm_eval(lm, local, bootstrap_iters=0, log_samples=True)
+    return results["samples"], lm
+
+
+class _RequestCounter:
+    """A cache hook of lm-eval, which is called with every answer, that counts the answers."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+        self._progress, self._total, self._n_done = progress, total, 0
 
     def add_partial(self, *_: Any) -> None:
-        self._done += 1
+        self._n_done += 1
         if self._progress:
-            self._progress(self._done, self._total)
+            self._progress(self._n_done, self._total)
 
 
 @contextmanager
-def _quiet_harness() -> Iterator[None]:
-    """lm-eval warns that a model in memory was given, and of every request that it truncates: we count these."""
+def _quiet_lm_eval() -> Iterator[None]:
+    """Silence lm-eval's warnings of a model in memory and of every truncated request (we count those)."""
     logger = logging.getLogger("lm_eval")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
-
-
-def _item(sample: Mapping[str, Any]) -> Row:
-    doc = sample["doc"]
-    likelihoods, greedy = zip(*sample["filtered_resps"], strict=True)
-    return {
-        "id": sample["doc_id"],
-        "loglikelihoods": list(likelihoods),
-        "greedy": list(greedy),
-        "gold": doc.get("gold", 0),
-    }
-
-
-def _scores(task: Task, samples: Sequence[Mapping[str, Any]]) -> list[Row]:
-    return [
-        {"task": task.name, "metric": name}
-        | _measured(name, [sample[name] for sample in samples])
-        | {"items": len(samples)}
-        for name in task.metrics
-    ]
-
-
-def _measured(metric: str, values: Sequence[Any]) -> Row:
-    """A metric's value over items, its 95 % interval, and for an accuracy the standard error as lm-eval has it."""
-    each = np.arange(len(values))
-    if metric == "f1":
-        pass
-
-        low, high = statistic_interval(lambda weights: macro_f1(values, weights), each)
-        return {"value": macro_f1(values), "stderr": None, "low": low, "high": high}
-    if metric == "perplexity":
-        mean, low, high = (float(number) for number in mean_interval(values, each))
-        value, low, high = math.exp(-mean), math.exp(-high), math.exp(-low)
-        return {"value": value, "stderr": None, "low": low, "high": high}
-    n, share = len(values), float(np.mean(values))
-    stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
-    low, high = wilson(share, n)
-    return {"value": share, "stderr": stderr, "low": low, "high": high}
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: unlike a resampled one it has a width where all items are right, or none."""
-    z = 1.959964
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+        logger.setLevel(level)

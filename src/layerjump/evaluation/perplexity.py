@@ -1,9 +1,9 @@
-"""Perplexity with a sliding window.
+"""Perplexity of a text with a sliding window.
 
-The text is one sequence of tokens (behind the model's BOS, where its texts begin with one). Windows of W tokens start
-at 0, s, 2s, …; a window scores those of its tokens that no earlier window has scored and that have a token before them
-in it. So behind the first window every token is predicted from at least W − s tokens; with s = W windows do not
-overlap, and the first token of each is not scored. The perplexity is exp of the mean loss of the scored tokens.
+The text is one sequence of tokens, after the model's BOS if its texts begin with one. Windows of W tokens start at 0,
+s, 2s, …; a window scores those of its tokens that no earlier window scored and that have a predecessor in it. So after the
+first window every token is predicted from at least W − s tokens; with s = W windows do not overlap, and the first token
+of each is not scored. The perplexity is exp of the mean loss of the scored tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import ModelVariant, TeacherForcedExit, require_causal
+from layerjump.errors import BadEvaluation, argument
+from layerjump.evaluation.early_exit import (
+    ModelVariant,
+    TeacherForcedExit,
+    WholeModel,
+    require_causal,
+)
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import upcast
 from layerjump.models.hooks import Capture
@@ -27,19 +32,23 @@ from layerjump.models.structure import Site
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of a text, with the 95 % interval over windows."""
+    """Perplexity of a text, with its 95 % interval over windows."""
 
     value: float
     low: float
     high: float
     loss: float
-    """Nats a token."""
+    """Mean loss in nats per token."""
     tokens: int
-    """That were scored."""
+    """Number of scored tokens."""
     windows: int
+    """Number of windows."""
     window: int
+    """Number of tokens in a window."""
     stride: int
+    """Number of tokens between the starts of two windows."""
     mean_level: float | None
+    """Mean exit level of the scored positions; None without early exit."""
 
 
 def perplexity(
@@ -52,66 +61,84 @@ def perplexity(
     variant: ModelVariant | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Run windows (as long as the model's context) over a text (half a window apart); `limit` stops after so many."""
+    """Return the perplexity of a text.
+
+    Args:
+        model: A causal language model.
+        text: The text.
+        window: Number of tokens in a window; by default the model's context length.
+        stride: Number of tokens between the starts of two windows; by default half a window.
+        limit: Largest number of windows; by default all.
+        variant: Early exit, or parts replaced by maps; by default the whole model.
+        progress: Function that is called with the tokens read and the tokens in all.
+    """
     require_causal(model)
-    longest = model.tokenization.max_length
-    window = longest if window is None else window
-    if not 2 <= window <= longest:
-        raise BadEvaluation(f"the window given is {window}; this model takes 2 to {longest} tokens")
+    max_length = model.tokenization.max_length
+    window = max_length if window is None else window
+    if not 2 <= window <= max_length:
+        raise BadEvaluation(f"expected {argument('window')} of 2 to {max_length}, got {window}")
     stride = max(1, window // 2) if stride is None else stride
     if not 1 <= stride <= window:
-        raise BadEvaluation(f"the stride given is {stride}; give 1 to the window's {window} tokens")
+        raise BadEvaluation(f"expected {argument('stride')} of 1 to {window}, got {stride}")
     if limit is not None and limit < 1:
-        raise BadEvaluation(f"the limit given is {limit}; give 1 window or more")
+        raise BadEvaluation(f"expected {argument('limit')} of 1 window or more, got {limit}")
     ids = [*model.tokenization.prefix, *model.tokenization.encode([text])[0]]
     if len(ids) < 2:
-        raise BadEvaluation("the text has no two tokens, so none is predicted; give a longer one")
+        raise BadEvaluation(
+            "the text has fewer than two tokens, so none is predicted; pass a longer one"
+        )
     spans = list(windows(len(ids), window, stride))[:limit]
-    variant = variant or ModelVariant()
-    reader, found = variant.reader(model), []
-    with variant.changed(model):
-        for begin, end, first in spans:
-            found.append(_losses(model, reader, ids[begin:end], first - begin))
+    variant = variant or WholeModel()
+    reader, losses = variant.make_reader(model), []
+    with variant.applied_to(model):
+        for start, end, first in spans:
+            losses.append(_window_losses(model, reader, ids[start:end], first - start))
             if progress:
                 progress(end, spans[-1][1])
-    level = reader.mean_level if reader.levels else None
-    return _summed(found, window, stride, level)
+    window_index = torch.cat([torch.full((len(part),), i) for i, part in enumerate(losses)])
+    all_losses = torch.cat(losses)
+    loss, low, high = map(float, mean_interval(all_losses.numpy(), window_index.numpy()))
+    return Perplexity(
+        value=math.exp(loss),
+        low=math.exp(low),
+        high=math.exp(high),
+        loss=loss,
+        tokens=len(all_losses),
+        windows=len(spans),
+        window=window,
+        stride=stride,
+        mean_level=reader.mean_level,
+    )
 
 
-def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first token scored) of every window over so many tokens."""
-    scored = 0
-    for begin in range(0, tokens, stride):
-        end = min(begin + window, tokens)
-        yield begin, end, max(scored, begin + 1)
-        scored = end
-        if end == tokens:
+def windows(n_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, first scored token) of every window."""
+    n_scored = 0
+    for start in range(0, n_tokens, stride):
+        end = min(start + window, n_tokens)
+        yield start, end, max(n_scored, start + 1)
+        n_scored = end
+        if end == n_tokens:
             return
 
 
 @torch.no_grad()
-def _losses(model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: int) -> Tensor:
-    """The losses of a window's tokens from `first` on."""
+def _window_losses(
+    model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: int
+) -> Tensor:
+    """Return the losses of a window's tokens from `first` on."""
     tokens = torch.tensor(ids)
-    places = torch.arange(first - 1, len(ids) - 1)
-    if not len(places):
-        return torch.zeros(0, dtype=torch.float64)
+    positions = torch.arange(first - 1, len(ids) - 1)
+    losses = torch.zeros(len(positions), dtype=torch.float64)
+    if not len(positions):
+        return losses
     sites = [Site(level) for level in (*reader.levels, model.n_blocks)]
     with Capture(model.structure, sites) as capture:
-        capture.start(places)
+        capture.start(positions)
         model.body(tokens[None], torch.ones(1, len(ids), dtype=torch.long))
-        at = capture.take()
-    found = torch.zeros(len(places), dtype=torch.float64)
-    for rows, logits in reader.read(at, places.to(at[sites[-1]].device)):
-        aims = tokens[1:][places][rows.cpu()].to(logits.device)
-        each = cross_entropy(upcast(logits), aims, reduction="none")
-        found[rows.cpu()] = each.double().cpu()
-    return found
-
-
-def _summed(found: Sequence[Tensor], window: int, stride: int, level: float | None) -> Perplexity:
-    each = torch.cat(list(found))
-    of = torch.cat([torch.full((len(some),), number) for number, some in enumerate(found)])
-    mean, low, high = (float(part) for part in mean_interval(each.numpy(), of.numpy()))
-    value, low, high = math.exp(mean), math.exp(low), math.exp(high)
-    return Perplexity(value, low, high, mean, len(each), len(found), window, stride, level)
+        states = capture.take()
+    for rows, logits in reader.read(states, positions.to(states[sites[-1]].device)):
+        targets = tokens[positions[rows.cpu()] + 1].to(logits.device)
+        loss = cross_entropy(upcast(logits), targets, reduction="none")
+        losses[rows.cpu()] = loss.double().cpu()
+    return losses

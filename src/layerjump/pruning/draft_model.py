@@ -1,8 +1,8 @@
 """A draft model: the first blocks of a model, with the jump to the output folded into the unembedding.
 
 Level n passes the final norm with its weight set to one. A least-squares map from there to the original model's state
-after the final norm is folded into the unembedding E, which becomes E M. The result is an ordinary checkpoint, which can
-be the `assistant_model` in assisted generation with the original model.
+after the final norm is folded into the unembedding E, which becomes E M. The result is an ordinary checkpoint and
+can be the `assistant_model` in assisted generation with the original model.
 """
 
 from __future__ import annotations

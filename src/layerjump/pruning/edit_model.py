@@ -73,7 +73,7 @@ def cannot_drop(model: Model) -> str | None:
             f"an encoder model"
         )
     if "*" in model.structure.family.blocks:
-        return f"the blocks of {model_type} are in groups that share weights, so none can be dropped; pass another model"
+        return f"the blocks of {model_type} form groups that share weights, so none can be dropped; pass another model"
     return None
 
 
@@ -83,7 +83,7 @@ def cannot_fold(model: Model) -> str | None:
     if model.task != "causal":
         return f"blocks of a {model.task} model do not add the feed-forward output to the stream unchanged"
     if model.structure.family.kind in ("sandwich", "post") or model_type not in PROJECTIONS:
-        return f"in {model_type} blocks a norm follows the feed-forward output, and a map cannot be folded through a norm"
+        return f"in {model_type} blocks a norm follows the feed-forward output, and no map can be folded through a norm"
     return None
 
 
@@ -200,7 +200,7 @@ def fold_input_map(layer: nn.Module, weight: Tensor) -> None:
 
 @torch.no_grad()
 def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
-    """Edit the weights so that the residual stream h from a level on becomes scale · rotation @ h (None: no rotation)."""
+    """Edit the weights so that the residual stream h from a level on becomes scale · rotation @ h."""
     identity = torch.eye(model.d_model, dtype=torch.float64)
     matrix = identity if rotation is None else rotation.double().cpu()
     for block in range(level + 1, model.n_blocks + 1):

@@ -276,8 +276,8 @@ def drop_and_replace(
     n_positions, width = calibration.fit.n_picks, model.d_model
     if method != "remove" and n_positions < 2 * width:
         raise TextTooShort(
-            f"{calibration.about['text']} has {n_positions:,} positions to fit maps of width {width}; pass text "
-            f"with at least {2 * width:,} (better {10 * width:,}), or {argument('method', 'remove')}, which fits nothing"
+            f"{calibration.about['text']} has {n_positions:,} positions to fit maps of width {width}; pass text with "
+            f"at least {2 * width:,} (better {10 * width:,}), or {argument('method', 'remove')}, which fits nothing"
         )
     log.info("%s: drop blocks %s, %s", model.name, ", ".join(map(str, dropped)), method)
     fitter = ReplacementFitter(model, shorter, calibration.fit, calibration.about)

@@ -3,7 +3,7 @@
 Spans are fitted in order. The source of each is the state in the model whose earlier spans are replaced already, the
 target the original model's state on the same tokens, so that a replacement corrects the error of earlier ones.
 
-Folded maps. Level i is y + m: the residual stream y after attention, plus the output m of block i's feed-forward network.
+Folded maps. Level i is y + m: the residual stream y after attention plus the feed-forward output m of block i.
 Blocks i + 1 to j are dropped, and h is level j. ReplaceMe (arXiv 2505.02819) replaces h by y + T m, T by least squares.
 Norms are invariant to scale, and RMSNorms to rotation, so all later blocks can be transformed exactly (`edit_model`),
 and it suffices that y + T m is near c Q h for some scale c and rotation Q. We minimise Σ ‖a y + A m − Q h‖² / ‖h‖ over

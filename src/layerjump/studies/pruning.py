@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 import torch
 
 from layerjump.errors import TextTooShort
-from layerjump.evaluation.lm_eval import evaluate
+from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import ratio, time_alternately
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
@@ -164,12 +164,12 @@ def _scored(setup: Setup, model: Model, method: str, dropped: int) -> list[Row]:
         {
             "method": method,
             "dropped": dropped,
-            "task": row["task"],
-            "metric": row["metric"],
-            "score": row["value"],
-            "score low": row["low"],
-            "score high": row["high"],
-            "items": row["items"],
+            "task": row.task,
+            "metric": row.metric,
+            "score": row.value,
+            "score low": row.low,
+            "score high": row.high,
+            "items": row.items,
         }
         for row in found.scores
     ]

@@ -20,8 +20,7 @@ from layerjump.data.batches import Batch, Batches, make_batches
 from layerjump.data.corpus import Corpus, Splits, split_documents
 from layerjump.data.positions import MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
-from layerjump.evaluation.lm_eval import require_lm_eval
-from layerjump.evaluation.tasks import load_items, select_tasks
+from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
 from layerjump.jumps.collect import RunPlan, SplitMoments, plan_run, sample_positions
 from layerjump.jumps.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
 from layerjump.jumps.jumps import Jumps
