@@ -1,9 +1,9 @@
 """Perplexity of a text with a sliding window.
 
 The text is one sequence of tokens, after the model's BOS if its texts begin with one. Windows of W tokens start at 0,
-s, 2s, …; a window scores those of its tokens that no earlier window scored and that have a predecessor in it. So after the
-first window every token is predicted from at least W − s tokens; with s = W windows do not overlap, and the first token
-of each is not scored. The perplexity is exp of the mean loss of the scored tokens.
+s, 2s, …; a window scores those of its tokens that no earlier window scored and that have a predecessor in it. So after
+the first window every token is predicted from at least W − s tokens; with s = W windows do not overlap, and the first
+token of each is not scored. The perplexity is exp of the mean loss of the scored tokens.
 """
 
 from __future__ import annotations
