@@ -50,7 +50,7 @@ ITEMS = 200
 STRENGTHS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
 FULL = Recipe(
     arch="mistral",
-    shape=ModelShape(layers=6, hidden=128, heads=4, max_positions=128),
+    shape=ModelShape(layers=6, hidden_size=128, heads=4, max_positions=128),
     vocab_size=1024,
     length=128,
     steps=600,
@@ -59,7 +59,7 @@ FULL = Recipe(
 )
 QUICK = replace(
     FULL,
-    shape=ModelShape(layers=3, hidden=64, heads=4, max_positions=64),
+    shape=ModelShape(layers=3, hidden_size=64, heads=4, max_positions=64),
     vocab_size=512,
     length=64,
     steps=200,

@@ -107,9 +107,9 @@ def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
 
 def test_bad_shapes_and_texts(tmp_path):
     with pytest.raises(BadTraining, match="multiple, such as 18"):
-        ModelShape(hidden=16, heads=3)
+        ModelShape(hidden_size=16, heads=3)
     with pytest.raises(BadTraining, match="even size"):
-        ModelShape(hidden=15, heads=3)
+        ModelShape(hidden_size=15, heads=3)
     with pytest.raises(BadTraining, match="layers of 1 or more, got 0"):
         ModelShape(layers=0)
     with pytest.raises(BadText, match="another"):

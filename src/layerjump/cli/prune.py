@@ -186,9 +186,7 @@ def _print_summary(pruned: Pruned) -> None:
     dropped = ", ".join(map(str, pruned.dropped))
     title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"
     print_table(title, rows, as_json=False)
-    print(
-        f"perplexity ratio {loss.ratio:.3f} (95 % interval {loss.low:.3f} to {loss.high:.3f})"
-    )
+    print(f"perplexity ratio {loss.ratio:.3f} (95 % interval {loss.low:.3f} to {loss.high:.3f})")
 
 
 def _parse_ratio(text: str) -> float:

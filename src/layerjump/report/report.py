@@ -31,6 +31,7 @@ from layerjump.studies.charts import (
 from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, to_json
 from layerjump.studies.runner import STUDIES, study_named
 from layerjump.studies.training_dynamics import by_block, over_steps
+from layerjump.training.pretrain import NO_PENALTY, PretrainingRecord
 
 PAGE, SUMMARY = "report.html", "summary.md"
 
@@ -66,23 +67,21 @@ def write_comparison(runs: Sequence[Results], folder: Path) -> list[Path]:
         return _write(folder, html, comparison_summary(runs, labels))
 
 
-def training_page(record: Mapping[str, Any], command: str) -> str:
+def training_page(record: PretrainingRecord, command: str) -> str:
     """Return the page of one pretraining run, from its record alone."""
-    drawer, settings = Drawer(), record["settings"]
-    title = (
-        f"{settings['arch']}, {settings['shape_layers']} blocks, d_model {settings['shape_hidden']}"
-    )
-    penalty = settings["penalty"]
-    if penalty != "none":
-        penalty = f"{penalty} × {settings['strength']:g}"
+    drawer, settings, content = Drawer(), record.settings, record.to_json()
+    title = f"{settings.arch}, {settings.layers} blocks, d_model {settings.hidden_size}"
+    penalty = settings.penalty
+    if penalty != NO_PENALTY:
+        penalty = f"{penalty} × {settings.penalty_weight:g}"
     about = (
-        f"{number(record['parameters'])} parameters; {number(settings['steps'])} steps of {settings['batch']} × "
-        f"{settings['length']} tokens of {record['text']['name']}; penalty: {penalty}; seed {settings['seed']}"
+        f"{number(record.parameters)} parameters; {number(settings.steps)} steps of {settings.batch_size} × "
+        f"{settings.length} tokens of {record.text.name}; penalty: {penalty}; seed {settings.seed}"
     )
     html = "".join(
-        drawer.article(panel, record["tables"], files="training", command=command)
+        drawer.article(panel, content["tables"], files="training", command=command)
         for maker in (over_steps, by_block)
-        for panel in maker(record)
+        for panel in maker(content)
     )
     return page(title, safe(about), "", [Section("training", "training", html)])
 

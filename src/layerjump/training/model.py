@@ -20,7 +20,7 @@ class ModelShape:
     """The size of a model."""
 
     layers: int = 4
-    hidden: int = 128
+    hidden_size: int = 128
     """Width of the residual stream."""
     heads: int = 4
     max_positions: int = 128
@@ -30,14 +30,14 @@ class ModelShape:
         for name, value in vars(self).items():
             if value < 1:
                 raise BadTraining(f"expected {argument(name)} of 1 or more, got {value}")
-        if self.hidden % self.heads:
+        if self.hidden_size % self.heads:
             raise BadTraining(
-                f"{argument('hidden', self.hidden)} does not divide into {self.heads} heads; pass a multiple, such as "
-                f"{2 * self.heads * max(1, round(self.hidden / (2 * self.heads)))}"
+                f"{argument('hidden_size', self.hidden_size)} does not divide into {self.heads} heads; pass a multiple, such as "
+                f"{2 * self.heads * max(1, round(self.hidden_size / (2 * self.heads)))}"
             )
-        if self.hidden // self.heads % 2:
+        if self.hidden_size // self.heads % 2:
             raise BadTraining(
-                f"{argument('hidden', self.hidden)} and {self.heads} heads make heads of {self.hidden // self.heads} "
+                f"{argument('hidden_size', self.hidden_size)} and {self.heads} heads make heads of {self.hidden_size // self.heads} "
                 "dimensions, but rotary embeddings rotate pairs of dimensions; pass heads of an even size"
             )
 
@@ -133,12 +133,12 @@ def _config_values(
     architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     defaults = AutoConfig.for_model(architecture.family)
-    head_dim = shape.hidden // shape.heads
+    head_dim = shape.hidden_size // shape.heads
     # Four times the width. A gated network has a third matrix, so two thirds of that, a multiple of eight.
     gated = architecture.family in _GATED_FAMILIES
-    ffn_width = 8 * max(1, round(shape.hidden / 3)) if gated else 4 * shape.hidden
+    ffn_width = 8 * max(1, round(shape.hidden_size / 3)) if gated else 4 * shape.hidden_size
     values: dict[str, Any] = {
-        "hidden_size": shape.hidden,
+        "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "max_position_embeddings": shape.max_positions,
@@ -153,7 +153,7 @@ def _config_values(
         "num_key_value_heads": shape.heads,
         "head_dim": head_dim,
         "query_pre_attn_scalar": head_dim,
-        "word_embed_proj_dim": shape.hidden,
+        "word_embed_proj_dim": shape.hidden_size,
         "layer_types": ["full_attention"] * shape.layers,
     }
     for name, value in where_settable.items():

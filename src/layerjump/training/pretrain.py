@@ -136,7 +136,7 @@ class PretrainingSettings(BaseModel):
     eval_every: int = Field(alias="every")
     bf16: bool
     layers: int = Field(alias="shape_layers")
-    hidden: int = Field(alias="shape_hidden")
+    hidden_size: int = Field(alias="shape_hidden")
     heads: int = Field(alias="shape_heads")
     max_positions: int = Field(alias="shape_positions")
     text: str
@@ -428,7 +428,7 @@ tags:
 - layerjump
 ---
 
-# {settings.arch}, {settings.layers} blocks, width {settings.hidden}
+# {settings.arch}, {settings.layers} blocks, width {settings.hidden_size}
 
 Trained from scratch by layerjump {record.layerjump}, {penalty}.
 - {record.parameters:,} parameters, {settings.heads} heads, {settings.max_positions} positions, \
