@@ -39,7 +39,9 @@ def trained(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
         TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16
     )
     hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
-    settings = training_arguments(recipe, folder, accumulate=accumulate, device="cpu")
+    settings = training_arguments(
+        recipe, folder, gradient_accumulation_steps=accumulate, device="cpu"
+    )
     log = train_model(hf, tokenizer, rows, recipe, settings)
     return hf.state_dict(), log
 

@@ -79,7 +79,14 @@ def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path):
 def test_bad_settings_say_what_was_wanted(changes, error, said, tmp_path):
     def asked():
         recipe = replace(SMALL, **changes)
-        pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, accumulate=2, device="cpu")
+        pretrain(
+            TEXT,
+            tmp_path / "out",
+            recipe,
+            held_out=HELD_OUT,
+            gradient_accumulation_steps=2,
+            device="cpu",
+        )
 
     with pytest.raises(error, match=said):
         asked()

@@ -136,7 +136,7 @@ def pretrain(
         output,
         recipe,
         held_out=None if held_out is None else load_text(held_out, column=column),
-        accumulate=gradient_accumulation_steps,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         device=device,
         keep_checkpoints=keep_checkpoints,
         force=force,

@@ -30,15 +30,17 @@ class ModelShape:
         for name, value in vars(self).items():
             if value < 1:
                 raise BadTraining(f"expected {argument(name)} of 1 or more, got {value}")
-        if self.hidden_size % self.heads:
+        head_dim, rest = divmod(self.hidden_size, self.heads)
+        if rest:
+            multiple = 2 * self.heads * max(1, round(self.hidden_size / (2 * self.heads)))
             raise BadTraining(
-                f"{argument('hidden_size', self.hidden_size)} does not divide into {self.heads} heads; pass a multiple, such as "
-                f"{2 * self.heads * max(1, round(self.hidden_size / (2 * self.heads)))}"
+                f"{argument('hidden_size', self.hidden_size)} does not divide into {self.heads} heads; pass a "
+                f"multiple, such as {multiple}"
             )
-        if self.hidden_size // self.heads % 2:
+        if head_dim % 2:
             raise BadTraining(
-                f"{argument('hidden_size', self.hidden_size)} and {self.heads} heads make heads of {self.hidden_size // self.heads} "
-                "dimensions, but rotary embeddings rotate pairs of dimensions; pass heads of an even size"
+                f"{argument('hidden_size', self.hidden_size)} and {self.heads} heads give {head_dim} dimensions a "
+                "head, but rotary embeddings rotate pairs of dimensions; pass heads of an even size"
             )
 
 

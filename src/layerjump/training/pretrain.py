@@ -201,7 +201,7 @@ def pretrain(
     recipe: Recipe,
     *,
     held_out: Corpus | None = None,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     device: str | None = None,
     keep_checkpoints: bool = False,
     force: bool = False,
@@ -218,7 +218,7 @@ def pretrain(
         folder: Output folder; it must not exist unless `force`.
         recipe: Architecture, data and optimiser settings.
         held_out: Text to measure on; by default 5 % of the documents of `text`.
-        accumulate: Number of micro-batches in a step.
+        gradient_accumulation_steps: Number of micro-batches in a step.
         device: "cpu" or "cuda"; by default a GPU if there is one.
         keep_checkpoints: Keep all checkpoints of the run.
         force: Overwrite an existing folder.
@@ -231,7 +231,7 @@ def pretrain(
     arguments = training_arguments(
         recipe,
         training_folder,
-        accumulate=accumulate,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         device=device,
         keep_checkpoints=keep_checkpoints,
     )
@@ -326,7 +326,7 @@ def training_arguments(
     recipe: Recipe,
     folder: Path,
     *,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     device: str | None = None,
     keep_checkpoints: bool = False,
 ) -> TrainingArguments:
@@ -336,18 +336,19 @@ def training_arguments(
         raise BadTraining(f"expected {argument('device')} to be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadTraining(f"there is no GPU here; leave {argument('device')} out, or pass cpu")
-    if accumulate < 1 or recipe.batch_size % (accumulate * n_processes):
+    n_parts = gradient_accumulation_steps * n_processes
+    if n_parts < 1 or recipe.batch_size % n_parts:
         raise BadTraining(
-            f"a batch of {recipe.batch_size} rows does not divide into {accumulate} micro-batches in each of "
-            f"{n_processes} processes; pass a multiple of {max(1, accumulate) * n_processes}"
+            f"a batch of {recipe.batch_size} rows does not divide into {gradient_accumulation_steps} micro-batches in "
+            f"each of {n_processes} processes; pass a multiple of {max(n_processes, n_parts)}"
         )
     use_cpu = device == "cpu" or not torch.cuda.is_available()
     every = recipe.eval_every
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch_size // (accumulate * n_processes),
-        gradient_accumulation_steps=accumulate,
+        per_device_train_batch_size=recipe.batch_size // n_parts,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, recipe.steps // 20),
