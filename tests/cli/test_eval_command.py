@@ -67,7 +67,7 @@ def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
         (["--tasks", "copa", "--data", "DATA", "--batch-size", "0"], "--batch-size"),
         (["--wikitext", "DATA/none.txt"], "cannot be read"),
         (["--wikitext", "DATA/copa.jsonl", "--window", "1"], "2 to 128"),
-        (["--wikitext", "DATA/copa.jsonl", "--stride", "0"], "--stride of 1 to 64, got 0"),
+        (["--wikitext", "DATA/copa.jsonl", "--stride", "0"], "--stride of 1 to 128, got 0"),
         (["--wikitext", "DATA/copa.jsonl", "--limit", "0"], "1 window"),
     ],
 )

@@ -101,7 +101,7 @@ def test_exit_rules_and_parts_are_heeded(tiny, text):
     [
         ({"window": 1}, "2 to 128"),
         ({"window": 500}, "2 to 128"),
-        ({"stride": 0}, "stride of 1 to 64, got 0"),
+        ({"stride": 0}, "stride of 1 to 128, got 0"),
         ({"window": 8, "stride": 9}, "stride of 1 to 8, got 9"),
         ({"limit": 0}, "1 window"),
     ],
