@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.story_text import letters, stories
 from helpers.study_results import tables_of
 
 import layerjump as lj
@@ -23,7 +24,7 @@ from layerjump.studies.runner import (
     run_studies,
     select_studies,
 )
-from layerjump.studies.setup import Setup, make_settings
+from layerjump.studies.setup import Settings, Setup, make_settings
 
 
 def without_seconds(results):
@@ -140,6 +141,23 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
         assert any(line.startswith(f"{name}: skipped, ") for line in said)
     for name in ("r2", "linearity"):
         assert tables_of(results[name])
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-bert"])
+def test_all_studies_run(name, data_folder, tmp_path):
+    settings = Settings(score_positions=60, score_tokens=400)
+    setup = Setup(lj.load(data_folder / name), stories(200), settings, [letters(60)])
+    results = run_studies(setup, select_studies("all"), tmp_path)
+    assert list(results.studies) == list(STUDIES)
+    for study, outcome in results.studies.items():
+        if study in ("dynamics", "finetune", "architecture"):
+            assert isinstance(outcome, Skipped), study  # they need more than a model and a text
+            continue
+        tables = tables_of(outcome)
+        assert tables, study
+        assert all(tables.values()), study
+        shown = {table for panel in STUDIES[study].figures(outcome) for table in panel.tables}
+        assert shown == set(tables), study
 
 
 def test_choosing_studies():
