@@ -1,8 +1,8 @@
 "use strict";
-// Draws the figures, whose data stand beside them as JSON, and switches between light and dark.
+// Draws the figures from the JSON next to them, and switches between light and dark.
 
 const figures = [...document.querySelectorAll(".figure")];
-const mouse = matchMedia("(pointer: fine)").matches;
+const hasMouse = matchMedia("(pointer: fine)").matches;
 const settings = {
   responsive: true,
   displaylogo: false,
@@ -10,34 +10,34 @@ const settings = {
   showSendToCloud: false,
 };
 
-for (const place of figures) {
-  const { data, layout } = JSON.parse(document.getElementById(place.id + "-data").textContent);
-  if (mouse) layout.dragmode = "zoom";
-  Plotly.newPlot(place, data, layout, settings);
+for (const figure of figures) {
+  const { data, layout } = JSON.parse(document.getElementById(figure.id + "-data").textContent);
+  if (hasMouse) layout.dragmode = "zoom";
+  Plotly.newPlot(figure, data, layout, settings);
 }
 
-// A key shows or hides its lines in all figures of its panel.
+// A legend entry shows or hides its traces in all figures of its panel.
 for (const key of document.querySelectorAll(".key")) {
   key.addEventListener("click", () => {
     const shown = key.getAttribute("aria-pressed") === "false";
     key.setAttribute("aria-pressed", String(shown));
-    for (const place of key.closest(".block").querySelectorAll(".figure")) {
-      const mine = place.data.flatMap((trace, index) => (trace.legendgroup === key.dataset.name ? [index] : []));
-      if (mine.length) Plotly.restyle(place, { visible: shown }, mine);
+    for (const figure of key.closest(".block").querySelectorAll(".figure")) {
+      const traces = figure.data.flatMap((trace, index) => (trace.legendgroup === key.dataset.name ? [index] : []));
+      if (traces.length) Plotly.restyle(figure, { visible: shown }, traces);
     }
   });
 }
 
-// Paper is narrower than the screen: redraw at the width that a column has there.
-function fit(printing) {
+// Paper is narrower than the screen: redraw at the width of a printed column.
+function fitToPage(printing) {
   document.documentElement.classList.toggle("printing", printing);
-  for (const place of figures) {
-    const width = parseFloat(getComputedStyle(place.parentElement).gridTemplateColumns);
-    Plotly.relayout(place, printing ? { autosize: false, width } : { autosize: true, width: null });
+  for (const figure of figures) {
+    const width = parseFloat(getComputedStyle(figure.parentElement).gridTemplateColumns);
+    Plotly.relayout(figure, printing ? { autosize: false, width } : { autosize: true, width: null });
   }
 }
-addEventListener("beforeprint", () => fit(true));
-addEventListener("afterprint", () => fit(false));
+addEventListener("beforeprint", () => fitToPage(true));
+addEventListener("afterprint", () => fitToPage(false));
 
 const theme = document.getElementById("theme");
 theme.hidden = false;
