@@ -19,7 +19,7 @@ from layerjump.generation.calibration import serialization
 from layerjump.jumps.collect import SplitMoments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.report.report import write_report
-from layerjump.studies.runner import load_results
+from layerjump.studies.runner import STUDIES, load_results
 
 INPUTS = {"results": 12, "model": 40, "gguf": 60, "unfinished-refine": 60}
 """Of formats whose reading takes long; of all others 200."""
@@ -203,12 +203,22 @@ def test_a_shift_that_claims_to_be_wide_takes_no_room(tmp_path):
 
 
 def test_results_that_lack_what_a_page_is_made_of(tmp_path):
+    results = {"kind": "layerjump results", "studies": {}, "command": "", "model": {}, "text": {}}
+    io.write_json(tmp_path / "results.json", results)
+    with pytest.raises(BadArtifact, match="expected the key 'layerjump'"):
+        load_results(tmp_path)
     study = {"tables": {"levels": [3]}, "skipped": None, "headline": {}, "settings": {}}
-    whole = {"kind": "layerjump results", "studies": {"predictions": study}, "command": ""}
-    whole |= {"model": {"name": "tiny"}, "text": {}}
-    io.write_json(tmp_path / "results.json", whole)
+    with pytest.raises(
+        BadArtifact, match="predictions, levels, item 1: expected LevelRow, got '3'"
+    ):
+        STUDIES["predictions"].from_json(study)
+    empty = study | {"tables": {"levels": []}, "notes": []}
+    empty["headline"] = {"levels_where_map_beats_identity": 0}
+    old = Path(__file__).parents[1] / "fixtures" / "saved-before-0.1" / "results.json"
+    results = json.loads(old.read_text()) | {"studies": {"predictions": empty}}
+    io.write_json(tmp_path / "results.json", results)
     with pytest.raises(BadArtifact, match="the study predictions cannot be shown"):
         write_report(load_results(tmp_path), tmp_path / "report")
-    io.write_json(tmp_path / "results.json", whole | {"format": "new"})
-    with pytest.raises(BadArtifact, match="a number was wanted"):
+    io.write_json(tmp_path / "results.json", results | {"format": "new"})
+    with pytest.raises(BadArtifact, match="expected a number as format, got 'new'"):
         load_results(tmp_path)
