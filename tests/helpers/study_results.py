@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 from layerjump.data.corpus import load_text
@@ -74,3 +75,16 @@ ANY_TABLES = {
     ],
     "empty": [],
 }
+
+
+def check_figures(study, saved):
+    """Draw a saved result: every table is linked, every figure has data; return the panels."""
+    panels = study.figures(study.from_json(saved))
+    tables = {name for name, rows in saved["tables"].items() if rows}
+    assert {table for panel in panels for table in panel.tables} == tables
+    for panel in panels:
+        assert panel.reading.endswith(".")
+        assert not re.search(r"\bnan\b|None", panel.reading)
+        assert panel.figures or panel.html
+        assert all(figure.data for figure in panel.figures)
+    return panels

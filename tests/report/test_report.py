@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 
 from layerjump.cli.main import app
 from layerjump.io import write_json
-from layerjump.report.auto_chart import fallback, shape_of
 from layerjump.report.report import label_runs, panels, write_comparison, write_report
 from layerjump.studies.charts import number, percent
 from layerjump.studies.results import to_json
-from layerjump.studies.runner import MAIN, STUDIES, results_from_json
+from layerjump.studies.runner import MAIN, STUDIES, results_from_json, study_named
 
 _LINK = re.compile(
     r'<a class="data" download="([^"]+)" href="data:text/csv;charset=utf-8;base64,([^"]+)"'
@@ -193,28 +192,11 @@ def test_every_table_of_a_main_study_is_shown(results):
         assert shown == set(to_json(study.tables))
 
 
-@pytest.mark.parametrize(
-    ("table", "kind", "figures"),
-    [
-        ("matrix", "heatmap", 2),
-        ("lines", "scatter", 1),
-        ("grid", "heatmap", 1),
-        ("amounts", "scatter", 2),
-        ("bars", "bar", 1),
-    ],
-)
-def test_a_table_nobody_knows_is_drawn_by_its_columns(table, kind, figures):
-    panel = fallback(table, ANY_TABLES[table])
-    assert len(panel.figures) == figures
-    assert {trace.type for figure in panel.figures for trace in figure.data} == {kind}
-    assert "highest" in panel.reading
-
-
-def test_a_table_that_fits_no_picture_is_shown_as_it_is():
-    panel = fallback("words", ANY_TABLES["words"])
-    assert not panel.figures
-    assert "<td>yes</td>" in panel.html
-    assert shape_of([{"level": 1, "r2": 0.5}, {"level": 1, "r2": 0.6}]) is None
+def test_a_study_of_another_version_is_shown_as_tables(results):
+    shown = panels(study_named("unknown").from_json(with_more(results)["studies"]["unknown"]))
+    assert [panel.title for panel in shown] == [name for name, rows in ANY_TABLES.items() if rows]
+    assert all("<table>" in panel.html and not panel.figures for panel in shown)
+    assert "<td>yes</td>" in shown[-1].html
 
 
 def test_heat_maps_cut_the_colour_but_not_the_number(results):

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from helpers.story_text import stories
+from helpers.study_results import check_figures
 
 from layerjump.models.loading import load
 from layerjump.studies import data_efficiency
@@ -20,14 +21,14 @@ def setup(data_folder, request):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return data_efficiency.run(setup)
+    return data_efficiency.run(setup).to_json()
 
 
 def test_the_last_prefix_is_the_whole_fit(setup, result):
     whole = setup.jumps("affine", "to-last")
-    last = result.tables["prefixes"][-1]
+    last = result["tables"]["prefixes"][-1]
     assert last["positions"] == setup.moments("to-last").fit.n
-    rows = result.tables["prefix levels"][-4:]
+    rows = result["tables"]["prefix levels"][-4:]
     # The same sequences, but batched otherwise, and the model itself rounds to float32.
     for row in rows:
         assert row["r2"] == pytest.approx(whole.info[row["level"], 4].r2[0], abs=1e-6)
@@ -35,7 +36,7 @@ def test_the_last_prefix_is_the_whole_fit(setup, result):
 
 
 def test_prefixes_grow_and_more_text_is_better(setup, result):
-    rows = result.tables["prefixes"]
+    rows = result["tables"]["prefixes"]
     assert 6 <= len(rows) <= 8
     counts = [row["positions"] for row in rows]
     assert counts == sorted(set(counts))
@@ -47,17 +48,19 @@ def test_prefixes_grow_and_more_text_is_better(setup, result):
 
 
 def test_level_rows_average_to_the_prefix(result):
-    for prefix in result.tables["prefixes"]:
+    for prefix in result["tables"]["prefixes"]:
         rows = [
-            row for row in result.tables["prefix levels"] if row["positions"] == prefix["positions"]
+            row
+            for row in result["tables"]["prefix levels"]
+            if row["positions"] == prefix["positions"]
         ]
         assert sum(row["p@1"] for row in rows) / 4 == pytest.approx(prefix["p@1"])
 
 
 def test_clean_text_is_best(setup, result):
-    rows = {row["variant"]: row for row in result.tables["variants"]}
+    rows = {row["variant"]: row for row in result["tables"]["variants"]}
     assert list(rows) == ["clean", "shuffled", "duplicated", "noised"]
-    assert rows["clean"]["r2"] == result.tables["prefixes"][-1]["r2"]
+    assert rows["clean"]["r2"] == result["tables"]["prefixes"][-1]["r2"]
     if setup.model.masked:
         return  # the tiny masked model hardly reads its context, so order is little to it
     for name in ("shuffled", "duplicated", "noised"):
@@ -66,9 +69,9 @@ def test_clean_text_is_best(setup, result):
 
 def test_spoilt_copies_leave_the_other_documents_alone():
     corpus = stories(10)
-    for variant in data_efficiency.VARIANTS:
-        changed = data_efficiency.spoilt(corpus, [1, 2, 3, 4], variant, seed=0)
-        assert changed == data_efficiency.spoilt(corpus, [1, 2, 3, 4], variant, seed=0)
+    for variant in data_efficiency.CORRUPTIONS:
+        changed = data_efficiency.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
+        assert changed == data_efficiency.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
         same = [a == b for a, b in zip(corpus.documents, changed.documents, strict=True)]
         assert [same[document] for document in (0, 5, 6, 7, 8, 9)] == [True] * 6
         assert not all(same)
@@ -76,20 +79,24 @@ def test_spoilt_copies_leave_the_other_documents_alone():
 
 def test_shuffling_keeps_the_words_and_the_blanks():
     before = "one  two\nthree four five six seven"
-    (after,) = data_efficiency.shuffled([before], 0)
+    (after,) = data_efficiency.shuffle_words([before], 0)
     assert after != before
     assert Counter(after.split()) == Counter(before.split())
     assert [c for c in after if c.isspace()] == [c for c in before if c.isspace()]
 
 
 def test_duplicating_is_half_the_documents_twice():
-    assert data_efficiency.duplicated(["a", "b", "c", "d"], 0) == ["a", "b", "a", "b"]
-    assert data_efficiency.duplicated(["a", "b", "c"], 0) == ["a", "b", "a"]
+    assert data_efficiency.duplicate_half(["a", "b", "c", "d"], 0) == ["a", "b", "a", "b"]
+    assert data_efficiency.duplicate_half(["a", "b", "c"], 0) == ["a", "b", "a"]
 
 
 def test_noise_replaces_about_15_percent_by_words_of_the_text():
     before = [" ".join(f"w{n}" for n in range(5000))]
-    after = data_efficiency.noised(before, 0)[0].split()
+    after = data_efficiency.replace_words(before, 0)[0].split()
     changed = sum(f"w{n}" != word for n, word in enumerate(after))
     assert 0.13 < changed / 5000 < 0.17
     assert set(after) <= set(before[0].split())
+
+
+def test_every_table_has_a_figure(result):
+    check_figures(data_efficiency.STUDY, result)

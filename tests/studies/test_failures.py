@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.story_text import stories
+from helpers.study_results import check_figures
 
 from layerjump.models.activations import capture_states
 from layerjump.models.loading import load
@@ -28,7 +29,7 @@ def setup(data_folder, request):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return failures.run(setup)
+    return failures.run(setup).to_json()
 
 
 @pytest.mark.parametrize("table", BINNED)
@@ -37,7 +38,7 @@ def test_bins_hold_every_example_once(setup, result, table):
     hits = readings.hits(1).double().mean(-1)
     for level in (1, 2, 3):
         for place, lens in enumerate(readings.lenses):
-            rows = [r for r in result.tables[table] if (r["level"], r["lens"]) == (level, lens)]
+            rows = [r for r in result["tables"][table] if (r["level"], r["lens"]) == (level, lens)]
             assert sum(row["n"] for row in rows) == readings.n_examples
             mean = sum(row["n"] * row["p@1"] for row in rows) / readings.n_examples
             assert mean == pytest.approx(float(hits[place, level]))
@@ -46,13 +47,13 @@ def test_bins_hold_every_example_once(setup, result, table):
 
 
 def test_quarters_of_the_entropy_are_quarters(setup, result):
-    counts = [row["n"] for row in result.tables["by entropy"][:4]]
+    counts = [row["n"] for row in result["tables"]["by entropy"][:4]]
     assert max(counts) - min(counts) <= 2
 
 
 def test_the_worst_are_the_worst(setup, result):
     readings = setup.lens_scores()
-    worst = result.tables["worst"]
+    worst = result["tables"]["worst"]
     found = [row["kl"] for row in worst]
     assert found == sorted(found, reverse=True)
     place = readings.lenses.index("mat")
@@ -62,7 +63,7 @@ def test_the_worst_are_the_worst(setup, result):
 
 
 def test_contexts_belong_to_their_examples(setup, result):
-    for row in result.tables["worst"]:
+    for row in result["tables"]["worst"]:
         story = setup.corpus.documents[row["document"]].lower().replace(" ", "")
         shown = re.sub(r"\s|##", "", row["context"].lower())
         # Between [MASK]s and the [word] that stood at the gap; the ends may be cut within one.
@@ -77,20 +78,20 @@ def test_the_tail_is_that_of_the_errors(setup, result):
             errors.append((jumps[1, 4](found[1]) - found[4]).double().norm(dim=-1))
             targets.append(found[4].double().norm(dim=-1))
     error, target = torch.cat(errors).numpy(), torch.cat(targets).numpy()
-    (row,) = [r for r in result.tables["errors"] if (r["level"], r["map"]) == (1, "mat")]
+    (row,) = [r for r in result["tables"]["errors"] if (r["level"], r["map"]) == (1, "mat")]
     assert row["99 %"] == pytest.approx(np.percentile(error, 99), rel=1e-5)
     assert row["max relative"] == pytest.approx((error / target).max(), rel=1e-5)
     assert row["50 %"] < row["90 %"] < row["95 %"] < row["99 %"] <= row["max"]
 
 
 def test_the_first_token_is_apart(setup, result):
-    rows = result.tables["first token"]
+    rows = result["tables"]["first token"]
     assert {row["at"] for row in rows} == {"position 0", "other positions"}
     assert {row["map"] for row in rows} == {"mat", "identity"}
     counts = {(row["at"], row["n"]) for row in rows}
     assert len(counts) == 2  # the same positions at every level
     if setup.model.masked:
-        assert any("at masked positions" in note for note in result.notes)
+        assert any("at masked positions" in note for note in result["notes"])
         return
     mat = {row["at"]: row for row in rows if (row["level"], row["map"]) == (2, "mat")}
     # Maps skip position 0 when they are fitted.
@@ -98,9 +99,13 @@ def test_the_first_token_is_apart(setup, result):
 
 
 def test_bins_by_hand():
-    place, names = failures.by_position(torch.tensor([0, 1, 2, 3, 4, 7, 8]))
+    place, names = failures.bin_positions(torch.tensor([0, 1, 2, 3, 4, 7, 8]))
     assert [names[p] for p in place] == ["0", "1", "2–3", "2–3", "4–7", "4–7", "8–15"]
-    place, names = failures.by_count(np.array([0, 1, 9, 10, 999, 1000]))
+    place, names = failures.bin_counts(np.array([0, 1, 9, 10, 999, 1000]))
     assert [names[p] for p in place] == ["never", "1–9", "1–9", "10–99", "100–999", "1,000–9,999"]
-    assert failures.quarters(12) == [3, 6, 9]
-    assert failures.quarters(1) == [0]
+    assert failures.quarter_levels(12) == [3, 6, 9]
+    assert failures.quarter_levels(1) == [0]
+
+
+def test_every_table_has_a_figure(result):
+    check_figures(failures.STUDY, result)

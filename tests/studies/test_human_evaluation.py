@@ -10,9 +10,11 @@ import sys
 
 import pytest
 from helpers.story_text import stories
+from helpers.study_results import check_figures
 
 from layerjump.errors import BadArtifact
 from layerjump.models.loading import load
+from layerjump.studies import human_evaluation
 from layerjump.studies.human_evaluation import (
     KEY,
     SHEET,
@@ -88,6 +90,7 @@ def test_the_sheet_is_blind_and_the_results_do_not_hold_the_key(study):
     assert "mat" not in {row["best 1"] for row in csv.DictReader(io.StringIO(text))}
     assert "level" not in text.splitlines()[0]
     saved = json.loads((study / "results.json").read_text())["studies"]["plausibility"]
+    check_figures(human_evaluation.STUDY, saved)
     assert list(saved["tables"]) == ["sheet"]
     assert saved["tables"]["sheet"][0]["items"] == 120
     assert "files" not in saved
@@ -132,18 +135,18 @@ def test_a_filled_sheet_scores_as_it_was_filled(copy, study, marks, spreadsheet)
         **spreadsheet,
     )
     found = read_marks(folder)
-    by_lens = {row["lens"]: row for row in shares(found)}
+    by_lens = shares(found)
     assert list(by_lens) == ["mat", "identity"]
-    assert by_lens["mat"]["share"] == pytest.approx(3 / 5)
-    assert by_lens["mat"]["low"] == pytest.approx(3 / 5)  # all sentences alike
-    assert by_lens["identity"]["share"] == pytest.approx(2 / 5 * 6 / 12)
-    assert by_lens["identity"]["low"] < 0.2 < by_lens["identity"]["high"]
-    cases = {row["plausible"]: row["share"] for row in comparison(found)}
+    assert by_lens["mat"].share == pytest.approx(3 / 5)
+    assert by_lens["mat"].low == pytest.approx(3 / 5)  # all sentences alike
+    assert by_lens["identity"].share == pytest.approx(2 / 5 * 6 / 12)
+    assert by_lens["identity"].low < 0.2 < by_lens["identity"].high
+    cases = {case: share.share for case, share in comparison(found).items()}
     assert cases["identity only"] == 0
     assert cases["both"] == pytest.approx(2 / 5 / 2)
     assert cases["mat only"] == pytest.approx(3 / 5 - 2 / 5 / 2)
     assert sum(cases.values()) == pytest.approx(1)
-    levels = {(row["lens"], row["level"]): row["share"] for row in shares_by_level(found)}
+    levels = {key: share.share for key, share in shares_by_level(found).items()}
     assert [levels["mat", level] for level in range(LEVELS)] == [0, 0, 1, 1, 1]
     assert [levels["identity", level] for level in range(LEVELS)] == [0, 0, 0, 0.5, 0.5]
 

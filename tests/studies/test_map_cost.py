@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.regression_data import noisy, random, sums
 from helpers.story_text import stories
+from helpers.study_results import check_figures
 
 from layerjump.jumps.estimators.low_rank import low_rank, truncate_rank
 from layerjump.jumps.estimators.registry import solve
@@ -25,12 +26,12 @@ def setup(data_folder, request):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return map_cost.run(setup)
+    return map_cost.run(setup).to_json()
 
 
 @pytest.fixture(scope="module")
 def maps(result):
-    return {row["map"]: row for row in result.tables["maps"]}
+    return {row["map"]: row for row in result["tables"]["maps"]}
 
 
 def test_parameters_and_bytes(maps):
@@ -66,11 +67,11 @@ def test_quality_falls_with_rank_and_hardly_with_storage(setup, maps):
 def test_the_unembeddings_metric_needs_one_final_norm(setup, maps, result):
     has = any("metric" in name for name in maps)
     assert has == (not setup.model.masked)
-    assert any("metric" in note for note in result.notes) == setup.model.masked
+    assert any("metric" in note for note in result["notes"]) == setup.model.masked
 
 
 def test_exits_cost_more_the_later_they_are(setup, result):
-    rows = result.tables["exits"]
+    rows = result["tables"]["exits"]
     assert [row["blocks"] for row in rows] == list(range(L + 1))
     blocks, head = 12 * D * D * 2, 1024 * D * 2
     head += (
@@ -87,14 +88,14 @@ def test_exits_cost_more_the_later_they_are(setup, result):
 
 def test_without_select_documents_ojfa_is_left_out(setup):
     bare = setup.with_empty_cache(settings=Settings(score_positions=50, split="90/0/10"))
-    result = map_cost.run(bare)
-    assert not any("ojfa" in row["map"] for row in result.tables["maps"])
-    assert any("ojfa" in note for note in result.notes)
+    result = map_cost.run(bare).to_json()
+    assert not any("ojfa" in row["map"] for row in result["tables"]["maps"])
+    assert any("ojfa" in note for note in result["notes"])
 
 
 def test_schedules_are_priced_when_alternation_ran(setup, result):
-    assert "schedules" not in result.tables
-    assert any("alternation" in note for note in result.notes)
+    assert "schedules" not in result["tables"]
+    assert any("alternation" in note for note in result["notes"])
     scores = {
         "p@1": 0.5,
         "p@1 low": 0.4,
@@ -116,13 +117,17 @@ def test_schedules_are_priced_when_alternation_ran(setup, result):
         "settings": {},
     }
     setup.add_outcome(layer_skipping.STUDY.from_json(saved))
-    again = map_cost.run(setup).tables["schedules"]
-    exit_ = result.tables["exits"][1]
+    again = map_cost.run(setup).to_json()["tables"]["schedules"]
+    exit_ = result["tables"]["exits"][1]
     assert again[0]["flops per token"] == exit_["flops per token"]
     assert again[0]["map bytes"] == exit_["map bytes"]
     one_more = sum(map_cost.block_flops(setup.model)[2:3]) + 2 * D * D
     assert again[1]["flops per token"] == again[0]["flops per token"] + one_more
     assert again[1]["map bytes"] == 2 * again[0]["map bytes"]
+
+
+def test_every_table_has_a_figure(result):
+    check_figures(map_cost.STUDY, result)
 
 
 # -- the pieces

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from helpers.story_text import stories
+from helpers.study_results import check_figures
 
 import layerjump as lj
 from layerjump.generation.calibration.search import THRESHOLDS
@@ -12,31 +13,32 @@ from layerjump.studies.setup import Setup, make_settings
 
 
 def test_curves_go_from_the_whole_model_to_early_levels(study_setup):
-    result = probes.run(study_setup)
+    result = probes.run(study_setup).to_json()
+    check_figures(probes.STUDY, result)
     blocks = study_setup.model.n_blocks
     for lens in study_setup.lenses():
-        for kind in probes.KINDS:
-            rows = [r for r in result.tables["curves"] if (r["lens"], r["kind"]) == (lens, kind)]
+        for kind in probes.RULES:
+            rows = [r for r in result["tables"]["curves"] if (r["lens"], r["kind"]) == (lens, kind)]
             assert [row["at"] for row in rows] == list(THRESHOLDS)
             run = [row["blocks"] for row in rows]
             assert run == sorted(run, reverse=True)  # a looser threshold never waits longer
             assert run[0] > 0.9 * blocks
             assert rows[0]["agreement"] > 0.98
             assert run[-1] < 0.8 * blocks
-    assert result.settings["n_select"] > 300
+    assert result["settings"]["n_select"] > 300
 
 
 def test_with_enough_text_they_save_more_than_the_papers_rule(data_folder):
     """A trained model and the text of its kind: one lead for all levels is not the best that can be asked of them."""
     settings = make_settings("ours", tokens=30_000, score_positions=800, split="60/20/20")
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), stories(1500), settings)
-    plain, gated = early_exit.run(setup).headline, probes.run(setup).headline
+    plain, gated = (study.run(setup).headline.blocks_saved for study in (early_exit, probes))
     for lens in ("identity", "mat"):
         assert gated[f"both_{lens}_at_0.95"] > plain[f"dynamic_{lens}_at_0.95"] + 0.02
 
 
 def test_an_example_that_leaves_is_right_as_the_lens_is(study_setup):
-    test = probes._evidence(study_setup, "mat", "test")
+    test = probes._calibration_set(study_setup, "mat", "test")
     readings = study_setup.lens_scores()
     place = readings.lenses.index("mat")
     assert torch.equal(test.right, readings.hits(1)[place][:-1])
@@ -46,13 +48,18 @@ def test_an_example_that_leaves_is_right_as_the_lens_is(study_setup):
 
 def test_without_documents_to_fit_on_there_are_none(study_setup):
     settings = replace(study_setup.settings, split="80/0/20")
-    reason = probes.unable(study_setup.with_empty_cache(settings=settings))
+    reason = probes.cannot_run(study_setup.with_empty_cache(settings=settings))
     assert reason is not None
-    assert "select split" in reason
-    assert probes.unable(study_setup) is None
+    assert "validation split" in reason
+    assert probes.cannot_run(study_setup) is None
 
 
 def test_half_of_the_documents_is_never_none_of_them():
-    assert probes._every_second(torch.tensor([4, 4, 5, 6])).tolist() == [True, True, False, True]
+    assert probes.every_second_document(torch.tensor([4, 4, 5, 6])).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
     for documents in ([4, 4, 8], [3, 3, 7]):
-        assert probes._every_second(torch.tensor(documents)).tolist() == [True, True, False]
+        assert probes.every_second_document(torch.tensor(documents)).tolist() == [True, True, False]

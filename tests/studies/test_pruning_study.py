@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
+from helpers.study_results import check_figures
 from helpers.task_data import write_questions
 
 from layerjump.errors import BadEvaluation, BadStudy
-from layerjump.report.report import panels
 from layerjump.studies import pruning
-from layerjump.studies.pruning import counts, methods_of
+from layerjump.studies.pruning import drop_counts, methods_of
 from layerjump.studies.setup import make_settings
 
 
 @pytest.fixture(scope="module")
 def result(study_setup):
-    return pruning.run(study_setup)
+    return pruning.run(study_setup).to_json()
 
 
 def test_every_method_and_number_is_there(study_setup, result):
-    rows = result.tables["pruned"]
+    rows = result["tables"]["pruned"]
     methods = methods_of(study_setup.model)
     expected = [("whole model", 0)] + [(m, n) for n in (1,) for m in methods]
     assert [(row["method"], row["dropped"]) for row in rows] == expected
@@ -29,12 +29,12 @@ def test_every_method_and_number_is_there(study_setup, result):
         if study_setup.model.masked
         else ["remove", "linear", "replaceme", "fold"]
     )
-    assert set(result.settings["stay"]) == {"1", "4"}
-    assert json.dumps(result.as_json())
+    assert set(result["settings"]["stay"]) == {"1", "4"}
+    assert json.dumps(result)
 
 
 def test_ratios_parameters_and_front_agree(result):
-    whole, *rows = result.tables["pruned"]
+    whole, *rows = result["tables"]["pruned"]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["perplexity"] / whole["perplexity"], rel=1e-6)
         assert row["ratio low"] <= row["ratio"] <= row["ratio high"]
@@ -50,16 +50,16 @@ def test_ratios_parameters_and_front_agree(result):
 
 
 def test_it_has_a_figure_and_a_sentence(result):
-    (panel,) = panels(result)
+    (panel,) = check_figures(pruning.STUDY, result)
     assert "perplexity is" in panel.reading
     assert len(panel.figures) == 2
     assert {trace.name for trace in panel.figures[1].data} >= {"whole model", "remove", "linear"}
 
 
 def test_how_many_blocks_are_dropped():
-    assert counts(free=27, blocks=30) == [1, 3, 6, 9]
-    assert counts(free=2, blocks=4) == [1]
-    assert counts(free=0, blocks=2) == []
+    assert drop_counts(27, 30) == [1, 3, 6, 9]
+    assert drop_counts(2, 4) == [1]
+    assert drop_counts(0, 2) == []
 
 
 def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
@@ -74,28 +74,28 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
         eval_tasks=("copa", "lambada"),
         eval_data=str(data),
     )
-    result = pruning.run(study_setup.with_empty_cache(settings=settings))
+    result = pruning.run(study_setup.with_empty_cache(settings=settings)).to_json()
     if study_setup.model.masked:
-        assert "tasks" not in result.tables
-        assert any("next token" in note for note in result.notes)
+        assert "tasks" not in result["tables"]
+        assert any("next token" in note for note in result["notes"])
         return
-    rows = result.tables["tasks"]
+    rows = result["tables"]["tasks"]
     models = ["whole model", *methods_of(study_setup.model)]
     kinds = [("copa", "acc"), ("lambada", "acc"), ("lambada", "perplexity")]
     assert [(row["method"], row["task"], row["metric"]) for row in rows] == [
         (model, *kind) for model in models for kind in kinds
     ]
     alone = evaluate(study_setup.model, "copa,lambada", data)
-    assert [row["score"] for row in rows[:3]] == [row["value"] for row in alone.scores]
+    assert [row["score"] for row in rows[:3]] == [row.value for row in alone.scores]
     assert len({row["score"] for row in rows if row["metric"] == "perplexity"}) == len(models)
-    panel = panels(result)[1]
+    panel = check_figures(pruning.STUDY, result)[1]
     assert "whole model is right in" in panel.reading
     assert len(panel.figures) == 2
     assert {trace.name for trace in panel.figures[0].data} == set(models) - {"whole model"}
 
 
 def test_wrong_tasks_are_said_before_anything_is_run(tmp_path):
-    with pytest.raises(BadStudy, match="give that folder"):
+    with pytest.raises(BadStudy, match="pass eval_data"):
         make_settings("ours", eval_tasks=("copa",))
     with pytest.raises(BadEvaluation, match="there is no"):
         make_settings("ours", eval_tasks=("copa",), eval_data=str(tmp_path))

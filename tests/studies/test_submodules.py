@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.study_results import check_figures
 
 import layerjump as lj
 from layerjump.data.positions import Positions
@@ -13,15 +14,12 @@ from layerjump.interventions.patching import Rerun, replace_by_map
 from layerjump.studies import attention_heads, submodules
 from layerjump.studies.ablation import small_batches
 from layerjump.studies.attention_mass import attention_mass
-from layerjump.studies.runner import STUDIES
 from layerjump.studies.setup import Settings, Setup
 
 SETTINGS = Settings(tokens=12_000, score_positions=150, score_tokens=600)
 
 
 def setup_of(folder, name: str, **changes) -> Setup:
-    from dataclasses import replace
-
     text = lj.load_text("pydoc", limit=400)
     return Setup(lj.load(folder / name), text, replace(SETTINGS, **changes))
 
@@ -43,7 +41,7 @@ def setup(request) -> Setup:
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return submodules.run(setup)
+    return submodules.run(setup).to_json()
 
 
 def hooks(setup) -> list:
@@ -52,28 +50,29 @@ def hooks(setup) -> list:
 
 
 def test_every_part_and_level_is_there(setup, result):
-    rows = result.tables["suffix"]
+    rows = result["tables"]["suffix"]
     parts = ["attn", "ffn", "norms", "jump to last", "identity"]
     assert [(r["part"], r["level"]) for r in rows] == [(p, lv) for p in parts for lv in range(5)]
-    assert [(r["part"], r["block"]) for r in result.tables["one block"]] == [
+    assert [(r["part"], r["block"]) for r in result["tables"]["one block"]] == [
         (p, b) for p in parts[:3] for b in range(1, 5)
     ]
-    assert {r["part"] for r in result.tables["why"]} == {"ln1", "attn", "ln2", "ffn"}
+    assert {r["part"] for r in result["tables"]["why"]} == {"ln1", "attn", "ln2", "ffn"}
     assert hooks(setup) == [([], [])] * len(hooks(setup))
 
 
 def test_the_summary_names_the_most_tolerant_part(result):
-    finding = STUDIES["submodules"].finding(result)
-    means = {part: result.headline[f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
-    names = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
+    study = submodules.STUDY
+    finding = study.finding(study.from_json(result))
+    means = {part: result["headline"][f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
+    names = {"attn": "attention", "ffn": "feed-forward", "norms": "norms"}
     best = max(means, key=lambda part: means[part])
     assert finding.answer == names[best]
     assert all(name in finding.detail for part, name in names.items() if part != best)
-    assert STUDIES["submodules"].finding(replace(result, headline={})) is None
+    assert study.finding(study.from_json(result | {"headline": {}})) is None
 
 
 def test_at_the_last_level_nothing_is_replaced(result):
-    for row in result.tables["suffix"]:
+    for row in result["tables"]["suffix"]:
         assert row["p@1"] <= row["p@5"] <= row["p@10"]
         assert row["p@1 low"] <= row["p@1"] <= row["p@1 high"]
         if row["level"] == 4:
@@ -88,22 +87,22 @@ def test_one_block_is_the_suffix_of_the_last_block(setup):
     rerun = Rerun(model, small_batches(setup)[0])
     (pair,) = submodules.submodule_pairs(model, 4, part)
     alone = rerun.from_level(3, changes={pair: replace_by_map(jumps[pair])})
-    later = rerun.from_level(3, changes=submodules._changes(model, jumps, part))
+    later = rerun.from_level(3, changes=submodules.changes_from_maps(model, jumps, part))
     assert torch.equal(alone, later)
 
 
 def test_maps_beat_means(result):
     """The best constant is the mean; least squares over the fit text can only do better there, and does here."""
-    why = [row for row in result.tables["why"] if row["part"] in ("attn", "ffn")]
+    why = [row for row in result["tables"]["why"] if row["part"] in ("attn", "ffn")]
     assert sum(r["kl of the map"] for r in why) < sum(r["kl of the mean"] for r in why)
-    for row in result.tables["why"]:
+    for row in result["tables"]["why"]:
         assert row["r2"] <= 1
         assert row["output norm over stream norm"] > 0
         assert min(row["kl of the map"], row["kl of noise of the same norm"]) > 0
 
 
 def test_attention_mass_is_a_share(setup, result):
-    for row in result.tables["why"]:
+    for row in result["tables"]["why"]:
         if row["part"] == "attn":
             assert 0 < row["attention on self"] < 1
             assert 0 < row["attention on sink"] < 1
@@ -140,7 +139,7 @@ def test_the_sinks_state_survives(gpt2):
     exact = rerun.levels[-1][:, 0]
 
     def error(jumps, part):
-        changes = submodules._changes(gpt2.model, jumps, part)
+        changes = submodules.changes_from_maps(gpt2.model, jumps, part)
         changed = rerun.from_level(0, changes=changes)[:, 0]
         return float((changed - exact).norm() / exact.norm())
 
@@ -179,15 +178,19 @@ def test_a_sampled_look_holds_as_many_masks_as_the_text(bert):
 
 
 def test_heads_are_ranked_by_damage(setup):
-    result = attention_heads.run(setup)
-    rows = result.tables["heads"]
+    result = attention_heads.run(setup).to_json()
+    rows = result["tables"]["heads"]
     assert len(rows) == 3 * 4 * 4
-    for how in attention_heads.HOW:
+    for how in attention_heads.REPLACEMENTS:
         mine = [row for row in rows if row["how"] == how]
         assert [row["rank"] for row in mine] == list(range(1, 17))
         assert [row["kl"] for row in mine] == sorted((row["kl"] for row in mine), reverse=True)
-    kl = {how: sum(row["kl"] for row in rows if row["how"] == how) for how in attention_heads.HOW}
+    kl = {
+        how: sum(row["kl"] for row in rows if row["how"] == how)
+        for how in attention_heads.REPLACEMENTS
+    }
     assert kl["linear"] < kl["mean"]
+    check_figures(attention_heads.STUDY, result)
     assert hooks(setup) == [([], [])] * len(hooks(setup))
 
 
@@ -196,18 +199,21 @@ def test_a_deep_model_starts_from_chosen_levels():
     deep = submodules.start_levels(30)
     assert deep[0] == 0
     assert deep[-1] == 30
-    assert len(deep) == submodules.LEVELS + 1
+    assert len(deep) == submodules.MAX_LEVELS + 1
 
 
 def test_the_cost_is_stated(result):
-    for cost in (result.settings["suffix"], result.settings["one block"]):
+    for cost in (result["settings"]["suffix"], result["settings"]["one block"]):
         assert cost["block_runs"] > 0
         assert cost["expected_seconds"] > 0
-    assert result.settings["suffix"]["block_runs"] == 3 * (4 + 3 + 2 + 1)
+    assert result["settings"]["suffix"]["block_runs"] == 3 * (4 + 3 + 2 + 1)
 
 
 def test_a_budget_larger_than_the_text_takes_all_of_it(gpt2):
-    few = gpt2.with_empty_cache(
-        settings=gpt2.settings.__class__(tokens=2_000, budget=10**7, score=50)
-    )
+    settings = Settings(tokens=2_000, score_tokens=10**7, score_positions=50)
+    few = gpt2.with_empty_cache(settings=settings)
     assert small_batches(few).n_picks > 0
+
+
+def test_every_table_has_a_figure(result):
+    check_figures(submodules.STUDY, result)

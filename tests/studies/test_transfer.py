@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.story_text import letters, stories
+from helpers.study_results import check_figures
 
 from layerjump.jumps.fit import solve_jumps
 from layerjump.models.loading import load
@@ -22,26 +23,26 @@ def setup(data_folder):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return transfer.run(setup)
+    return transfer.run(setup).to_json()
 
 
 def test_every_pair_has_a_cell_and_every_level_a_row(result):
     names = ["stories", "letters", "stories (2)"]
-    pairs = {(row["fit"], row["test"]) for row in result.tables["matrix"]}
+    pairs = {(row["fit"], row["test"]) for row in result["tables"]["matrix"]}
     assert pairs == {(a, b) for a in names for b in names}
-    assert len(result.tables["matrix"]) == 9
-    assert len(result.tables["levels"]) == 9 * 4
+    assert len(result["tables"]["matrix"]) == 9
+    assert len(result["tables"]["levels"]) == 9 * 4
 
 
 def test_nothing_is_lost_at_home(result):
-    for row in result.tables["matrix"]:
+    for row in result["tables"]["matrix"]:
         if row["fit"] == row["test"]:
             lost = ("r2 lost", "r2 weighted lost", "p@1 lost", "p@1 lost low", "p@1 lost high")
             assert [row[name] for name in lost] == [0.0] * 5
 
 
 def test_a_language_and_no_language_do_not_share_a_map(result):
-    cells = {(row["fit"], row["test"]): row for row in result.tables["matrix"]}
+    cells = {(row["fit"], row["test"]): row for row in result["tables"]["matrix"]}
     assert cells["stories", "letters"]["r2 lost"] > 0.05
     assert cells["letters", "stories"]["p@1 lost"] > 0.05
     assert cells["letters", "stories"]["p@1 lost low"] > 0
@@ -50,10 +51,10 @@ def test_a_language_and_no_language_do_not_share_a_map(result):
 
 
 def test_the_matrix_is_the_mean_of_the_levels(result):
-    for cell in result.tables["matrix"]:
+    for cell in result["tables"]["matrix"]:
         rows = [
             row
-            for row in result.tables["levels"]
+            for row in result["tables"]["levels"]
             if (row["fit"], row["test"]) == (cell["fit"], cell["test"])
         ]
         for name in ("r2", "r2 weighted", "p@1"):
@@ -63,7 +64,7 @@ def test_the_matrix_is_the_mean_of_the_levels(result):
 
 def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
     jumps = solve_jumps(setup.moments("to-last"), "affine")
-    rows = [r for r in result.tables["levels"] if r["fit"] == r["test"] == "stories"]
+    rows = [r for r in result["tables"]["levels"] if r["fit"] == r["test"] == "stories"]
     for row in rows:
         # Jumps are kept in float32.
         assert row["r2"] == pytest.approx(jumps.info[row["level"], 4].r2[0], abs=1e-5)
@@ -72,4 +73,8 @@ def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
 def test_with_one_text_it_is_skipped(setup, tmp_path):
     alone = setup.with_empty_cache(others=())
     results = run_studies(alone, select_studies("transfer"), tmp_path)
-    assert "text twice" in results["studies"]["transfer"]["skipped"]
+    assert "pass text more than once" in results.studies["transfer"].reason
+
+
+def test_every_table_has_a_figure(result):
+    check_figures(transfer.STUDY, result)

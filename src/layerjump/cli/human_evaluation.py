@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -40,13 +41,22 @@ def score(
 
     marks = read_marks(sheet, key)
     tables = {
-        "Plausible (the paper, bert-large: 0.854 for mat, 0.528 for the identity)": shares(marks),
-        "Cases: one sentence at one level": comparison(marks),
-        "Plausible by level": shares_by_level(marks),
+        "lenses": [{"lens": lens, **asdict(share)} for lens, share in shares(marks).items()],
+        "cases": [
+            {"plausible": case, **asdict(share)} for case, share in comparison(marks).items()
+        ],
+        "levels": [
+            {"lens": lens, "level": level, **asdict(share)}
+            for (lens, level), share in shares_by_level(marks).items()
+        ],
     }
     if as_json:
-        by_name = dict(zip(("lenses", "cases", "levels"), tables.values(), strict=True))
-        print(json.dumps(by_name, indent=2, ensure_ascii=False))
+        print(json.dumps(tables, indent=2, ensure_ascii=False))
         return
-    for title, rows in tables.items():
+    titles = (
+        "Plausible (the paper, bert-large: 0.854 for mat, 0.528 for the identity)",
+        "Cases: one sentence at one level",
+        "Plausible by level",
+    )
+    for title, rows in zip(titles, tables.values(), strict=True):
         print_table(title, rows, as_json=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 from layerjump.errors import BadArtifact, LayerjumpError, one_line
 from layerjump.io import write_text, writing
-from layerjump.report.auto_chart import fallback
 from layerjump.report.page import Drawer, Section, cards, command_html, page, slug
 from layerjump.report.summary import (
     comparison_summary,
@@ -28,9 +27,10 @@ from layerjump.studies.charts import (
     safe,
     unique,
 )
-from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, to_json
+from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, from_json, to_json
 from layerjump.studies.runner import STUDIES, study_named
-from layerjump.studies.training_dynamics import by_block, over_steps
+from layerjump.studies.training_dynamics import Tables as TrainingTables
+from layerjump.studies.training_dynamics import draw_tables
 from layerjump.training.pretrain import NO_PENALTY, PretrainingRecord
 
 PAGE, SUMMARY = "report.html", "summary.md"
@@ -80,8 +80,7 @@ def training_page(record: PretrainingRecord, command: str) -> str:
     )
     html = "".join(
         drawer.article(panel, content["tables"], files="training", command=command)
-        for maker in (over_steps, by_block)
-        for panel in maker(content)
+        for panel in draw_tables(from_json(TrainingTables, content["tables"]))
     )
     return page(title, safe(about), "", [Section("training", "training", html)])
 
@@ -124,10 +123,7 @@ def panels(outcome: Outcome | None) -> list[Panel]:
     """Return every panel of a study; none where it was skipped."""
     if not isinstance(outcome, Result):
         return []
-    drawn = study_named(outcome.study).figures(outcome)
-    used = {table for panel in drawn for table in panel.tables}
-    rest = {k: v for k, v in to_json(outcome.tables).items() if k not in used and v}
-    return drawn + [fallback(table, rows) for table, rows in rest.items()]
+    return study_named(outcome.study).figures(outcome)
 
 
 def _study_section(outcome: Outcome, run: RunInfo, drawer: Drawer) -> str:

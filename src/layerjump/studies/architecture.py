@@ -1,187 +1,222 @@
 """`architecture`: does it matter for linear jumps how a transformer is built?
 
-Models as deep and wide as the one given, with its tokenizer, are trained from scratch on the same text, in the same
-order, for as many steps; they differ in where positions come from, how far attention reaches, or where the norms stand.
-What varies is compared within rows that share all else. The authors of "Jump to Conclusions" leave the question open.
-
-Figures of `architecture`: variants beside each other.
+Protocol: models of the depth and width of the given model, with its tokenizer, are trained from scratch on the same
+text, in the same order and for the same number of steps. They differ in the positional encoding, the range of
+attention, or the placement of the norms; variants are compared within one such group, because other rows differ in more
+than one respect. The authors of "Jump to Conclusions" leave the question open.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Annotated
 
 import plotly.graph_objects as go
 
 from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.models.model import Model
-from layerjump.studies._untyped import (
-    BLUE,
-    Panel,
-    Result,
-    Row,
-    Study,
-    bars,
-    colours,
-    empty_figure,
-    number,
-    unique,
-)
+from layerjump.studies.charts import BLUE, Panel, colours, draw_bars, empty_figure, number, unique
+from layerjump.studies.results import Column, Interval, Result, Study
 from layerjump.studies.setup import Setup
+from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.data import pack_rows
 from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
 from layerjump.training.monitor import measure_profile
 from layerjump.training.pretrain import Recipe, train_model, training_arguments
 
-LENGTH, BATCH = 128, 16
+MAX_LENGTH, BATCH_SIZE = 128, 16
 LEARNING_RATE = 1e-3
-SHOWN = (
-    "perplexity",
-    "r2",
-    "agreement map",
-    "agreement identity",
-    "gain",
-    "with residual held out",
-    "without residual held out",
-    "jump strength",
-)
 
 
-def unable(setup: Setup) -> str | None:
-    """Why it cannot be studied here, if it cannot."""
+@dataclass(frozen=True)
+class RunRow:
+    """One trained model."""
+
+    varies: str
+    variant: str
+    run: int
+    parameters: int
+    profile: Annotated[ProfileRow, Column("{}")]
+    gain: float
+    """Agreement of the map to the last level with the model, minus that of the identity, mean over levels."""
+
+
+@dataclass(frozen=True)
+class VariantRow:
+    """Means over the runs of one variant; the intervals are one standard deviation to each side."""
+
+    varies: str
+    variant: str
+    parameters: int
+    perplexity: Annotated[Interval, Column("perplexity{}")]
+    r2: Annotated[Interval, Column("r2{}")]
+    agreement_map: Annotated[Interval, Column("agreement map{}")]
+    agreement_identity: Annotated[Interval, Column("agreement identity{}")]
+    gain: Annotated[Interval, Column("gain{}")]
+    with_residual_held_out: Annotated[Interval, Column("with residual held out{}")]
+    without_residual_held_out: Annotated[Interval, Column("without residual held out{}")]
+    jump_strength: Annotated[Interval, Column("jump strength{}")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows by run and by variant."""
+
+    runs: list[RunRow]
+    variants: list[VariantRow]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Means over runs, by variant."""
+
+    gain: Annotated[dict[str, float], Column("gain_{}")]
+    without_residual_held_out: Annotated[dict[str, float], Column("without_residual_held_out_{}")]
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why the study cannot run, or None."""
     if setup.model.task != "causal":
-        return "it trains causal models with this one's tokenizer, and this one is not causal"
+        return "it trains causal models with the tokenizer of this model, which is not causal"
     if setup.model.tokenizer is None:
-        return "it trains models with this one's tokenizer, and it has none"
-    return (
-        None
-        if setup.settings.train_steps
-        else f"it trains models as large as this one; give {argument('train_steps')}, and a small model"
-    )
+        return "it trains models with the tokenizer of this model, which has none"
+    if not setup.settings.train_steps:
+        return f"it trains models of the size of this one; pass {argument('train_steps')}, and a small model"
+    return None
 
 
-def run(setup: Setup) -> Result:
-    """Train every variant `runs` times, and measure each on the test documents."""
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Train every variant several times, and measure each model on the test documents."""
     settings = setup.settings
-    result = Result("architecture", {"runs": [], "variants": []})
-    every = [(what, name) for what, variants in VARIANTS.items() for name in variants]
-    text, held_out = (_documents(setup, part) for part in ("fit", "test"))
-    for what, name in every:
-        rows = []
-        for turn in range(settings.finetune_runs):
-            recipe = _recipe(setup, seed=settings.seed + turn)
-            model = _trained(setup.model, VARIANTS[what][name], text, recipe)
-            found = measure_profile(model, held_out, seed=settings.seed).summary_row()
-            found["gain"] = found["agreement map"] - found["agreement identity"]
-            about: Row = {"varies": what, "variant": name, "run": turn + 1}
-            rows.append(about | {"parameters": model.hf.num_parameters()} | found)
-        result.tables["runs"] += rows
-        result.tables["variants"].append(_summed(rows))
+    tables = Tables([], [])
+    train_text, test_text = (_subset(setup, part) for part in ("fit", "test"))
+    for varies, variants in VARIANTS.items():
+        for name, architecture in variants.items():
+            rows = []
+            for index in range(settings.finetune_runs):
+                recipe = _recipe(setup, seed=settings.seed + index)
+                model = _train(setup.model, architecture, train_text, recipe)
+                profile = ProfileRow.of(measure_profile(model, test_text, seed=settings.seed))
+                gain = profile.agreement_map - profile.agreement_identity
+                size = model.hf.num_parameters()
+                rows.append(RunRow(varies, name, index + 1, size, profile, gain))
+            tables.runs.extend(rows)
+            tables.variants.append(_average(rows))
     recipe = _recipe(setup, seed=settings.seed)
-    result.settings = {"steps": recipe.steps, "batch": BATCH, "length": recipe.length}
-    result.settings |= {"learning_rate": LEARNING_RATE, "runs": settings.finetune_runs}
-    result.headline = _headline(result.tables["variants"])
-    result.notes.append(
-        "Gain is how often the map to the last level gives the model's own token, less how often the identity does, "
-        "mean over levels; ± is the standard deviation over seeds. Compare within what varies: other rows differ "
-        "in more than that. One learning rate serves all, and none of them is trained to the end."
+    facts = {
+        "steps": recipe.steps,
+        "batch": BATCH_SIZE,
+        "length": recipe.length,
+        "learning_rate": LEARNING_RATE,
+        "runs": settings.finetune_runs,
+    }
+    headline = Headline(
+        gain={row.variant.replace(" ", "_"): row.gain.mean for row in tables.variants},
+        without_residual_held_out={
+            row.variant.replace(" ", "_"): row.without_residual_held_out.mean
+            for row in tables.variants
+        },
     )
-    return result
+    notes = [
+        "Gain is how often the map to the last level predicts the model's own token, minus how often the identity "
+        "does, mean over levels; whiskers are one standard deviation over seeds. Compare variants within one group: "
+        "other rows differ in more respects. All variants share one learning rate, and none is trained to convergence."
+    ]
+    return Result("architecture", tables, headline, notes, facts)
 
 
-def _documents(setup: Setup, part: str) -> Corpus:
-    documents = setup.documents(part)
-    chosen = tuple(setup.corpus.documents[i] for i in documents)
-    return Corpus(setup.corpus.name, chosen, part)
+def _subset(setup: Setup, part: str) -> Corpus:
+    documents = tuple(setup.corpus.documents[index] for index in setup.documents(part))
+    return Corpus(setup.corpus.name, documents, part)
 
 
 def _recipe(setup: Setup, *, seed: int) -> Recipe:
     model, steps = setup.model, setup.settings.train_steps or 1
-    length = min(LENGTH, model.tokenization.max_length)
+    length = min(MAX_LENGTH, model.tokenization.max_length)
     heads = int(model.hf.config.num_attention_heads)
     return Recipe(
         shape=ModelShape(model.n_blocks, model.d_model, heads, length),
         length=length,
         steps=steps,
-        batch_size=BATCH,
+        batch_size=BATCH_SIZE,
         learning_rate=LEARNING_RATE,
         seed=seed,
         eval_every=steps,
     )
 
 
-def _trained(like: Model, kind: Architecture, text: Corpus, recipe: Recipe) -> Model:
+def _train(like: Model, architecture: Architecture, text: Corpus, recipe: Recipe) -> Model:
     tokenizer = like.tokenization.tokenizer
     rows = pack_rows(text.documents, like.tokenization, recipe.length)
-    hf = build_model(kind, recipe.shape, tokenizer, seed=recipe.seed)
+    hf = build_model(architecture, recipe.shape, tokenizer, seed=recipe.seed)
     with tempfile.TemporaryDirectory() as folder:
         settings = training_arguments(recipe, Path(folder), device=like.device.type)
         settings.save_strategy = "no"
         train_model(hf, tokenizer, rows, recipe, settings)
-    return Model.wrap(hf, tokenizer, name=kind.family)
+    return Model.wrap(hf, tokenizer, name=architecture.family)
 
 
-def _summed(rows: list[Row]) -> Row:
-    """Means over seeds, with their standard deviations as bounds."""
-    found: Row = {name: rows[0][name] for name in ("varies", "variant", "parameters")}
-    for name in SHOWN:
-        values = [row[name] for row in rows]
+def _average(rows: Sequence[RunRow]) -> VariantRow:
+    def interval(score: Callable[[RunRow], float]) -> Interval:
+        values = [score(row) for row in rows]
         spread = stdev(values) if len(values) > 1 else 0.0
-        found |= {name: mean(values), f"{name} low": mean(values) - spread}
-        found[f"{name} high"] = mean(values) + spread
-    return found
+        return Interval(mean(values), mean(values) - spread, mean(values) + spread)
 
-
-def _headline(rows: list[Row]) -> Row:
-    return {
-        f"{name}_{row['variant']}".replace(" ", "_"): row[name]
-        for row in rows
-        for name in ("gain", "without residual held out")
-    }
-
-
-_SHOWN = (
-    ("gain", "gain of the map over the identity in own tokens"),
-    ("without residual held out", "linearity without residual, held out"),
-    ("r2", "R² of the map to the last level"),
-    ("perplexity", "held-out perplexity"),
-)
-
-
-def variants(study: Study) -> list[Panel]:
-    """One bar a variant; the whiskers are a standard deviation over seeds."""
-    rows = study["tables"].get("variants")
-    if not rows:
-        return []
-    named = [row | {"name": f"{row['varies']}: {row['variant']}"} for row in rows]
-    figures = [_bars(named, column, title) for column, title in _SHOWN]
-    most, least = (end(rows, key=lambda row: row["gain"]) for end in (max, min))
-    reading = (
-        f"A map to the last level gains most over the identity with {most['varies']} {most['variant']} "
-        f"({number(most['gain'])}), least with {least['varies']} {least['variant']} ({number(least['gain'])}); only "
-        "variants of one kind differ in that alone."
+    return VariantRow(
+        rows[0].varies,
+        rows[0].variant,
+        rows[0].parameters,
+        perplexity=interval(lambda row: row.profile.perplexity),
+        r2=interval(lambda row: row.profile.r2),
+        agreement_map=interval(lambda row: row.profile.agreement_map),
+        agreement_identity=interval(lambda row: row.profile.agreement_identity),
+        gain=interval(lambda row: row.gain),
+        with_residual_held_out=interval(lambda r: r.profile.linearity.with_residual_held_out),
+        without_residual_held_out=interval(lambda r: r.profile.linearity.without_residual_held_out),
+        jump_strength=interval(lambda row: row.profile.jump_strength),
     )
-    return [Panel("Architectures", reading, ("variants", "runs"), figures)]
 
 
-def _bars(rows: Sequence[Row], column: str, title: str) -> go.Figure:
-    figure = empty_figure(title, height=360)
-    kinds = unique(row["varies"] for row in rows)
-    paint = colours(kinds) if len(kinds) > 1 else dict.fromkeys(kinds, BLUE)
-    for kind in kinds:
-        mine = [row for row in rows if row["varies"] == kind]
-        bars(
-            mine,
-            "name",
-            column,
-            name=kind,
-            colour=paint[kind],
-            figure=figure,
-            low=f"{column} low",
-            high=f"{column} high",
-        )
-    return figure.update_yaxes(autorange="reversed")
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return one bar a variant; the whiskers are one standard deviation over seeds."""
+    rows = result.tables.variants
+    groups = unique(row.varies for row in rows)
+    paint = colours(groups) if len(groups) > 1 else dict.fromkeys(groups, BLUE)
+
+    def chart(title: str, score: Callable[[VariantRow], Interval]) -> go.Figure:
+        figure = empty_figure(title, height=360)
+        for name in groups:
+            group = [row for row in rows if row.varies == name]
+            labels = [f"{row.varies}: {row.variant}" for row in group]
+            draw_bars(figure, labels, list(map(score, group)), name=name, colour=paint[name])
+        return figure.update_yaxes(autorange="reversed")
+
+    charts = [
+        chart("gain of the map over the identity in agreement", lambda row: row.gain),
+        chart("linearity without residual, held out", lambda row: row.without_residual_held_out),
+        chart("R² of the map to the last level", lambda row: row.r2),
+        chart("held-out perplexity", lambda row: row.perplexity),
+    ]
+    most, least = (end(rows, key=lambda row: row.gain.mean) for end in (max, min))
+    reading = (
+        f"A map to the last level gains most over the identity with {most.varies} {most.variant} "
+        f"({number(most.gain.mean)}) and least with {least.varies} {least.variant} ({number(least.gain.mean)}); only "
+        "variants of one group differ in one respect alone."
+    )
+    return [Panel("Architectures", reading, ("variants", "runs"), charts)]
+
+
+STUDY = Study(
+    "architecture",
+    "does it matter for linear jumps how a transformer is built?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)

@@ -1,13 +1,16 @@
-"""`heads`: one attention head at a time, replaced by a linear prediction, by nothing, or by its mean.
+"""`heads`: which attention heads can be replaced by a linear map.
 
-A head's output is its slice of what enters the output projection. The prediction is the affine map from attention's
-own input at the same position: no head that is well predicted moves anything between tokens. Heads are ranked by the
-damage of each replacement (KL; rank 1 hurts most).
+Protocol: one attention head at a time, its output is replaced by a linear prediction, by zero, or by its mean; the rest
+of the model runs unchanged. The output of a head is its slice of the input of the output projection. The prediction is
+the affine map from the input of attention at the same position, so a head that it predicts well moves no information
+between tokens. For each replacement the heads are ranked by KL; rank 1 hurts most.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 from layerjump.interventions.patching import (
     Change,
@@ -20,21 +23,64 @@ from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.jumps.memory import site_width
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.studies._untyped import Result, Row, to_json
 from layerjump.studies.ablation import Variants, announce_cost, rerun_batches, small_batches
+from layerjump.studies.charts import Panel, draw_heat_map, mean, number
+from layerjump.studies.results import Column, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
-SHARE = 0.25
-"""Of the run's budget: three replacements of every head of every block."""
-HOW = ("linear", "zero", "mean")
+TOKEN_SHARE = 0.25
+"""Share of the run's test tokens: every head of every block has three variants."""
 
-Key = tuple[int, int, str]
-"""block, head (both count from 1), how."""
+Replacement = Literal["linear", "zero", "mean"]
+REPLACEMENTS: tuple[Replacement, ...] = get_args(Replacement)
+NAMES = {"linear": "linear prediction", "zero": "zero", "mean": "mean output"}
 
 
-def run(setup: Setup) -> Result:
-    """Replace every head in three ways, and rank them."""
-    model, batches = setup.model, small_batches(setup, SHARE)
+@dataclass(frozen=True)
+class HeadRow:
+    """One replacement of one attention head; blocks and heads count from 1."""
+
+    block: int
+    head: int
+    replacement: Annotated[str, Column("how")]
+    p1: Annotated[float, Column("p@1")]
+    kl: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows by replacement, the most harmful first."""
+
+    heads: list[HeadRow]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Mean KL and most harmful head of each replacement, and how many heads are nearly linear."""
+
+    mean_kl: Annotated[dict[str, float], Column("mean_kl_{}")]
+    most_harmful: Annotated[dict[str, str], Column("most_harmful_{}")]
+    heads: int
+    heads_where_linear_halves_kl_of_mean: int
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why the heads of a model cannot be told apart, or None."""
+    model = setup.model
+    if model.no_predictions:
+        return model.no_predictions
+    width, heads = site_width(model, Site(1, "heads")), model.hf.config.num_attention_heads
+    if width % heads:
+        return (
+            f"the input of the output projection has width {width}, not a multiple of {heads} heads"
+        )
+    return None
+
+
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Replace every head in three ways, and rank the heads."""
+    model, batches = setup.model, small_batches(setup, TOKEN_SHARE)
     pairs = ",".join(f"{block}.attn.in:{block}.heads" for block in range(1, model.n_blocks + 1))
     jumps = setup.all_position_jumps("affine", pairs)
     changes = _changes(setup, jumps, pairs)
@@ -47,91 +93,105 @@ def run(setup: Setup) -> Result:
     )
     variants = Variants(model)
     for rerun in rerun_batches(setup, batches, variants):
-        for key, change in changes.items():
-            block = key[0]
+        for (block, head, replacement), change in changes.items():
             pair = Site(block, "attn.in"), Site(block, "heads")
-            last = rerun.from_level(block - 1, changes={pair: change})
-            variants.add(key, rerun.pick(last))
-    result = Result("heads", {"heads": _ranked(variants, list(changes))})
-    result.settings = to_json(cost) | {
-        "budget_share": SHARE,
+            states = rerun.from_level(block - 1, changes={pair: change})
+            variants.add((block, head, replacement), rerun.pick(states))
+    rows = _rank(variants, list(changes))
+    facts = to_json(cost) | {
+        "budget_share": TOKEN_SHARE,
         "estimator": "affine",
         "n_fit": jumps.provenance.n_fit,
     }
-    result.headline = _headline(result.tables["heads"])
-    return result
+    return Result("heads", Tables(rows), _headline(rows), settings=facts)
 
 
-def unable(setup: Setup) -> str | None:
-    """Why a model's heads cannot be told apart, if they cannot."""
-    model = setup.model
-    if model.no_predictions:
-        return model.no_predictions
-    width, heads = site_width(model, Site(1, "heads")), model.hf.config.num_attention_heads
-    if width % heads:
-        return f"the output projection reads {width} numbers, which {heads} heads cannot share"
-    return None
-
-
-def slices(model: Model) -> list[slice]:
-    """Every head's columns of the output projection's input."""
+def head_slices(model: Model) -> list[slice]:
+    """Return the columns of every head in the input of the output projection."""
     heads = int(model.hf.config.num_attention_heads)
     size = site_width(model, Site(1, "heads")) // heads
     return [slice(head * size, (head + 1) * size) for head in range(heads)]
 
 
-def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[Key, Change]:
-    sums = setup.all_position_moments(pairs).fit
-    found: dict[Key, Change] = {}
+def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[tuple[int, int, Replacement], Change]:
+    """Return the changes to make, by (block, head, replacement)."""
+    moments = setup.all_position_moments(pairs).fit
+    changes: dict[tuple[int, int, Replacement], Change] = {}
     for block in range(1, setup.model.n_blocks + 1):
         site = Site(block, "heads")
-        whole, mean = to_affine(jumps[Site(block, "attn.in"), site]), sums.mean(site)
-        for head, columns in enumerate(slices(setup.model), start=1):
-            found[block, head, "linear"] = restrict_to(
-                columns, replace_by_map(_rows(whole, columns))
-            )
-            found[block, head, "zero"] = restrict_to(
-                columns, replace_by_constant(0 * mean[columns])
-            )
-            found[block, head, "mean"] = restrict_to(columns, replace_by_constant(mean[columns]))
-    return found
+        jump, means = to_affine(jumps[Site(block, "attn.in"), site]), moments.mean(site)
+        for head, columns in enumerate(head_slices(setup.model), start=1):
+            bias = None if jump.bias is None else jump.bias[columns]
+            linear = replace_by_map(to_module(Affine.of(jump.weight[columns], bias=bias)))
+            zero = replace_by_constant(0 * means[columns])
+            changes[block, head, "linear"] = restrict_to(columns, linear)
+            changes[block, head, "zero"] = restrict_to(columns, zero)
+            changes[block, head, "mean"] = restrict_to(columns, replace_by_constant(means[columns]))
+    return changes
 
 
-def _rows(whole: Affine, columns: slice) -> nn.Module:
-    """The part of a map that predicts some of its outputs."""
-    bias = None if whole.bias is None else whole.bias[columns]
-    return to_module(Affine.of(whole.weight[columns], bias=bias))
-
-
-def _ranked(variants: Variants, keys: list[Key]) -> list[Row]:
-    rows: list[Row] = []
-    for how in HOW:
-        mine: list[Row] = [
-            {
-                "block": block,
-                "head": head,
-                "how": how,
-                "p@1": float((variants.examples((block, head, how), "place") < 1).mean()),
-                "kl": variants.mean_kl((block, head, how)),
-            }
-            for block, head, this in keys
-            if this == how
+def _rank(variants: Variants, names: Sequence[tuple[int, int, Replacement]]) -> list[HeadRow]:
+    rows = []
+    for replacement in REPLACEMENTS:
+        group = [name for name in names if name[2] == replacement]
+        group.sort(key=lambda name: -variants.mean_kl(name))
+        rows += [
+            HeadRow(*name, p1=variants.precision(name, 1), kl=variants.mean_kl(name), rank=rank)
+            for rank, name in enumerate(group, start=1)
         ]
-        mine.sort(key=lambda row: -row["kl"])
-        rows += [row | {"rank": rank} for rank, row in enumerate(mine, start=1)]
     return rows
 
 
-def _headline(rows: list[Row]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for how in HOW:
-        mine = [row for row in rows if row["how"] == how]
-        found[f"mean_kl_{how}"] = sum(row["kl"] for row in mine) / len(mine)
-        found[f"most_harmful_{how}"] = f"block {mine[0]['block']}, head {mine[0]['head']}"
-    linear = {(row["block"], row["head"]): row["kl"] for row in rows if row["how"] == "linear"}
-    mean = {(row["block"], row["head"]): row["kl"] for row in rows if row["how"] == "mean"}
-    found["heads"] = len(linear)
-    found["heads_where_linear_halves_kl_of_mean"] = sum(
-        linear[key] < mean[key] / 2 for key in linear
+def _headline(rows: Sequence[HeadRow]) -> Headline:
+    by_replacement = {
+        name: [row for row in rows if row.replacement == name] for name in REPLACEMENTS
+    }
+    worst = {name: group[0] for name, group in by_replacement.items()}
+    kl = {(row.replacement, row.block, row.head): row.kl for row in rows}
+    linear = by_replacement["linear"]
+    return Headline(
+        mean_kl={name: mean(row.kl for row in group) for name, group in by_replacement.items()},
+        most_harmful={name: f"block {row.block}, head {row.head}" for name, row in worst.items()},
+        heads=len(linear),
+        heads_where_linear_halves_kl_of_mean=sum(
+            row.kl < kl["mean", row.block, row.head] / 2 for row in linear
+        ),
     )
-    return found
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return a heat map of the KL by block and head for each replacement, with one scale."""
+    rows, head = result.tables.heads, result.headline
+    highest = max(row.kl for row in rows)
+    charts = []
+    for replacement in REPLACEMENTS:
+        cells = {(row.block, row.head): row.kl for row in rows if row.replacement == replacement}
+        charts.append(
+            draw_heat_map(
+                cells,
+                title=NAMES[replacement],
+                x="block",
+                y="head",
+                span=(0.0, highest),
+                unit=" nats",
+            )
+        )
+    worst = next(row for row in rows if row.replacement == "linear" and row.rank == 1)
+    reading = (
+        f"Replacing one head costs a KL of {number(head.mean_kl['linear'])} nats on average by its linear prediction, "
+        f"{number(head.mean_kl['mean'])} by its mean and {number(head.mean_kl['zero'])} by zero. The prediction halves "
+        f"the KL of the mean for {head.heads_where_linear_halves_kl_of_mean} of {head.heads} heads; it fails most for "
+        f"head {worst.head} of block {worst.block} ({number(worst.kl)} nats)."
+    )
+    return [Panel("KL of replacing one attention head", reading, ("heads",), charts)]
+
+
+STUDY = Study(
+    "heads",
+    "which attention heads can be replaced by a linear map?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, TypeVar
@@ -129,6 +129,25 @@ def draw_line(
         customdata=list(zip(low, high, strict=True)) if has_band else None,
         hovertemplate=f"<b>{safe(name)}</b><br>{safe(hover)} %{{x:.4~g}}: %{{y:.3f}}{interval}<extra></extra>",
     )
+
+
+def line_chart(
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, Value]]],
+    *,
+    x: str,
+    y: str = "",
+    dashed: Container[str] = (),
+    paint: Mapping[str, str] | None = None,
+) -> go.Figure:
+    """Return a figure with one line through the points (x, y) for each name; `paint` gives other colours by name."""
+    figure = empty_figure(safe(title), x=safe(x), y=safe(y))
+    paint = paint or colours(list(lines))
+    for name, points in lines.items():
+        at, values = [point[0] for point in points], [point[1] for point in points]
+        dash = "dash" if name in dashed else "solid"
+        draw_line(figure, at, values, name=name, colour=paint[name], dash=dash, hover=x)
+    return figure
 
 
 def draw_bars(

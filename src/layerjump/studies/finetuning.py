@@ -1,38 +1,27 @@
-"""`finetune`: linearity before and after fine-tuning on a task, as in Table 1 of "Your Transformer is Secretly Linear".
+"""`finetune`: does fine-tuning on a task make blocks more linear?
 
-A copy of the model learns to write the right answer behind each prompt. Runs differ in their seed and in the items held
-out: as many folds as runs, so that every item is tested once. Linearity is measured on the run's text before and after,
-at the same positions. How the paper fine-tuned, and on what text it measured, is not known.
-
-Figures of `finetune`: linearity of each block before and after.
+Protocol, after Table 1 of "Your Transformer is Secretly Linear": a copy of the model learns to continue each prompt
+with the right answer. Runs differ in the seed and in the items held out; there are as many folds as runs, so every item
+is tested once. Linearity is measured on the text of the study before and after, at the same positions. The paper does
+not say how it fine-tuned and on what text it measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Annotated
 
 import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.errors import BadStudy, argument
-from layerjump.studies._untyped import (
-    BLUE,
-    GREY,
-    Panel,
-    Result,
-    Row,
-    Study,
-    add_line,
-    empty_figure,
-    level_axis,
-    number,
-)
-from layerjump.studies._untyped import (
-    mean as mean_of,
-)
+from layerjump.studies.charts import Panel, level_axis, line_chart, number
+from layerjump.studies.results import Column, Result, Study
 from layerjump.studies.setup import Setup
+from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.finetune import (
     BATCH_SIZE,
     LEARNING_RATE,
@@ -41,137 +30,248 @@ from layerjump.training.finetune import (
     finetune,
     load_task,
 )
-from layerjump.training.monitor import Profile, measure_profile
+from layerjump.training.monitor import BlockProfile, Profile, measure_profile
 
-STEPS = 150
-SCORED = 200
-"""Held-out items of a run that are scored, at most."""
-_MEASURED = (
-    "with residual",
-    "without residual",
-    "with residual held out",
-    "without residual held out",
-)
+DEFAULT_STEPS = 150
+MAX_SCORED = 200
+"""Held-out items to score in a run, at most."""
 
 
-def unable(setup: Setup) -> str | None:
-    """Why this model cannot be fine-tuned here, if it cannot."""
+@dataclass(frozen=True)
+class Change:
+    """A number before and after fine-tuning."""
+
+    before: Annotated[float, Column(" before")]
+    after: Annotated[float, Column(" after")]
+    change: Annotated[float, Column(" change")]
+
+
+@dataclass(frozen=True)
+class MeanChange:
+    """A number before fine-tuning and its mean after it, with the standard deviation over runs."""
+
+    before: Annotated[float, Column(" before")]
+    after: Annotated[float, Column(" after")]
+    change: Annotated[float, Column(" change")]
+    deviation: Annotated[float | None, Column(" sd")]
+    """None for a single run."""
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One fine-tuning run."""
+
+    run: int
+    items_learnt: Annotated[int, Column("items learnt")]
+    items_scored: Annotated[int, Column("items scored")]
+    accuracy_before: Annotated[float, Column("accuracy before")]
+    accuracy_after: Annotated[float, Column("accuracy after")]
+    perplexity: Annotated[Change, Column("perplexity{}")]
+    with_residual: Annotated[Change, Column("with residual{}")]
+    without_residual: Annotated[Change, Column("without residual{}")]
+    with_residual_held_out: Annotated[Change, Column("with residual held out{}")]
+    without_residual_held_out: Annotated[Change, Column("without residual held out{}")]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block, over all runs."""
+
+    block: int
+    with_residual: Annotated[MeanChange, Column("with residual{}")]
+    without_residual: Annotated[MeanChange, Column("without residual{}")]
+    with_residual_held_out: Annotated[MeanChange, Column("with residual held out{}")]
+    without_residual_held_out: Annotated[MeanChange, Column("without residual held out{}")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows by run and by block."""
+
+    runs: list[RunRow]
+    blocks: list[BlockRow]
+
+
+@dataclass(frozen=True)
+class RunMean:
+    """A mean over runs with its standard deviation, which a single run does not have."""
+
+    mean: Annotated[float, Column("")]
+    deviation: Annotated[float | None, Column("_sd", optional=True)] = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> RunMean:
+        return cls(mean(values), stdev(values) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Means over runs."""
+
+    with_residual: Annotated[RunMean, Column("with_residual_change{}")]
+    without_residual: Annotated[RunMean, Column("without_residual_change{}")]
+    with_residual_held_out: Annotated[RunMean, Column("with_residual_held_out_change{}")]
+    without_residual_held_out: Annotated[RunMean, Column("without_residual_held_out_change{}")]
+    accuracy_before: Annotated[RunMean, Column("accuracy_before{}")]
+    accuracy_after: Annotated[RunMean, Column("accuracy_after{}")]
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why this model cannot be fine-tuned, or None."""
     if setup.model.task != "causal":
-        return "it writes answers behind prompts, and this model is not causal"
+        return "it continues prompts with answers, and this model is not causal"
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    return (
-        None
-        if setup.settings.finetune_task
-        else f"it needs a task to learn; give {argument('finetune_task')}"
-    )
+    if not setup.settings.finetune_task:
+        return f"it needs a task to learn; pass {argument('finetune_task')}"
+    return None
 
 
-def run(setup: Setup) -> Result:
+def run(setup: Setup) -> Result[Tables, Headline]:
     """Fine-tune once a run; measure before and after."""
     settings, model = setup.settings, setup.model
+    n_runs, steps = settings.finetune_runs, settings.train_steps or DEFAULT_STEPS
     items = load_task(str(settings.finetune_task))
-    if len(items) < max(2, settings.finetune_runs):
+    if len(items) < max(2, n_runs):
         raise BadStudy(
-            f"the task {settings.finetune_task} has {len(items)} items, too few for {settings.finetune_runs} runs; "
-            f"give more, or fewer {argument('finetune_runs')}"
+            f"expected at least {max(2, n_runs)} items for {n_runs} runs, got {len(items)} in "
+            f"{settings.finetune_task}; add items or lower {argument('finetune_runs')}"
         )
-    steps = settings.train_steps or STEPS
     before = measure_profile(model, setup.corpus, seed=settings.seed)
-    result = Result("finetune", {"runs": [], "blocks": []})
     after: list[Profile] = []
-    for turn, (learnt, held) in enumerate(folds(items, settings.finetune_runs, settings.seed)):
-        tuned = finetune(model, learnt, steps=steps, seed=settings.seed + turn)
+    rows = []
+    for index, (learnt, held_out) in enumerate(folds(items, n_runs, settings.seed)):
+        tuned = finetune(model, learnt, steps=steps, seed=settings.seed + index)
         after.append(measure_profile(tuned, setup.corpus, seed=settings.seed))
-        scored = held[:SCORED]
-        row: Row = {"run": turn + 1, "items learnt": len(learnt), "items scored": len(scored)}
-        row |= {
-            "accuracy before": accuracy(model, scored),
-            "accuracy after": accuracy(tuned, scored),
-        }
-        row |= _change("perplexity", before.perplexity, after[-1].perplexity)
-        for name in _MEASURED:
-            row |= _change(name, before.mean(name), after[-1].mean(name))
-        result.tables["runs"].append(row)
-    result.tables["blocks"] = [_block(place, before, after) for place in range(model.n_blocks)]
-    result.settings = {
+        scored = held_out[:MAX_SCORED]
+        sizes, accuracies = (
+            (len(learnt), len(scored)),
+            (accuracy(model, scored), accuracy(tuned, scored)),
+        )
+        rows.append(
+            _run_row(index + 1, sizes, accuracies, ProfileRow.of(before), ProfileRow.of(after[-1]))
+        )
+    blocks = [
+        _block_row(block, [profile.blocks[index] for profile in after])
+        for index, block in enumerate(before.blocks)
+    ]
+    facts = {
         "task": Path(str(settings.finetune_task)).name,
         "items": len(items),
         "steps": steps,
         "batch": BATCH_SIZE,
         "learning_rate": LEARNING_RATE,
-        "runs": settings.finetune_runs,
+        "runs": n_runs,
     }
-    result.headline = _headline(result.tables["runs"])
-    result.notes.append(
-        "± is the standard deviation over runs, which differ in seed and in the items held out. Perplexity and "
-        "linearity are of the run's text (not the task's), all positions but the first; accuracy is of the answer with "
-        "the highest likelihood a token, on items not learnt."
-    )
-    return result
+    notes = [
+        "± is the standard deviation over runs, which differ in the seed and in the items held out. Perplexity and "
+        "linearity are measured on the text of the study (not of the task), at all positions but the first; accuracy "
+        "counts the answer with the highest likelihood per token, on items not learnt."
+    ]
+    return Result("finetune", Tables(rows, blocks), _headline(rows), notes, facts)
 
 
 def folds(
-    items: list[ChoiceItem], count: int, seed: int
+    items: Sequence[ChoiceItem], n_runs: int, seed: int
 ) -> list[tuple[list[ChoiceItem], list[ChoiceItem]]]:
-    """Cross-validation: (items to learn, items held out), as many as runs; a single run holds a fifth out."""
+    """Return (items to learn, items held out) for each run: n-fold cross-validation; one run holds out a fifth."""
     bits = np.random.PCG64(seed).random_raw(len(items))
     order = np.argsort(bits, kind="stable").tolist()
-    parts = count if count > 1 else 5
-    dealt = [order[start::parts] for start in range(parts)]
+    n_folds = n_runs if n_runs > 1 else 5
+    parts = [order[start::n_folds] for start in range(n_folds)]
     return [
         (
-            [items[i] for other in range(parts) if other != part for i in dealt[other]],
-            [items[i] for i in dealt[part]],
+            [items[i] for other in range(n_folds) if other != fold for i in parts[other]],
+            [items[i] for i in parts[fold]],
         )
-        for part in range(count)
+        for fold in range(n_runs)
     ]
 
 
-def _change(name: str, before: float, after: float) -> Row:
-    return {f"{name} before": before, f"{name} after": after, f"{name} change": after - before}
+def _run_row(
+    run: int,
+    sizes: tuple[int, int],
+    accuracies: tuple[float, float],
+    before: ProfileRow,
+    after: ProfileRow,
+) -> RunRow:
+    def change(score: Callable[[ProfileRow], float]) -> Change:
+        return Change(score(before), score(after), score(after) - score(before))
 
-
-def _block(place: int, before: Profile, after: list[Profile]) -> Row:
-    row: Row = {"block": place + 1}
-    for name in _MEASURED:
-        then = [one.block_rows()[place][name] for one in after]
-        row |= _change(name, before.block_rows()[place][name], mean(then))
-        row[f"{name} sd"] = stdev(then) if len(then) > 1 else None
-    return row
-
-
-def _headline(rows: list[Row]) -> Row:
-    found: Row = {}
-    for name in (*(f"{name} change" for name in _MEASURED), "accuracy before", "accuracy after"):
-        values = [row[name] for row in rows]
-        found[name.replace(" ", "_")] = mean(values)
-        if len(values) > 1:
-            found[f"{name.replace(' ', '_')}_sd"] = stdev(values)
-    return found
-
-
-def blocks(study: Study) -> list[Panel]:
-    """With and without the residual stream, on unseen text; after is the mean over runs."""
-    rows, runs = (study["tables"].get(name) for name in ("blocks", "runs"))
-    if not rows or not runs:
-        return []
-    figures = [_scores(rows, stream) for stream in ("with residual", "without residual")]
-    change = [row["without residual change"] for row in runs]
-    spread = study["headline"].get("without_residual_change_sd")
-    beside = f" ± {number(spread)} over {len(runs)} runs" if spread is not None else " in one run"
-    reading = (
-        f"Fine-tuning on {study['settings']['task']} changes linearity without the residual stream by "
-        f"{number(mean_of(change))}{beside} (mean over blocks, in sample, as in the paper); accuracy on items not "
-        f"learnt goes from {number(mean_of(row['accuracy before'] for row in runs))} to "
-        f"{number(mean_of(row['accuracy after'] for row in runs))}."
+    return RunRow(
+        run,
+        *sizes,
+        *accuracies,
+        perplexity=change(lambda row: row.perplexity),
+        with_residual=change(lambda row: row.linearity.with_residual),
+        without_residual=change(lambda row: row.linearity.without_residual),
+        with_residual_held_out=change(lambda row: row.linearity.with_residual_held_out),
+        without_residual_held_out=change(lambda row: row.linearity.without_residual_held_out),
     )
-    return [Panel("Before and after fine-tuning", reading, ("blocks", "runs"), figures)]
 
 
-def _scores(rows: Sequence[Row], stream: str) -> go.Figure:
-    figure = empty_figure(f"{stream}, held out", x="block", y="R², weighted by variance")
-    column = f"{stream} held out"
-    add_line(figure, rows, "block", f"{column} before", name="before", colour=GREY, dash="dash")
-    add_line(figure, rows, "block", f"{column} after", name="after", colour=BLUE)
-    return level_axis(figure, rows, "block")
+def _block_row(before: BlockProfile, after: Sequence[BlockProfile]) -> BlockRow:
+    def change(score: Callable[[BlockProfile], float]) -> MeanChange:
+        values = [score(block) for block in after]
+        deviation = stdev(values) if len(values) > 1 else None
+        return MeanChange(score(before), mean(values), mean(values) - score(before), deviation)
+
+    return BlockRow(
+        before.block,
+        with_residual=change(lambda block: block.with_residual),
+        without_residual=change(lambda block: block.without_residual),
+        with_residual_held_out=change(lambda block: block.with_residual_held_out),
+        without_residual_held_out=change(lambda block: block.without_residual_held_out),
+    )
+
+
+def _headline(rows: Sequence[RunRow]) -> Headline:
+    return Headline(
+        with_residual=RunMean.of([row.with_residual.change for row in rows]),
+        without_residual=RunMean.of([row.without_residual.change for row in rows]),
+        with_residual_held_out=RunMean.of([row.with_residual_held_out.change for row in rows]),
+        without_residual_held_out=RunMean.of([r.without_residual_held_out.change for r in rows]),
+        accuracy_before=RunMean.of([row.accuracy_before for row in rows]),
+        accuracy_after=RunMean.of([row.accuracy_after for row in rows]),
+    )
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return held-out linearity of each block before and after, with and without the residual stream."""
+    rows, runs, head = result.tables.blocks, result.tables.runs, result.headline
+
+    def chart(title: str, score: Callable[[BlockRow], MeanChange]) -> go.Figure:
+        lines = {
+            "before": [(row.block, score(row).before) for row in rows],
+            "after, mean over runs": [(row.block, score(row).after) for row in rows],
+        }
+        figure = line_chart(
+            title, lines, x="block", y="R², weighted by variance", dashed=("before",)
+        )
+        return level_axis(figure, [row.block for row in rows])
+
+    charts = [
+        chart("with residual, held out", lambda row: row.with_residual_held_out),
+        chart("without residual, held out", lambda row: row.without_residual_held_out),
+    ]
+    change = head.without_residual
+    spread = " in one run"
+    if change.deviation is not None:
+        spread = f" ± {number(change.deviation)} over {len(runs)} runs"
+    reading = (
+        f"Fine-tuning on {result.settings.get('task', 'the task')} changes linearity without the residual stream by "
+        f"{number(change.mean)}{spread} (mean over blocks, in sample, as in the paper); accuracy on items not learnt "
+        f"goes from {number(head.accuracy_before.mean)} to {number(head.accuracy_after.mean)}."
+    )
+    return [Panel("Before and after fine-tuning", reading, ("blocks", "runs"), charts)]
+
+
+STUDY = Study(
+    "finetune",
+    "does fine-tuning on a task make blocks more linear?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)

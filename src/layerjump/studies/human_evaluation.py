@@ -21,7 +21,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ from layerjump.errors import BadArtifact, argument, one_line
 from layerjump.io import read_json
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.activations import capture_states
-from layerjump.studies._untyped import Result, Row
+from layerjump.studies.charts import Panel, html_table, number, safe
 from layerjump.studies.examples import context
+from layerjump.studies.results import Column, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
 SHEET, KEY = "plausibility.csv", "plausibility-key.json"
@@ -120,30 +121,54 @@ class KeyFile(BaseModel):
     items: list[KeyItem]
 
 
-def run(setup: Setup) -> Result:
+@dataclass(frozen=True)
+class SheetInfo:
+    """The size of a sheet; the key is never part of the results."""
+
+    items: int
+    sentences: int
+    levels: int
+    lenses: list[str]
+    top_tokens: Annotated[int, Column("best")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """One row on the sheet."""
+
+    sheet: list[SheetInfo]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The work of the annotator."""
+
+    items_to_mark: int
+
+
+def run(setup: Setup) -> Result[Tables, Headline]:
     """Write the sheet and its key."""
     items = _read_items(setup)
     # Sorting by random() is the one shuffle that Python promises to repeat in every version.
     generator = random.Random(setup.settings.seed)
     items.sort(key=lambda _: generator.random())
-    result = Result("plausibility")
-    result.settings = {
-        "items": len(items),
-        "sentences": len({item.sentence for item in items}),
-        "levels": setup.model.n_blocks + 1,
-        "lenses": sorted({item.lens for item in items}),
-        "best": TOP_TOKENS,
-    }
-    result.tables["sheet"] = [dict(result.settings)]
-    result.headline = {"items_to_mark": len(items)}
-    result.files = {SHEET: write_sheet(items), KEY: write_key(items, setup.model.name)}
+    info = SheetInfo(
+        items=len(items),
+        sentences=len({item.sentence for item in items}),
+        levels=setup.model.n_blocks + 1,
+        lenses=sorted({item.lens for item in items}),
+        top_tokens=TOP_TOKENS,
+    )
     position = f"{GAP} marks the position" if setup.model.masked else "right after the context"
-    result.notes.append(
+    notes = [
         f"{SHEET} is for an annotator who has not seen {KEY}: write 1 in the column `plausible` if the tokens could "
         f"stand at the position ({position}), else 0. Then run `layerjump human-eval score FOLDER`. The paper's "
         f"annotator marked 85.4 % of the map's and 52.8 % of the identity's readings as plausible (bert-large)."
+    ]
+    files = {SHEET: write_sheet(items), KEY: write_key(items, setup.model.name)}
+    return Result(
+        "plausibility", Tables([info]), Headline(len(items)), notes, to_json(info), files=files
     )
-    return result
 
 
 @torch.no_grad()
@@ -283,22 +308,41 @@ def _load_key(path: Path) -> dict[str, KeyItem]:
     return {str(item.item): item for item in items}
 
 
-def shares(marks: Sequence[Mark]) -> list[Row]:
-    """Return the share of plausible readings of each lens, with a 95 % interval (sentences resampled)."""
-    return [{"lens": lens, **_share(group)} for lens, group in _by_lens(marks).items()]
+@dataclass(frozen=True)
+class Share:
+    """A share of readings or cases with its 95 % interval; sentences are resampled."""
+
+    n: int
+    share: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, hits: Sequence[bool], sentences: Sequence[int]) -> Share:
+        mean, low, high = mean_interval(np.array(hits, dtype=float), sentences)
+        return cls(len(hits), float(mean), float(low), float(high))
+
+    @classmethod
+    def of_marks(cls, marks: Sequence[Mark]) -> Share:
+        return cls.of([mark.is_plausible for mark in marks], [mark.sentence for mark in marks])
 
 
-def shares_by_level(marks: Sequence[Mark]) -> list[Row]:
-    """Return the share of plausible readings of each lens at each level."""
-    return [
-        {"lens": lens, "level": level, **_share([mark for mark in group if mark.level == level])}
+def shares(marks: Sequence[Mark]) -> dict[str, Share]:
+    """Return the share of plausible readings by lens."""
+    return {lens: Share.of_marks(group) for lens, group in _by_lens(marks).items()}
+
+
+def shares_by_level(marks: Sequence[Mark]) -> dict[tuple[str, int], Share]:
+    """Return the share of plausible readings by lens and level."""
+    return {
+        (lens, level): Share.of_marks([mark for mark in group if mark.level == level])
         for lens, group in _by_lens(marks).items()
         for level in sorted({mark.level for mark in group})
-    ]
+    }
 
 
-def comparison(marks: Sequence[Mark]) -> list[Row]:
-    """Return how often each lens alone is plausible at a sentence and level, and how often all or none are."""
+def comparison(marks: Sequence[Mark]) -> dict[str, Share]:
+    """Return the share of cases (a sentence at a level) in which one lens alone, both or neither are plausible."""
     cases: dict[tuple[int, int], dict[str, bool]] = {}
     for mark in marks:
         cases.setdefault((mark.sentence, mark.level), {})[mark.lens] = mark.is_plausible
@@ -309,7 +353,7 @@ def comparison(marks: Sequence[Mark]) -> list[Row]:
     outcomes["both"] = [all(case.values()) for case in cases.values()]
     outcomes["neither"] = [not any(case.values()) for case in cases.values()]
     sentences = [sentence for sentence, _ in cases]
-    return [{"plausible": name, **_mean(hits, sentences)} for name, hits in outcomes.items()]
+    return {name: Share.of(hits, sentences) for name, hits in outcomes.items()}
 
 
 def _by_lens(marks: Sequence[Mark]) -> dict[str, list[Mark]]:
@@ -318,10 +362,21 @@ def _by_lens(marks: Sequence[Mark]) -> dict[str, list[Mark]]:
     return {lens: [mark for mark in marks if mark.lens == lens] for lens in lenses}
 
 
-def _share(marks: Sequence[Mark]) -> Row:
-    return _mean([mark.is_plausible for mark in marks], [mark.sentence for mark in marks])
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return the size of the sheet as a table."""
+    (info,) = result.tables.sheet
+    reading = f"The sheet has {number(info.items)} items to mark."
+    head = ["items", "sentences", "levels", "lenses", "tokens an item"]
+    counts = [info.items, info.sentences, info.levels, ", ".join(info.lenses), info.top_tokens]
+    html = html_table(head, [[safe(number(value)) for value in counts]], numeric=(0, 1, 2, 4))
+    return [Panel("The sheet", reading, ("sheet",), html=html)]
 
 
-def _mean(hits: Sequence[bool], sentences: Sequence[int]) -> Row:
-    mean, low, high = mean_interval(np.array(hits, dtype=float), sentences)
-    return {"n": len(hits), "share": float(mean), "low": float(low), "high": float(high)}
+STUDY = Study(
+    "plausibility",
+    "are the readings plausible to a human? (a blinded sheet)",
+    run,
+    Tables,
+    Headline,
+    figures,
+)

@@ -1,18 +1,22 @@
-"""What a prediction costs: floating-point operations for one token, counted from the weights themselves.
+"""`size`: what do maps and shortcuts cost, and what do they give?
 
-A multiply and an add are two operations. Norms, activations and attention's products with earlier tokens, which grow
-with the context and not with the weights, are not counted.
+Protocol: maps to the last level of several kinds are scored on the same second moments and test positions: full-rank
+maps, low-rank maps, one map for all levels, and full-rank maps stored in half precision or int8 (written, read back,
+then scored). Then the cost of an early exit at each level, and of each layer-skipping schedule if `alternation` ran
+before in the same run.
 
-`size`: what maps and shortcuts cost, in parameters, bytes and operations, against what they give.
-
-Full maps, narrow maps, one map for all levels, and full maps kept in half precision or in int8 (written so, read back,
-then scored). Then what stopping at each level costs, and each alternation of blocks and jumps, if `alternation` ran.
+Floating-point operations are counted per token from the weights: a multiply and an add are two operations. Norms,
+activation functions and the products of attention with earlier tokens, which grow with the context and not with the
+weights, are not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import plotly.graph_objects as go
 from torch import Tensor, nn
 
 from layerjump.errors import BadEstimator
@@ -28,83 +32,161 @@ from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.models.unembedding import unembedding_metric
 from layerjump.studies import layer_skipping
-from layerjump.studies._untyped import Result, Row, mean_r2
-from layerjump.studies.setup import Setup, hits_below_last, maps_of, r2_of_maps
+from layerjump.studies.charts import (
+    Panel,
+    colours,
+    empty_figure,
+    line_chart,
+    number,
+    percent,
+    safe,
+    unique,
+    unit_axis,
+)
+from layerjump.studies.layer_skipping import Schedule
+from layerjump.studies.results import Column, Result, Study
+from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
+
+RANK_DIVISORS = (2, 4, 8, 16, 32, 100)
+"""Low ranks are d_model divided by these."""
+FULL_RANK, LOW_RANK, LOW_RANK_METRIC = (
+    "full rank",
+    "low-rank",
+    "low-rank in the unembedding's metric",
+)
+POOLED, STORED = "one map for all levels", "full rank, stored in fewer bits"
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """One kind of map, for all levels."""
+
+    name: Annotated[str, Column("map")]
+    rank: int | None
+    parameters: int
+    bytes: int
+    r2: float
+    r2_weighted: Annotated[float, Column("r2 weighted")]
+    p1: Annotated[float, Column("p@1")]
+    family: Annotated[str | None, Column(optional=True)] = None
+    """What kinds of map are drawn as one line; older results do not have it."""
+
+
+@dataclass(frozen=True)
+class ExitRow:
+    """An early exit at one level: the blocks up to it, the jump and the LM head."""
+
+    level: int
+    blocks: int
+    flops: Annotated[int, Column("flops per token")]
+    flops_share: Annotated[float, Column("share of flops")]
+    map_bytes: Annotated[int, Column("map bytes")]
+    p1: Annotated[float, Column("p@1")]
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """A layer-skipping schedule; `single jump` with few blocks skipped is a pruned model."""
+
+    rule: str
+    schedule: Schedule
+    blocks: int
+    flops: Annotated[int, Column("flops per token")]
+    flops_share: Annotated[float, Column("share of flops")]
+    map_bytes: Annotated[int, Column("map bytes")]
+    p1: Annotated[float, Column("p@1")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Costs of maps, of early exits and of schedules."""
+
+    maps: list[MapRow]
+    exits: list[ExitRow]
+    schedules: Annotated[list[ScheduleRow] | None, Column(optional=True)] = None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The smallest maps that lose at most one point of precision@1 against the first kind."""
+
+    full_bytes: int
+    full_p1: Annotated[float, Column("full_p@1")]
+    smallest_within_a_point: str
+    smallest_bytes: int
+    smallest_p1: Annotated[float, Column("smallest_p@1")]
 
 
 def block_flops(model: Model) -> list[int]:
-    """The operations of each block."""
-    return [_products(block) for block in model.structure.blocks]
+    """Return the operations of each block."""
+    return [_matrix_flops(block) for block in model.structure.blocks]
 
 
-def head_flops(model: Model) -> int:
-    """The operations from level L to logits."""
+def unembedding_flops(model: Model) -> int:
+    """Return the operations from the last level to the logits."""
     steps = [step for step in model.structure.final_steps if isinstance(step, nn.Module)]
-    return sum(map(_products, steps)) + _products(model.structure.unembedding)
+    return sum(map(_matrix_flops, [*steps, model.structure.unembedding]))
 
 
 def jump_flops(jump: nn.Module) -> int:
-    """The operations of one jump: its products, not its bias."""
+    """Return the operations of one jump without its bias."""
     return 2 * sum(factor.numel() for factor in to_affine(jump).factors)
 
 
 def jump_bytes(jump: nn.Module) -> int:
-    """The bytes of one jump as it is held."""
+    """Return the bytes of one jump in memory."""
     return sum(parameter.nbytes for parameter in jump.parameters())
 
 
-def _products(module: nn.Module) -> int:
-    """Two operations for each entry of each matrix: every entry meets every token once."""
+def _matrix_flops(module: nn.Module) -> int:
+    """Return two operations for each entry of each matrix: every token is multiplied with every entry once."""
     return 2 * sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
 
 
-DIVISORS = (2, 4, 8, 16, 32, 100)
-"""Low ranks are the width divided by these."""
-
-
-def run(setup: Setup) -> Result:
-    """Score every kind of map on one set of sums and positions, then count what shortcuts cost."""
-    result = Result("size")
-    sums = setup.moments("to-last", select=True)
-    result.tables["maps"] = _scored(setup, sums, _kinds(setup, sums, result.notes))
-    result.tables["exits"] = _exits(setup)
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Score every kind of map, then count what exits and schedules cost."""
+    moments = setup.moments("to-last", select=True)
+    kinds, notes = _map_kinds(setup, moments)
+    maps = _score_maps(setup, moments, kinds)
     alternation = setup.result_of(layer_skipping.STUDY)
+    schedules = None
     if alternation is None:
-        result.notes.append(
-            "Alternation schedules and pruned blocks are listed here when `alternation` runs in the same run."
+        notes.append(
+            "Layer-skipping schedules are listed here if the study `alternation` runs before this one in the same run."
         )
     else:
-        result.tables["schedules"] = _schedules(setup, alternation.tables.schedules)
-    result.settings = {
-        "n_fit": sums.fit.n,
-        "n_test": sums.test.n,
+        schedules = _schedule_rows(setup, alternation.tables.schedules)
+    notes.append(
+        "Operations are two for each weight that a token is multiplied with (blocks, jump and LM head); the products "
+        "of attention with earlier tokens are not counted. int8 has one float32 scale a row. Where states hardly vary "
+        "in some directions, least squares has huge weights that cancel, and rounding ruins them; ridge has none."
+    )
+    facts = {
+        "n_fit": moments.fit.n,
+        "n_test": moments.test.n,
         "n_examples": setup.few_test_batches().n_picks,
         "exits_by": setup.settings.estimators[0],
         "n_examples_exits": setup.lens_scores().n_examples,
     }
-    result.headline = _headline(result.tables["maps"])
-    result.notes.append(
-        "Operations are two for each weight that a token meets (blocks, jump, norm and head); attention's products "
-        "with earlier tokens are left out. int8 keeps one float32 scale a row. Where states hardly "
-        "vary in some directions, least squares has huge weights that cancel, and rounding ruins them; ridge has none."
-    )
-    return result
+    tables = Tables(maps, _exit_rows(setup), schedules)
+    return Result("size", tables, _headline(maps), notes, facts)
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """One way to keep the maps of all levels."""
+class _MapKind:
+    """One way to represent the maps of all levels."""
 
     name: str
+    family: str
     maps: dict[Pair, Affine]
     n_parameters: int
     n_bytes: int
 
     @classmethod
-    def of(cls, name: str, maps: dict[Pair, Affine]) -> _Kind:
-        """Maps in float32, as they are held and saved; one that serves several levels is kept once."""
-        kept = {id(jump): jump.n_parameters for jump in maps.values()}
-        return cls(name, maps, sum(kept.values()), 4 * sum(kept.values()))
+    def in_float32(cls, name: str, family: str, maps: dict[Pair, Affine]) -> _MapKind:
+        """Count a map that serves several levels once."""
+        distinct = {id(jump): jump.n_parameters for jump in maps.values()}
+        return cls(name, family, maps, sum(distinct.values()), 4 * sum(distinct.values()))
 
     @property
     def rank(self) -> int | None:
@@ -112,141 +194,202 @@ class _Kind:
         return factors[0].shape[1] if len(factors) == 2 else None
 
 
-def _kinds(setup: Setup, sums: SplitMoments, notes: list[str]) -> list[_Kind]:
-    """Every kind of map that this model and text allow; the notes say what is left out."""
-    names = ("mat", "affine", "ridge") if sums.select.n else ("mat", "affine")
-    full = {name: maps_of(solve_jumps(sums, name)) for name in names}
-    kinds = [_Kind.of(name, maps) for name, maps in full.items()]
-    kinds += low_ranks("low-rank", sums, ranks(setup.model.d_model))
+def _map_kinds(setup: Setup, moments: SplitMoments) -> tuple[list[_MapKind], list[str]]:
+    """Return every kind of map that this model and text allow, and notes on those that are left out."""
+    notes: list[str] = []
+    has_select = bool(moments.select.n)
+    names = ("mat", "affine", "ridge") if has_select else ("mat", "affine")
+    full = {name: maps_of(solve_jumps(moments, name)) for name in names}
+    kinds = [_MapKind.in_float32(name, FULL_RANK, maps) for name, maps in full.items()]
+    low_ranks = ranks(setup.model.d_model)
+    kinds += low_rank_kinds(LOW_RANK, moments, low_ranks)
     try:
         metric = unembedding_metric(setup.model, Site(setup.model.n_blocks))
-        kinds += low_ranks(
-            "low-rank in the unembedding's metric", sums, ranks(setup.model.d_model), metric
-        )
+        kinds += low_rank_kinds(LOW_RANK_METRIC, moments, low_ranks, metric)
     except BadEstimator as error:
         notes.append(f"Low rank in the unembedding's metric is left out: {error}.")
-    kinds.append(_Kind.of("n-njtc", maps_of(solve_jumps(sums, "n-njtc"))))
-    if sums.select.n:
-        kinds += [_one_for_all(sums, how) for how in ("pooled", "best-level")]
+    njtc = maps_of(solve_jumps(moments, "n-njtc"))
+    kinds.append(_MapKind.in_float32("n-njtc", "n-njtc", njtc))
+    if has_select:
+        kinds += [_pooled_kind(moments, pooling) for pooling in ("pooled", "best-level")]
     else:
         notes.append(
-            "ridge and ojfa are left out: they choose on select documents; this split has none."
+            "ridge and ojfa are left out: they are tuned on validation documents, and this split has none."
         )
-    del full["affine"]  # in storage it is much like mat
-    return kinds + [
-        _in_storage(name, maps, storage) for name, maps in full.items() for storage in STORAGES[1:]
+    del full["affine"]  # stored in fewer bits it is much like mat
+    kinds += [
+        _stored_kind(name, maps, storage) for name, maps in full.items() for storage in STORAGES[1:]
     ]
+    return kinds, notes
 
 
-def ranks(width: int) -> list[int]:
-    """The low ranks to try, falling."""
-    return list(dict.fromkeys(max(1, width // divisor) for divisor in DIVISORS))
+def ranks(d_model: int) -> list[int]:
+    """Return the low ranks to try, falling."""
+    return list(dict.fromkeys(max(1, d_model // divisor) for divisor in RANK_DIVISORS))
 
 
-def low_ranks(
-    name: str, sums: SplitMoments, wanted: list[int], metric: Tensor | None = None
-) -> list[_Kind]:
-    """Maps of falling ranks, from one solution each: the widest holds the others."""
-    maps: dict[int, dict[Pair, Affine]] = {rank: {} for rank in wanted}
-    for a, b in sums.fit.pairs:
-        source, target = sums.fit.source(a), sums.fit.target(a, b)
-        (widest,) = low_rank(source, [target], rank=wanted[0], metric=metric)
-        for rank in wanted:
-            maps[rank][a, b] = truncate_rank(widest, rank, source, target)
-    return [_Kind.of(f"{name} {rank}", mine) for rank, mine in maps.items()]
+def low_rank_kinds(
+    family: str, moments: SplitMoments, low_ranks: Sequence[int], metric: Tensor | None = None
+) -> list[_MapKind]:
+    """Return maps of falling ranks, all from the solution of the highest rank."""
+    maps: dict[int, dict[Pair, Affine]] = {rank: {} for rank in low_ranks}
+    for a, b in moments.fit.pairs:
+        source, target = moments.fit.source(a), moments.fit.target(a, b)
+        (highest,) = low_rank(source, [target], rank=low_ranks[0], metric=metric)
+        for rank in low_ranks:
+            maps[rank][a, b] = truncate_rank(highest, rank, source, target)
+    return [_MapKind.in_float32(f"{family} {rank}", family, maps[rank]) for rank in low_ranks]
 
 
-def _one_for_all(sums: SplitMoments, how: str) -> _Kind:
-    jumps = maps_of(solve_jumps(sums, "ojfa", how=how, rank=njtc_rank(sums.about["width"])))
-    one = next(iter(jumps.values()))
-    return _Kind.of(f"ojfa {how}", dict.fromkeys(jumps, one))
+def _pooled_kind(moments: SplitMoments, pooling: str) -> _MapKind:
+    rank = njtc_rank(moments.about["width"])
+    jumps = maps_of(solve_jumps(moments, "ojfa", how=pooling, rank=rank))
+    shared = next(iter(jumps.values()))
+    return _MapKind.in_float32(f"ojfa {pooling}", POOLED, dict.fromkeys(jumps, shared))
 
 
-def _in_storage(name: str, maps: dict[Pair, Affine], storage: str) -> _Kind:
-    kept = {pair: quantize_map(jump, storage) for pair, jump in maps.items()}
-    return _Kind(
+def _stored_kind(name: str, maps: dict[Pair, Affine], storage: str) -> _MapKind:
+    stored = {pair: quantize_map(jump, storage) for pair, jump in maps.items()}
+    return _MapKind(
         f"{name} in {storage}",
-        {pair: one.affine for pair, one in kept.items()},
+        STORED,
+        {pair: jump.affine for pair, jump in stored.items()},
         sum(jump.n_parameters for jump in maps.values()),
-        sum(one.n_bytes for one in kept.values()),
+        sum(jump.n_bytes for jump in stored.values()),
     )
 
 
-def _scored(setup: Setup, sums: SplitMoments, kinds: list[_Kind]) -> list[Row]:
-    """One row for each kind; all are read at the same few positions."""
-    known = solve_jumps(sums, "identity").provenance
+def _score_maps(setup: Setup, moments: SplitMoments, kinds: Sequence[_MapKind]) -> list[MapRow]:
+    """Score all kinds at the same positions."""
+    provenance = solve_jumps(moments, "identity").provenance
     lenses = {}
     for kind in kinds:
         infos = {pair: JumpInfo(*pair, kind.name) for pair in kind.maps}
-        lenses[kind.name] = Lens(setup.model, Jumps.of(kind.maps, infos, known))
-    hits = hits_below_last(setup.score_lenses(lenses, setup.few_test_batches())).mean(-1).tolist()
-    return [
-        {
-            "map": kind.name,
-            "rank": kind.rank,
-            "parameters": kind.n_parameters,
-            "bytes": kind.n_bytes,
-            **mean_r2(r2_of_maps(kind.maps, sums.test)),
-            "p@1": hit,
-        }
-        for kind, hit in zip(kinds, hits, strict=True)
-    ]
+        lenses[kind.name] = Lens(setup.model, Jumps.of(kind.maps, infos, provenance))
+    scores = setup.score_lenses(lenses, setup.few_test_batches())
+    precision = hits_below_last(scores).mean(-1).tolist()
+    rows = []
+    for kind, p1 in zip(kinds, precision, strict=True):
+        r2 = mean_r2(r2_of_maps(kind.maps, moments.test))
+        sizes = kind.rank, kind.n_parameters, kind.n_bytes
+        rows.append(MapRow(kind.name, *sizes, r2.uniform, r2.weighted, p1, kind.family))
+    return rows
 
 
-def _exits(setup: Setup) -> list[Row]:
-    """What stopping at each level costs: the blocks so far, the jump and the head."""
-    name, last = setup.settings.estimators[0], setup.model.n_blocks
-    readings, jumps = setup.lens_scores(), setup.jumps(name)
-    hits = readings.hits(1)[readings.lenses.index(name)].double().mean(-1).tolist()
-    blocks, head = block_flops(setup.model), head_flops(setup.model)
-    rows: list[Row] = []
+def _exit_rows(setup: Setup) -> list[ExitRow]:
+    estimator, last = setup.settings.estimators[0], setup.model.n_blocks
+    scores, jumps = setup.lens_scores(), setup.jumps(estimator)
+    precision = scores.hits(1)[scores.lenses.index(estimator)].double().mean(-1).tolist()
+    blocks, head = block_flops(setup.model), unembedding_flops(setup.model)
+    rows = []
     for level in range(last + 1):
-        flops = sum(blocks[:level]) + head + jump_flops(jumps[level, last])
+        jump = jumps[level, last]
+        flops = sum(blocks[:level]) + head + jump_flops(jump)
+        share = flops / (sum(blocks) + head)
+        rows.append(ExitRow(level, level, flops, share, jump_bytes(jump), precision[level]))
+    return rows
+
+
+def _schedule_rows(setup: Setup, scored: Sequence[layer_skipping.ScheduleRow]) -> list[ScheduleRow]:
+    jump = setup.jumps(setup.settings.estimators[0])[0, setup.model.n_blocks]
+    blocks, head = block_flops(setup.model), unembedding_flops(setup.model)
+    rows = []
+    for row in scored:
+        legs, n_jumps = row.schedule.legs, len(row.schedule.jumps)
+        flops = (
+            sum(sum(blocks[start:end]) for start, end in legs) + n_jumps * jump_flops(jump) + head
+        )
         rows.append(
-            {
-                "level": level,
-                "blocks": level,
-                "flops per token": flops,
-                "share of flops": flops / (sum(blocks) + head),
-                "map bytes": jump_bytes(jumps[level, last]),
-                "p@1": hits[level],
-            }
+            ScheduleRow(
+                row.rule,
+                row.schedule,
+                row.blocks_run,
+                flops=flops,
+                flops_share=flops / (sum(blocks) + head),
+                map_bytes=n_jumps * jump_bytes(jump),
+                p1=row.scores.p1.mean,
+            )
         )
     return rows
 
 
-def _schedules(setup: Setup, rows: list[layer_skipping.ScheduleRow]) -> list[Row]:
-    """What each alternation of blocks and jumps costs; `single jump` with few blocks left out is a pruned model."""
-    jump = setup.jumps(setup.settings.estimators[0])[0, setup.model.n_blocks]
-    blocks, head = block_flops(setup.model), head_flops(setup.model)
-    found: list[Row] = []
-    for row in rows:
-        legs = row.schedule.legs
-        ran = sum(sum(blocks[start:end]) for start, end in legs)
-        flops = ran + (len(legs) - 1) * jump_flops(jump) + head
-        found.append(
-            {
-                "rule": row.rule,
-                "schedule": row.schedule.to_json(),
-                "blocks": row.blocks_run,
-                "flops per token": flops,
-                "share of flops": flops / (sum(blocks) + head),
-                "map bytes": (len(legs) - 1) * jump_bytes(jump),
-                "p@1": row.scores.p1.mean,
-            }
-        )
-    return found
-
-
-def _headline(maps: list[Row]) -> Row:
-    """How small the maps get before they lose more than a point of P@1."""
+def _headline(maps: Sequence[MapRow]) -> Headline:
     full = maps[0]
-    good = [row for row in maps if row["p@1"] >= full["p@1"] - 0.01]
-    least = min(good, key=lambda row: row["bytes"])
-    return {
-        "full_bytes": full["bytes"],
-        "full_p@1": full["p@1"],
-        "smallest_within_a_point": least["map"],
-        "smallest_bytes": least["bytes"],
-        "smallest_p@1": least["p@1"],
-    }
+    smallest = min((row for row in maps if row.p1 >= full.p1 - 0.01), key=lambda row: row.bytes)
+    return Headline(full.bytes, full.p1, smallest.name, smallest.bytes, smallest.p1)
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return quality against bytes for maps, and against operations for exits and schedules."""
+    return [
+        _map_panel(result.tables.maps, result.headline),
+        _flops_panel(result.tables.exits, result.tables.schedules or []),
+    ]
+
+
+def _map_panel(rows: Sequence[MapRow], head: Headline) -> Panel:
+    def family(row: MapRow) -> str:
+        return row.family or (FULL_RANK if row.rank is None else LOW_RANK)
+
+    families = unique(map(family, rows))
+
+    def chart(title: str, score: Callable[[MapRow], float]) -> go.Figure:
+        figure = empty_figure(title, x="bytes of the maps of all levels", height=360)
+        for name in families:
+            group = sorted((row for row in rows if family(row) == name), key=lambda row: row.bytes)
+            has_ranks = group[0].rank is not None and name != POOLED
+            figure.add_scatter(
+                x=[row.bytes for row in group],
+                y=[score(row) for row in group],
+                mode="lines+markers" if has_ranks else "markers",
+                name=safe(name),
+                legendgroup=safe(name),
+                line={"color": colours(families)[name]},
+                marker={"size": 8, "color": colours(families)[name]},
+                customdata=[[safe(row.name)] for row in group],
+                hovertemplate="<b>%{customdata[0]}</b><br>%{x:,} bytes: %{y:.3f}<extra></extra>",
+            )
+        return figure.update_xaxes(type="log", dtick=1, tickformat="~s")
+
+    charts = [
+        unit_axis(chart("precision@1, mean over levels", lambda row: row.p1)),
+        unit_axis(chart("R², mean over levels", lambda row: row.r2), [row.r2 for row in rows]),
+    ]
+    reading = (
+        f"The maps of {rows[0].name} take {number(head.full_bytes)} bytes at a precision@1 of {number(head.full_p1)}; "
+        f"the smallest maps within one point of it, {head.smallest_within_a_point}, take {number(head.smallest_bytes)} "
+        f"bytes ({percent(head.smallest_bytes / head.full_bytes)}) at {number(head.smallest_p1)}."
+    )
+    return Panel("Quality and size of maps", reading, ("maps",), charts)
+
+
+def _flops_panel(exits: Sequence[ExitRow], schedules: Sequence[ScheduleRow]) -> Panel:
+    lines = {"early exit": [(row.flops_share, row.p1) for row in exits]}
+    for rule in unique(row.rule for row in schedules):
+        # Of the schedules of one cost, the best.
+        best: dict[float, float] = {}
+        for row in schedules:
+            if row.rule == rule:
+                best[row.flops_share] = max(row.p1, best.get(row.flops_share, 0.0))
+        lines[f"schedule: {rule}"] = sorted(best.items())
+    figure = line_chart("", lines, x="operations per token, share of the model's", y="precision@1")
+    half = [row for row in exits if row.flops_share <= 0.5]
+    reading = f"The cheapest exit takes {percent(exits[0].flops_share)} of the model's operations."
+    if half:
+        best_exit = max(half, key=lambda row: row.p1)
+        reading = (
+            f"Of the exits that take at most half of the model's operations, level {best_exit.level} is the best: a "
+            f"precision@1 of {number(best_exit.p1)} for {percent(best_exit.flops_share)} of the operations."
+        )
+    tables = ("exits", "schedules") if schedules else ("exits",)
+    return Panel("Quality and operations of shortcuts", reading, tables, [unit_axis(figure)])
+
+
+STUDY = Study(
+    "size",
+    "what do maps and shortcuts cost, and what do they give?",
+    run,
+    Tables,
+    Headline,
+    figures,
+)

@@ -1,12 +1,16 @@
-"""`gates`: early exit replayed with gates in the place of the papers' rule.
+"""`gates`: how many more blocks does early exit save with a probe of the hidden state?
 
-The rule of `exits` asks every level for the same lead of the best token, though a lead means more at some levels than
-at others. Here a probe of the state (`gate`), or probe and lead together (`both`), say at each level how likely it is
-that its token is the model's own; an example leaves at the first level, from 1 on, where that is likely enough. They
-are fitted on documents of the select split, and replayed on the test split's.
+Protocol: early exit is replayed as in `exits`, but with probes in place of the paper's rule. That rule demands the same
+lead of the best token at every level, although a lead means more at some levels than at others. Here a linear probe of
+the state (`gate`), or probe and lead together (`both`), estimates at each level the probability that the lens predicts
+the model's token; an example exits at the first level, from 1 on, where this probability exceeds the threshold. Probes
+are fitted on documents of the validation split and replayed on the test split.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,89 +18,189 @@ from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
 from layerjump.generation.calibration.search import THRESHOLDS, Probes, RuleCandidate, fit_probes
-from layerjump.studies._untyped import Result, Row, to_json
-from layerjump.studies.early_exit import Exits, saved_row
+from layerjump.studies.charts import (
+    Panel,
+    colours,
+    draw_bars,
+    draw_line,
+    empty_figure,
+    identity_last,
+    listed,
+    number,
+    percent,
+    unique,
+    unit_axis,
+)
+from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of, saved_row
+from layerjump.studies.results import Interval, Result, Study
 from layerjump.studies.setup import Setup
 
-KINDS = {"gate": "gate", "both": "two-stage"}
-PICKS = 12_000
-"""Positions of the select split that gates are fitted on, at most: a gate has as many weights as the model is wide."""
+RULES = {"gate": "gate", "both": "two-stage"}
+"""Exit rules of the generation package, by their names in this study."""
+NAMES = {"gate": "probe", "both": "probe and lead"}
+MAX_POSITIONS = 12_000
+"""Positions of the validation split to fit probes on; a probe has d_model weights."""
 
 
-def unable(setup: Setup) -> str | None:
-    """Why a run has no gates."""
+@dataclass(frozen=True)
+class CurveRow:
+    """One threshold of one rule."""
+
+    lens: str
+    kind: str
+    """`gate` or `both`."""
+    at: float
+    """The threshold."""
+    blocks: float
+    """Blocks run, on average."""
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Agreement against blocks run, and blocks saved at the targets."""
+
+    curves: list[CurveRow]
+    saved: list[SavedRow]
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why a run has no probes, or None."""
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    if len(setup.splits(setup.corpus).select) < 2:
-        return f"probes are fitted on the validation split, and this run has none; give {argument('split', '80/10/10')}"
+    if len(setup.splits().select) < 2:
+        return f"probes are fitted on the validation split, which is empty; pass {argument('split', '80/10/10')}"
     return None
 
 
-def run(setup: Setup) -> Result:
-    """Curves of agreement against blocks run, and what each saves at the target agreement."""
-    curves: list[Row] = []
-    saved: list[Row] = []
-    for name in setup.lenses():
-        fitted, test = _evidence(setup, name, "select"), _evidence(setup, name, "test")
-        first = _every_second(fitted.document)
-        probes = fit_probes(_of(fitted, first), _of(fitted, ~first))
-        for kind, rule in KINDS.items():
-            points = _replayed(setup, rule, probes, test)
-            curves += [
-                {
-                    "lens": name,
-                    "kind": kind,
-                    "at": threshold,
-                    "blocks": float(levels.double().mean()),
-                    "agreement": float(hits.double().mean()),
-                }
-                for threshold, (levels, hits) in zip(THRESHOLDS, points, strict=True)
-            ]
-            saved += [
-                to_json(saved_row(name, kind, points, target, test.document, setup))
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Replay both rules, and state the blocks saved at the target agreements."""
+    tables = Tables([], [])
+    for lens in setup.lenses():
+        select, test = (_calibration_set(setup, lens, part) for part in ("select", "test"))
+        half = every_second_document(select.document)
+        probes = fit_probes(_subset(select, half), _subset(select, ~half))
+        for kind, rule in RULES.items():
+            points = _replay(setup, rule, probes, test)
+            tables.curves.extend(
+                CurveRow(
+                    lens,
+                    kind,
+                    threshold,
+                    blocks=float(point.level.double().mean()),
+                    agreement=float(point.right.double().mean()),
+                )
+                for threshold, point in zip(THRESHOLDS, points, strict=True)
+            )
+            tables.saved.extend(
+                saved_row(lens, kind, points, target, test.document, setup)
                 for target in setup.settings.targets
-            ]
-    result = Result("gates", {"curves": curves, "saved": saved})
-    result.settings = {"n_select": len(fitted), "n_test": len(test)}
-    result.headline = {
-        f"{row['kind']}_{row['lens']}_at_{row['target']:g}": row["blocks_saved"] for row in saved
-    }
-    result.notes.append(
-        "Blocks alone are counted, as in `exits`: not the gates, nor the vocabulary product at every level that `both` "
-        "makes. `layerjump calibrate` chooses levels by what all of it costs on the clock."
-    )
-    return result
+            )
+    facts = {"n_select": len(select), "n_test": len(test)}
+    notes = [
+        "Only blocks are counted, as in `exits`: not the probes, nor the unembedding at every level that `both` needs. "
+        "`layerjump calibrate` chooses levels by the measured time of everything."
+    ]
+    return Result("gates", tables, headline_of(tables.saved), notes, facts)
 
 
-def _evidence(setup: Setup, name: str, part: str) -> CalibrationSet:
-    jumps = None if name == "identity" else setup.jumps(name)
-    masked = setup.model.masked
-    many = Positions.parse(MASKED_SHARE) if masked else Positions("all")
-    batches = (
-        setup.batches(picks=PICKS, positions=many, part=part)
-        if part == "select"
-        else setup.test_batches()
-    )
+def _calibration_set(setup: Setup, lens: str, part: str) -> CalibrationSet:
+    jumps = None if lens == "identity" else setup.jumps(lens)
+    if part == "test":
+        batches = setup.test_batches()
+    else:
+        positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
+        batches = setup.batches(picks=MAX_POSITIONS, positions=positions, part=part)
     return build_calibration_set(setup.model, jumps, batches, range(setup.model.n_blocks))
 
 
-def _every_second(documents: torch.Tensor) -> torch.Tensor:
-    """Which positions are of every second document."""
+def every_second_document(documents: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the positions of every second document."""
     return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
-def _of(evidence: CalibrationSet, rows: torch.Tensor) -> CalibrationSet:
+def _subset(examples: CalibrationSet, rows: torch.Tensor) -> CalibrationSet:
     return CalibrationSet(
-        evidence.levels,
-        evidence.right[:, rows],
-        evidence.gap[:, rows],
-        evidence.features[:, rows],
-        evidence.document[rows],
+        examples.levels,
+        examples.right[:, rows],
+        examples.gap[:, rows],
+        examples.features[:, rows],
+        examples.document[rows],
     )
 
 
-def _replayed(setup: Setup, kind: str, probes: Probes, evidence: CalibrationSet) -> list[Exits]:
-    """Where each example leaves under every threshold, and whether it gives the model's token there."""
-    blocks = setup.model.n_blocks
-    replay = RuleCandidate(kind, tuple(range(1, blocks)), probes).replay(evidence, blocks)
-    return [Exits(made.left, made.right) for made in map(replay, THRESHOLDS)]
+def _replay(setup: Setup, rule: str, probes: Probes, examples: CalibrationSet) -> list[Exits]:
+    """Return where the examples exit under every threshold."""
+    n_blocks = setup.model.n_blocks
+    replay = RuleCandidate(rule, tuple(range(1, n_blocks)), probes).replay(examples, n_blocks)
+    return [Exits(outcome.left, outcome.right) for outcome in map(replay, THRESHOLDS)]
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return agreement against blocks run, and the blocks saved at each target."""
+    return [_curve_panel(result.tables.curves), _saved_panel(result.tables.saved)]
+
+
+def _curve_panel(rows: Sequence[CurveRow]) -> Panel:
+    lenses = identity_last(row.lens for row in rows)
+    figure = empty_figure(x="blocks run, mean", y="agreement with the model")
+    for lens in lenses:
+        for kind, dash in (("both", "solid"), ("gate", "dash")):
+            group = [row for row in rows if (row.lens, row.kind) == (lens, kind)]
+            draw_line(
+                figure,
+                [row.blocks for row in group],
+                [row.agreement for row in group],
+                name=f"{lens}, {NAMES[kind]}",
+                colour=colours(lenses)[lens],
+                dash=dash,
+                hover="blocks",
+            )
+    most = max(row.blocks for row in rows)
+    cheap = [row for row in rows if row.blocks <= most / 2]
+    reading = "No threshold saves half of the blocks."
+    if cheap:
+        best = max(cheap, key=lambda row: row.agreement)
+        reading = (
+            f"With at most {number(most / 2)} blocks, half of the most, the best rule ({NAMES[best.kind]} with "
+            f"{best.lens}) predicts the model's token in {percent(best.agreement)} of the examples."
+        )
+    return Panel("Agreement against blocks run", reading, ("curves",), [unit_axis(figure)])
+
+
+def _saved_panel(rows: Sequence[SavedRow]) -> Panel:
+    lenses = identity_last(row.lens for row in rows)
+    targets = unique(row.target for row in rows if row.target is not None)
+    charts = []
+    for target in targets:
+        figure = empty_figure(f"at {percent(target)} agreement", x="blocks saved, mean", height=270)
+        for lens in lenses:
+            group = [row for row in rows if (row.lens, row.target) == (lens, target)]
+            draw_bars(
+                figure,
+                [NAMES[row.kind] for row in group],
+                [Interval(row.blocks_saved, row.low, row.high) for row in group],
+                name=lens,
+                colour=colours(lenses)[lens],
+            )
+        figure.update_layout(barmode="group", bargap=0.3)
+        figure.update_xaxes(rangemode="tozero")
+        charts.append(figure.update_yaxes(autorange="reversed", showgrid=False))
+    parts = [
+        f"{NAMES[row.kind]} with {row.lens} {number(row.blocks_saved)} ({number(row.low)} to {number(row.high)})"
+        for row in rows
+        if row.target == targets[0]
+    ]
+    reading = f"Blocks saved at {percent(targets[0])} agreement with the model, with 95 % intervals: {listed(parts)}."
+    return Panel("Blocks saved", reading, ("saved",), charts)
+
+
+STUDY = Study(
+    "gates",
+    "how many more blocks does early exit save with a probe of the hidden state?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)

@@ -1,17 +1,17 @@
-"""`pruning`: what is lost when blocks are dropped, by how many go and by what stands in for them.
+"""`pruning`: what is lost when blocks are dropped?
 
-Blocks are chosen once, greedily by the loss on select documents with a full map in place; every method is then fitted
-on the same cuts and measured on test documents, beside the whole model on the same tokens. Time is of a forward pass
-over one batch, whole and pruned models in turn. A row is on the front if no other is at least as good in parameters,
-time and loss, and better in one of them. Where tasks are given, every model is scored on them through lm-eval.
-
-Figures of `pruning`: what dropping blocks costs, in loss and in tasks, and what it buys.
+Protocol: blocks are selected once, greedily by the loss on validation documents with a linear map in place of each
+dropped run of blocks. Every replacement method is fitted on the same cuts and measured on test documents, next to the
+whole model on the same tokens. Time is that of a forward pass over one batch, whole and pruned model alternating. A row
+is on the Pareto front if no other is at least as good in parameters, time and loss and better in one of them. With
+`eval_tasks`, every model is also scored on these tasks through lm-eval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import plotly.graph_objects as go
 import torch
@@ -22,295 +22,320 @@ from layerjump.metrics.timing import ratio, time_alternately
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.edit_model import cannot_drop, cannot_fold, cannot_rotate, count_parameters
-from layerjump.pruning.prune import (
-    CalibrationData,
-    LossComparison,
-    Pruned,
-    drop_and_replace,
-    prepare_calibration,
-)
+from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, prepare_calibration
 from layerjump.pruning.select import (
     BlockSelector,
     contiguous_spans,
     required_blocks,
 )
-from layerjump.studies._untyped import (
+from layerjump.studies.charts import (
     Panel,
-    Result,
-    Row,
-    Study,
-    add_line,
     colours,
     empty_figure,
     level_axis,
+    line_chart,
     mean,
     number,
     safe,
     unique,
-    where,
 )
 from layerjump.studies.layer_skipping import with_select_documents
+from layerjump.studies.results import Column, Interval, Result, Study
 from layerjump.studies.setup import Setup
 
-TOKENS = 16_000
-"""At most so many tokens are run."""
+MAX_TOKENS = 16_000
+"""Tokens to run, at most."""
 SHARES = (0.1, 0.2, 0.3)
-"""How much of the model goes, beside one block alone."""
-TURNS = 3
+"""Shares of the blocks to drop, next to one block alone."""
+TIME_REPEATS = 3
+WHOLE = "whole model"
 
 
-def unable(setup: Setup) -> str | None:
-    """Why this model cannot be pruned, if it cannot."""
+@dataclass(frozen=True)
+class PrunedRow:
+    """The whole model, or one method with some blocks dropped."""
+
+    method: str
+    n_dropped: Annotated[int, Column("dropped")]
+    dropped: Annotated[str, Column("blocks dropped")]
+    loss: float
+    """In nats per token."""
+    perplexity: float
+    ratio: Annotated[Interval, Column("ratio{}")]
+    """Perplexity relative to the whole model."""
+    parameters: int
+    time: float
+    """Time of a forward pass relative to the whole model."""
+    is_on_front: Annotated[bool, Column("front")] = False
+
+    def beats(self, other: PrunedRow) -> bool:
+        """Whether it is at least as good as another row in parameters, time and loss, and better in one."""
+        ours, theirs = ((row.parameters, row.time, row.loss) for row in (self, other))
+        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One metric of one task for one model."""
+
+    method: str
+    n_dropped: Annotated[int, Column("dropped")]
+    task: str
+    metric: str
+    score: Annotated[Interval, Column("score{}")]
+    items: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows by model, and by model and task where tasks were given."""
+
+    pruned: list[PrunedRow]
+    tasks: Annotated[list[TaskRow] | None, Column(optional=True)] = None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Perplexity of each method relative to the whole model, with the most blocks dropped."""
+
+    dropped: Annotated[int | None, Column(optional=True)] = None
+    best_method: Annotated[str | None, Column(optional=True)] = None
+    ratio: Annotated[dict[str, float], Column("ratio_{}")] = field(default_factory=dict)
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why this model cannot be pruned, or None."""
     return setup.model.no_predictions or cannot_drop(setup.model)
 
 
-def methods_of(model: Model) -> list[str]:
-    """What can stand in for blocks of this model."""
-    found = ["remove", "linear"]
-    if not cannot_fold(model):
-        found += ["replaceme", "fold"]
-    return found if cannot_rotate(model) else [*found, "rotation"]
-
-
-def counts(free: int, blocks: int) -> list[int]:
-    """How many blocks are dropped: one, and some shares of all."""
-    return sorted({n for n in (1, *(round(share * blocks) for share in SHARES)) if 0 < n <= free})
-
-
-def run(setup: Setup) -> Result:
-    """Prune in every way, and measure each."""
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Drop blocks with every method, and measure each model."""
     setup, note = with_select_documents(setup)
-    model, calibration = setup.model, _calibration(setup)
-    stay = required_blocks(model, calibration.fit)
-    given = BlockSelector(model, calibration.fit, calibration.validation, stay)
-    many = counts(len(given.candidates), model.n_blocks)
-    order = given.order_by_loss(max(many)) if many else []
+    model, calibration = setup.model, _prepare_calibration(setup)
+    required = required_blocks(model, calibration.fit)
+    selector = BlockSelector(model, calibration.fit, calibration.validation, required)
+    counts = drop_counts(len(selector.candidates), model.n_blocks)
+    order = selector.order_by_loss(max(counts)) if counts else []
     before = token_losses(model, calibration.test)
-    rows, tasks = [_whole(model, before)], _scored(setup, model, "whole model", 0)
-    for count in many:
+    rows, tasks = [_whole_row(model, before)], _score_tasks(setup, model, WHOLE, 0)
+    for count in counts:
         for method in methods_of(model):
             pruned = drop_and_replace(model, contiguous_spans(order[:count]), method, calibration)
-            rows.append(_row(pruned, before, calibration))
-            tasks += _scored(setup, pruned.model, method, count)
-    _mark_front(rows)
-    result = Result("pruning", {"pruned": rows} | ({"tasks": tasks} if tasks else {}))
-    result.settings = {
+            rows.append(_pruned_row(pruned, before, calibration))
+            tasks += _score_tasks(setup, pruned.model, method, count)
+    rows = [replace(row, is_on_front=not any(r.beats(row) for r in rows)) for row in rows]
+    facts = {
         "tokens": calibration.about["tokens"],
         "chosen": "loss",
         "order": order,
         "blocks": model.n_blocks,
-        "stay": {str(block): why for block, why in stay.items()},
+        "stay": {str(block): reason for block, reason in required.items()},
     }
-    result.headline = _headline(rows)
-    result.notes += [note] if note else []
+    notes = [note] if note else []
     if setup.settings.eval_tasks and not tasks:
-        result.notes.append(
-            f"The tasks score the next token, so a {model.task} model has no scores."
-        )
-    if not many:
-        result.notes.append("No block may go: there is none between those that must stay.")
-    return result
+        notes.append(f"The tasks score the next token, so a {model.task} model has no scores.")
+    if not counts:
+        notes.append("No block can be dropped: every block is required.")
+    return Result("pruning", Tables(rows, tasks or None), _headline(rows), notes, facts)
 
 
-def _calibration(setup: Setup) -> CalibrationData:
-    """Batches of this run's documents; a text that has fewer tokens than the bound gives all it has."""
+def methods_of(model: Model) -> list[str]:
+    """Return the replacement methods that this model allows."""
+    methods = ["remove", "linear"]
+    if not cannot_fold(model):
+        methods += ["replaceme", "fold"]
+    return methods if cannot_rotate(model) else [*methods, "rotation"]
+
+
+def drop_counts(n_candidates: int, n_blocks: int) -> list[int]:
+    """Return how many blocks to drop: one, and some shares of all."""
+    counts = {1, *(round(share * n_blocks) for share in SHARES)}
+    return sorted(count for count in counts if 0 < count <= n_candidates)
+
+
+def _prepare_calibration(setup: Setup) -> CalibrationData:
+    """Return batches of the run's documents; a text with fewer tokens than the limit gives all it has."""
     settings = setup.settings
-    given: dict[str, Any] = {"split": settings.split, "seed": settings.seed}
+
+    def prepare(tokens: int | None) -> CalibrationData:
+        return prepare_calibration(
+            setup.model, setup.corpus, tokens=tokens, split=settings.split, seed=settings.seed
+        )
+
     try:
-        wanted = min(TOKENS, settings.tokens or TOKENS)
-        return prepare_calibration(setup.model, setup.corpus, tokens=wanted, **given)
+        return prepare(min(MAX_TOKENS, settings.tokens or MAX_TOKENS))
     except TextTooShort:
-        return prepare_calibration(setup.model, setup.corpus, tokens=settings.tokens, **given)
+        return prepare(settings.tokens)
 
 
-def _whole(model: Model, before: TokenLosses) -> Row:
-    return {
-        "method": "whole model",
-        "dropped": 0,
-        "blocks dropped": "",
-        "loss": before.mean,
-        "perplexity": before.perplexity,
-        "ratio": 1.0,
-        "ratio low": 1.0,
-        "ratio high": 1.0,
-        "parameters": count_parameters(model.hf),
-        "time": 1.0,
-    }
+def _whole_row(model: Model, losses: TokenLosses) -> PrunedRow:
+    return PrunedRow(
+        WHOLE,
+        n_dropped=0,
+        dropped="",
+        loss=losses.mean,
+        perplexity=losses.perplexity,
+        ratio=Interval(1.0, 1.0, 1.0),
+        parameters=count_parameters(model.hf),
+        time=1.0,
+    )
 
 
-def _row(pruned: Pruned, before: TokenLosses, calibration: CalibrationData) -> Row:
-    found = LossComparison.of(before, token_losses(pruned.model, calibration.test))
-    return {
-        "method": pruned.method,
-        "dropped": len(pruned.dropped),
-        "blocks dropped": ", ".join(map(str, pruned.dropped)),
-        "loss": found.loss_after,
-        "perplexity": found.perplexity_after,
-        "ratio": found.ratio,
-        "ratio low": found.low,
-        "ratio high": found.high,
-        "parameters": pruned.parameters[1],
-        "time": _time(pruned, calibration),
-    }
+def _pruned_row(pruned: Pruned, before: TokenLosses, calibration: CalibrationData) -> PrunedRow:
+    after = token_losses(pruned.model, calibration.test)
+    return PrunedRow(
+        pruned.method,
+        n_dropped=len(pruned.dropped),
+        dropped=", ".join(map(str, pruned.dropped)),
+        loss=after.mean,
+        perplexity=after.perplexity,
+        ratio=Interval(*after.over(before)),
+        parameters=pruned.parameters[1],
+        time=_relative_time(pruned, calibration),
+    )
 
 
-def _scored(setup: Setup, model: Model, method: str, dropped: int) -> list[Row]:
-    """What a model scores on the tasks of this run, if it has any."""
+def _score_tasks(setup: Setup, model: Model, method: str, n_dropped: int) -> list[TaskRow]:
     settings = setup.settings
     if not settings.eval_tasks or settings.eval_data is None or model.task != "causal":
         return []
-    found = evaluate(model, settings.eval_tasks, settings.eval_data, limit=settings.eval_limit)
+    result = evaluate(model, settings.eval_tasks, settings.eval_data, limit=settings.eval_limit)
     return [
-        {
-            "method": method,
-            "dropped": dropped,
-            "task": row.task,
-            "metric": row.metric,
-            "score": row.value,
-            "score low": row.low,
-            "score high": row.high,
-            "items": row.items,
-        }
-        for row in found.scores
+        TaskRow(
+            method,
+            n_dropped,
+            row.task,
+            row.metric,
+            Interval(row.value, row.low, row.high),
+            row.items,
+        )
+        for row in result.scores
     ]
 
 
 @torch.no_grad()
-def _time(pruned: Pruned, calibration: CalibrationData) -> float:
-    """The pruned model's time over the whole one's, on a batch of select documents."""
+def _relative_time(pruned: Pruned, calibration: CalibrationData) -> float:
+    """Return the time of a forward pass over one validation batch, relative to the whole model."""
     batch = calibration.validation[0]
 
-    def runs(model: Model) -> None:
-        model.hf(
-            batch.input_ids.to(model.device), attention_mask=batch.attention_mask.to(model.device)
-        )
+    def forward(model: Model) -> None:
+        mask = batch.attention_mask.to(model.device)
+        model.hf(batch.input_ids.to(model.device), attention_mask=mask)
 
-    rivals = {"whole": lambda: runs(pruned.original), "pruned": lambda: runs(pruned.model)}
-    seconds = time_alternately(rivals, repeats=TURNS)
+    runs = {"whole": lambda: forward(pruned.original), "pruned": lambda: forward(pruned.model)}
+    seconds = time_alternately(runs, repeats=TIME_REPEATS)
     return ratio(seconds["pruned"], seconds["whole"])
 
 
-def _mark_front(rows: list[Row]) -> None:
-    axes = ("parameters", "time", "loss")
-    for row in rows:
-        row["front"] = not any(
-            all(other[axis] <= row[axis] for axis in axes)
-            and any(other[axis] < row[axis] for axis in axes)
-            for other in rows
-        )
-
-
-def _headline(rows: list[Row]) -> dict[str, object]:
-    """The ratio of each method at the most blocks dropped, and the best of them."""
-    most = max(row["dropped"] for row in rows)
-    last = {row["method"]: row["ratio"] for row in rows if row["dropped"] == most and most}
-    if not last:
-        return {}
-    return {"dropped": most, "best_method": min(last, key=lambda name: last[name])} | {
-        f"ratio_{method}": value for method, value in last.items()
-    }
-
-
-def pruned(study: Study) -> list[Panel]:
-    """Perplexity over the whole model's against blocks dropped, and the front over parameters and time."""
-    rows = study["tables"].get("pruned")
-    if not rows or len(rows) < 2:
-        return []
-    methods = [name for name in unique(row["method"] for row in rows) if name != "whole model"]
-    figures = [_ratios(rows, methods), _front(rows, methods)]
-    return [Panel("Fewer blocks", _reading(rows, methods), ("pruned",), figures)]
-
-
-def tasks(study: Study) -> list[Panel]:
-    """Each task's score against blocks dropped."""
-    rows = study["tables"].get("tasks")
-    if not rows:
-        return []
-    figures = []
-    for task in unique(row["task"] for row in rows):
-        mine = where(rows, task=task)
-        figures.append(_task(where(mine, metric=mine[0]["metric"])))
-    return [Panel("Tasks", _task_reading(rows), ("tasks",), figures)]
-
-
-def _task(rows: Sequence[Row]) -> go.Figure:
-    title = f"{rows[0]['task']}: {rows[0]['metric']} of {rows[0]['items']:,} items"
-    figure = empty_figure(title, x="blocks dropped", height=300)
-    methods = [name for name in unique(row["method"] for row in rows) if name != "whole model"]
-    paint, whole = colours(methods), where(rows, method="whole model")
-    for name in methods:
-        mine = whole + where(rows, method=name)
-        add_line(figure, mine, "dropped", "score", name=name, colour=paint[name], band=False)
-    return level_axis(figure, rows, "dropped")
-
-
-def _task_reading(rows: Sequence[Row]) -> str:
-    """The mean accuracy over tasks of the whole model, and of the best method with the most blocks out."""
-    first = [row for row in rows if row["metric"] == "acc"]
-    most = max(row["dropped"] for row in first)
-    means = {
-        name: mean(row["score"] for row in where(first, method=name, dropped=most))
-        for name in unique(row["method"] for row in first if row["dropped"] == most)
-    }
-    whole = mean(row["score"] for row in where(first, method="whole model"))
+def _headline(rows: Sequence[PrunedRow]) -> Headline:
+    most = max(row.n_dropped for row in rows)
     if not most:
-        return f"The whole model is right in {number(whole)} of items, on average over tasks."
-    best = max(means, key=lambda name: means[name])
-    return (
-        f"The whole model is right in {number(whole)} of items, on average over tasks; with {most} blocks dropped "
-        f"{best} keeps {number(means[best])}."
+        return Headline()
+    ratios = {row.method: row.ratio.mean for row in rows if row.n_dropped == most}
+    return Headline(most, min(ratios, key=ratios.__getitem__), ratios)
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return perplexity against blocks dropped, loss against time, and the scores of the tasks."""
+    panels = []
+    if len(result.tables.pruned) > 1:
+        panels.append(_loss_panel(result.tables.pruned))
+    if result.tables.tasks:
+        panels.append(_task_panel(result.tables.tasks))
+    return panels
+
+
+def _loss_panel(rows: Sequence[PrunedRow]) -> Panel:
+    methods = [name for name in unique(row.method for row in rows) if name != WHOLE]
+    lines = {
+        name: [(row.n_dropped, row.ratio) for row in rows if row.method in (WHOLE, name)]
+        for name in methods
+    }
+    paint = colours([*methods, WHOLE])
+    title = "perplexity relative to the whole model"
+    ratios = line_chart(title, lines, x="blocks dropped", paint=paint)
+    if max(row.ratio.mean for row in rows) > 4:
+        ratios.update_yaxes(type="log")
+    most = max(row.n_dropped for row in rows)
+    last = {row.method: row for row in rows if row.n_dropped == most}
+    best = min(last.values(), key=lambda row: row.ratio.mean)
+    reading = (
+        f"With {_blocks(most)} dropped, the best method is {best.method}: perplexity is {number(best.ratio.mean)} "
+        f"times that of the whole model"
     )
+    if "remove" in last and best.method != "remove":
+        reading += f" ({number(last['remove'].ratio.mean)} times without a replacement)"
+    reading += f", and a forward pass takes {number(best.time)} of its time."
+    charts = [level_axis(ratios, [row.n_dropped for row in rows]), _front_chart(rows, paint)]
+    return Panel("Fewer blocks", reading, ("pruned",), charts)
 
 
-def _ratios(rows: Sequence[Row], methods: Sequence[str]) -> go.Figure:
-    figure = empty_figure("perplexity over the whole model's", x="blocks dropped", height=360)
-    paint = colours(methods)
-    whole = where(rows, method="whole model")
-    for name in methods:
-        mine = whole + where(rows, method=name)
-        add_line(figure, mine, "dropped", "ratio", name=name, colour=paint[name])
-    worst = max(row["ratio"] for row in rows)
-    if worst > 4:
-        figure.update_yaxes(type="log")
-    return level_axis(figure, rows, "dropped")
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count > 1 else ''}"
 
 
-def _front(rows: Sequence[Row], methods: Sequence[str]) -> go.Figure:
+def _front_chart(rows: Sequence[PrunedRow], paint: Mapping[str, str]) -> go.Figure:
     figure = empty_figure(
-        "loss against time; full marks: no other is better in parameters, time and loss",
-        x="time of a forward pass over the whole model's",
-        y="loss, nats a token",
-        height=360,
+        "loss and time (filled: Pareto front)",
+        x="time of a forward pass relative to the whole model",
+        y="loss, nats per token",
     )
-    names = ["whole model", *methods]
-    paint = colours(names)
-    for name in names:
-        mine = where(rows, method=name)
+    for name in unique(row.method for row in rows):
+        group = [row for row in rows if row.method == name]
         figure.add_scatter(
-            x=[row["time"] for row in mine],
-            y=[row["loss"] for row in mine],
+            x=[row.time for row in group],
+            y=[row.loss for row in group],
             mode="markers",
             name=safe(name),
+            legendgroup=safe(name),
+            line={"color": paint[name]},
             marker={
                 "color": paint[name],
                 "size": 9,
-                "symbol": ["circle" if row["front"] else "circle-open" for row in mine],
+                "symbol": ["circle" if row.is_on_front else "circle-open" for row in group],
             },
-            customdata=[[row["dropped"], row["parameters"]] for row in mine],
+            customdata=[[row.n_dropped, row.parameters] for row in group],
             hovertemplate=f"<b>{safe(name)}</b><br>%{{customdata[0]}} blocks dropped, %{{customdata[1]:,}} parameters"
             "<br>time %{x:.2f}, loss %{y:.3f}<extra></extra>",
         )
     return figure
 
 
-def _reading(rows: Sequence[Row], methods: Sequence[str]) -> str:
-    most = max(row["dropped"] for row in rows)
-    last = [row for row in rows if row["dropped"] == most and row["method"] in methods]
-    best, removed = min(last, key=lambda row: row["ratio"]), where(last, method="remove")
-    beside = (
-        f" against {number(removed[0]['ratio'])} with nothing in their place" if removed else ""
-    )
-    return (
-        f"With {most} blocks dropped, perplexity is {number(best['ratio'])} times the whole model's through "
-        f"{best['method']}{beside}; a forward pass takes {number(best['time'])} of the time."
-    )
+def _task_panel(rows: Sequence[TaskRow]) -> Panel:
+    """Draw the first metric of each task against blocks dropped."""
+    charts = []
+    for task in unique(row.task for row in rows):
+        metric = next(row.metric for row in rows if row.task == task)
+        group = [row for row in rows if (row.task, row.metric) == (task, metric)]
+        lines = {
+            name: [(r.n_dropped, r.score.mean) for r in group if r.method in (WHOLE, name)]
+            for name in unique(row.method for row in group)
+            if name != WHOLE
+        }
+        title = f"{task}: {metric} of {group[0].items:,} items"
+        figure = line_chart(title, lines, x="blocks dropped")
+        charts.append(level_axis(figure, [row.n_dropped for row in group]))
+    accuracy = [row for row in rows if row.metric == "acc"]
+    most = max(row.n_dropped for row in accuracy)
+    whole = mean(row.score.mean for row in accuracy if row.method == WHOLE)
+    reading = f"The whole model is right in {number(whole)} of items, mean over tasks"
+    if most:
+        last = [row for row in accuracy if row.n_dropped == most]
+        means = {
+            name: mean(row.score.mean for row in last if row.method == name)
+            for name in unique(row.method for row in last)
+        }
+        best = max(means, key=means.__getitem__)
+        reading += f"; with {_blocks(most)} dropped, {best} keeps {number(means[best])}"
+    return Panel("Tasks", f"{reading}.", ("tasks",), charts)
+
+
+STUDY = Study(
+    "pruning",
+    "what is lost when blocks are dropped?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)

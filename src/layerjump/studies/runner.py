@@ -36,11 +36,9 @@ from layerjump.studies import (
     training_dynamics,
     transfer,
 )
-from layerjump.studies._untyped import untyped_study
 from layerjump.studies.charts import Panel, number, table_of_records
 from layerjump.studies.results import (
     AnyStudy,
-    Finding,
     MainTextInfo,
     ModelInfo,
     Outcome,
@@ -55,94 +53,25 @@ from layerjump.studies.results import (
 )
 from layerjump.studies.setup import Setup, paper_deviations
 
-_PARTS = {"attn": "attention", "ffn": "feed-forward", "norms": "the norms"}
-
-
-def _replaced(result: Result[Any, Any]) -> Finding | None:
-    head = result.headline
-    best = head.get("most_tolerant")
-    means = {part: head[key] for part in _PARTS if (key := f"mean_p@1_{part}") in head}
-    if best not in means:
-        return None
-    others = ", ".join(
-        f"{_PARTS[part]} {number(value)}" for part, value in means.items() if part != best
-    )
-    return Finding(
-        "Most linear sub-module",
-        _PARTS[best],
-        f"with maps in its place from a level on, precision@1 is {number(means[best])} on average ({others}).",
-    )
-
-
 _ALL: tuple[AnyStudy, ...] = (
     r2.STUDY,
     predictions.STUDY,
     early_exit.STUDY,
-    untyped_study(
-        "gates",
-        "how many more does it save to ask a probe of the state?",
-        probes.run,
-        cannot_run=probes.unable,
-    ),
+    probes.STUDY,
     linearity.STUDY,
-    untyped_study(
-        "submodules",
-        "which sub-modules can be matrices, where, and why?",
-        submodules.run,
-        finding=_replaced,
-    ),
-    untyped_study(
-        "heads",
-        "which attention heads can be matrices?",
-        attention_heads.run,
-        cannot_run=attention_heads.unable,
-    ),
+    submodules.STUDY,
+    attention_heads.STUDY,
     layer_skipping.STUDY,
-    untyped_study(
-        "pruning",
-        "what is lost when blocks are dropped?",
-        pruning.run,
-        pruning.pruned,
-        pruning.tasks,
-        cannot_run=pruning.unable,
-    ),
+    pruning.STUDY,
     examples.STUDY,
-    untyped_study(
-        "transfer",
-        "does a map fitted on one text serve another?",
-        transfer.run,
-        cannot_run=transfer.unable,
-    ),
-    untyped_study("data", "how much text does a map need, and of what kind?", data_efficiency.run),
-    untyped_study(
-        "dynamics",
-        "how does linearity change from checkpoint to checkpoint?",
-        training_dynamics.run,
-        training_dynamics.over_steps,
-        training_dynamics.by_block,
-        cannot_run=training_dynamics.unable,
-    ),
-    untyped_study(
-        "finetune",
-        "does fine-tuning make blocks more linear?",
-        finetuning.run,
-        finetuning.blocks,
-        cannot_run=finetuning.unable,
-    ),
-    untyped_study(
-        "architecture",
-        "does it matter how a transformer is built?",
-        architecture.run,
-        architecture.variants,
-        cannot_run=architecture.unable,
-    ),
-    untyped_study("size", "what do maps and shortcuts cost, and give?", map_cost.run),
-    untyped_study("failures", "where are the maps wrong?", failures.run),
-    untyped_study(
-        "plausibility",
-        "a blinded sheet: are the readings plausible to a human?",
-        human_evaluation.run,
-    ),
+    transfer.STUDY,
+    data_efficiency.STUDY,
+    training_dynamics.STUDY,
+    finetuning.STUDY,
+    architecture.STUDY,
+    map_cost.STUDY,
+    failures.STUDY,
+    human_evaluation.STUDY,
 )
 STUDIES = {study.name: study for study in _ALL}
 MAIN = ("r2", "predictions", "exits", "linearity", "examples")

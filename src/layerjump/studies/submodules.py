@@ -1,32 +1,35 @@
-"""Sub-modules replaced in one block at a time, and why that costs what it costs: part of `submodules`.
+"""`submodules`: which sub-modules can be replaced by linear maps, from which level on, and why.
 
-A map can do well because its sub-module is nearly linear, or because what it adds is small. For each sub-module of
-each block: R² of its map; how long its output is beside the stream; how much of attention goes to the token itself and
-to the sink at position 0; and the KL of three replacements, the map, the mean output (a constant), and the exact output
-plus noise of the length of the map's error. A map far better than the mean is linear; one no better is merely small.
-A map better than its noise is wrong in directions that do not matter.
+From a level on ("Jump to Conclusions", section 7): blocks 1 to l run unchanged. In every later block one kind of
+sub-module (attention, cross-attention, feed-forward, or all norms together) is replaced by its fitted map, at all
+positions. Residual sums, the final norm and the LM head stay exact. The maps are fitted on the unchanged model, so
+errors accumulate. The jump to the last level and the identity are scored on the same positions.
 
-`submodules`: what happens when attention, feed-forward or the norms become matrices (papers' section 7).
+In one block at a time: the KL of three replacements of the sub-module's output, which are its map, its mean (a
+constant), and the exact output plus noise of the same norm as the map's error. A map much better than the mean shows
+that the sub-module is nearly linear; a map no better shows that its output hardly matters. A map better than the noise
+errs in directions that do not matter. R² of the map, the norm of the output relative to the residual stream, and the
+attention mass on the token itself and on the sink at position 0 help to explain the difference.
 
-`mat_x at level l`: blocks 1 to l run as they are; in all later ones sub-module x is replaced by its fitted map, at all
-positions; sums, the final norm and the head stay exact. Nothing that runs is fitted on the replaced network, so errors
-add up. All norms are replaced together. Beside it: one block at a time, and why (see `one_block`).
-
-The authors define this for GPT-2 alone. For the others the definition is ours. Attention: from what enters it to what
-it adds to the stream (in sandwich blocks, that is after the norm of its own output; that norm goes with it).
-Cross-attention and feed-forward: likewise. Norms: those that attention and feed-forward read through, or, in a
-post-norm block, those after each sum; each map reads what its norm reads.
+The authors define the replacement for GPT-2 only; for other families the definition is ours. Attention and
+feed-forward: from the input of the sub-module to its residual write (in sandwich blocks that includes the norm of its
+output). Norms: those that attention and feed-forward read through or, in a post-norm block, those after each sum; each
+map reads what its norm reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.interventions.linearize import PARTS, submodule_pairs
 from layerjump.interventions.patching import (
-    Change,
     Changes,
     add_noise,
     replace_by_constant,
@@ -38,244 +41,152 @@ from layerjump.lens.lens import Lens
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.studies._untyped import Result, Row, to_json
-from layerjump.studies.ablation import Cost, Variants, announce_cost, rerun_batches, small_batches
+from layerjump.studies.ablation import (
+    Cost,
+    Variants,
+    VariantScores,
+    announce_cost,
+    rerun_batches,
+    small_batches,
+)
 from layerjump.studies.attention_mass import attention_mass
+from layerjump.studies.charts import (
+    Panel,
+    Value,
+    level_axis,
+    line_chart,
+    listed,
+    mean,
+    number,
+    percent,
+    unique,
+    unit_axis,
+)
+from layerjump.studies.results import Column, Finding, Result, Study
 from layerjump.studies.setup import Setup
 
-SHARE = 0.5
-"""Of the run's budget: there are many replacements to try."""
-HOW = ("map", "mean", "noise")
+MAX_LEVELS = 12
+"""A deeper model is replaced from this many evenly spaced levels on, and from the last."""
+BLOCK_SHARE = 0.5
+"""Share of the run's test tokens for single blocks, of which there are many variants."""
 NORMS = ("ln1", "lnx", "ln2")
+JUMP, IDENTITY = "jump to last", "identity"
+NAMES = {
+    "attn": "attention",
+    "xattn": "cross-attention",
+    "ffn": "feed-forward",
+    "norms": "norms",
+    "ln1": "norm before attention",
+    "lnx": "norm before cross-attention",
+    "ln2": "norm before feed-forward",
+    JUMP: "jump to the last level",
+    IDENTITY: IDENTITY,
+}
+"""Kinds of sub-modules, and what they are compared with, in words."""
+
+Replacement = Literal["map", "mean", "noise"]
 
 
-def run_one_block(setup: Setup, jumps: Jumps) -> Result:
-    """Two tables: `one block` and `why`."""
-    model, batches = setup.model, small_batches(setup, SHARE)
-    parts = _single_parts(model)
-    norms = [part for part in parts if part in NORMS]
-    each = len(HOW) * len(parts) + (len(norms) > 1)
-    blocks = model.n_blocks
-    cost = announce_cost(
-        "submodules, one block at a time",
-        model,
-        batches,
-        block_runs=each * blocks * (blocks + 1) // 2,
-        unembeddings=each * blocks + 1,
+@dataclass(frozen=True)
+class SuffixRow:
+    """One kind of sub-module replaced in all blocks after a level."""
+
+    part: str
+    level: int
+    scores: Annotated[VariantScores, Column("{}")]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One kind of sub-module replaced by its map in one block."""
+
+    part: str
+    block: int
+    scores: Annotated[VariantScores, Column("{}")]
+
+
+@dataclass(frozen=True)
+class WhyRow:
+    """One sub-module of one block: how linear it is, how large its output, and what three replacements cost."""
+
+    part: str
+    block: int
+    r2: float
+    r2_weighted: Annotated[float, Column("r2 weighted")]
+    relative_norm: Annotated[float, Column("output norm over stream norm")]
+    attention_on_self: Annotated[float | None, Column("attention on self")]
+    attention_on_sink: Annotated[float | None, Column("attention on sink")]
+    kl_map: Annotated[float, Column("kl of the map")]
+    kl_mean: Annotated[float, Column("kl of the mean")]
+    kl_noise: Annotated[float, Column("kl of noise of the same norm")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows from a level on, and in one block at a time."""
+
+    suffix: list[SuffixRow] = field(default_factory=list)
+    one_block: Annotated[list[BlockRow], Column("one block")] = field(default_factory=list)
+    why: list[WhyRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Means over levels below the last and over blocks, by kind of sub-module."""
+
+    most_tolerant: str | None = None
+    """The kind of sub-module whose replacement costs least precision@1."""
+    mean_p1: Annotated[dict[str, float], Column("mean_p@1_{}")] = field(default_factory=dict)
+    map_over_mean_kl: Annotated[dict[str, float], Column("map_over_mean_kl_{}")] = field(
+        default_factory=dict
     )
-    variants = Variants(model)
-    changes = _block_changes(setup, jumps, parts)
-    for rerun in rerun_batches(setup, batches, variants):
-        for block in range(1, blocks + 1):
-            for name, change in changes[block].items():
-                last = rerun.from_level(block - 1, changes=change)
-                variants.add((*name, block), rerun.pick(last))
-    result = Result("submodules", {"one block": _one_block(variants, parts, blocks)})
-    mass, note = attention_mass(model, batches)
-    result.notes += [note] if note else []
-    result.tables["why"] = _why(model, batches, jumps, variants, mass)
-    result.settings = to_json(cost)
-    result.headline = _block_headline(result.tables["why"])
-    return result
+    map_over_noise_kl: Annotated[dict[str, float], Column("map_over_noise_kl_{}")] = field(
+        default_factory=dict
+    )
 
 
-def _single_parts(model: Model) -> list[str]:
-    present = set(model.structure.sites())
-    return [part for part in SUBMODULES if Site(1, f"{part}.in") in present]
-
-
-def _pair(block: int, part: str) -> Pair:
-    return Site(block, f"{part}.in"), Site(block, f"{part}.out")
-
-
-def _block_changes(
-    setup: Setup, jumps: Jumps, parts: list[str]
-) -> dict[int, dict[tuple[str, str], dict[Pair, Change]]]:
-    """block → (how, part) → the changes to make."""
-    sums = setup.all_position_moments("submodules").fit
-    found: dict[int, dict[tuple[str, str], dict[Pair, Change]]] = {}
-    for block in range(1, setup.model.n_blocks + 1):
-        mine: dict[tuple[str, str], dict[Pair, Change]] = {}
-        for place, part in enumerate(parts):
-            pair = _pair(block, part)
-            seed = 10 * block + place
-            mine["map", part] = {pair: replace_by_map(jumps[pair])}
-            mine["mean", part] = {pair: replace_by_constant(sums.mean(pair[1]))}
-            mine["noise", part] = {pair: add_noise(jumps[pair], seed=seed)}
-        norms = [part for part in parts if part in NORMS]
-        if len(norms) > 1:
-            mine["map", "norms"] = {k: v for part in norms for k, v in mine["map", part].items()}
-        found[block] = mine
-    return found
-
-
-def _one_block(variants: Variants, parts: list[str], blocks: int) -> list[Row]:
-    norms = [part for part in parts if part in NORMS]
-    keys = {part: part for part in parts if part not in NORMS}
-    if norms:
-        keys["norms"] = norms[0] if len(norms) == 1 else "norms"
-    rows: list[Row] = []
-    for name, key in keys.items():
-        for block in range(1, blocks + 1):
-            row = to_json(variants.scores(("map", key, block)))
-            rows.append({"part": name, "block": block} | row)
-    return rows
-
-
-def _why(
-    model: Model,
-    batches: Batches,
-    jumps: Jumps,
-    variants: Variants,
-    mass: list[tuple[float, float]] | None,
-) -> list[Row]:
-    parts = _single_parts(model)
-    lengths = _relative_lengths(model, batches, parts)
-    rows: list[Row] = []
-    for part in parts:
-        for block in range(1, model.n_blocks + 1):
-            score = jumps.info[_pair(block, part)].r2
-            on_self, on_sink = mass[block - 1] if mass and part == "attn" else (None, None)
-            row: Row = {
-                "part": part,
-                "block": block,
-                "r2": score[0] if score else None,
-                "r2 weighted": score[1] if score else None,
-                "output norm over stream norm": lengths[part, block],
-                "attention on self": on_self,
-                "attention on sink": on_sink,
-            }
-            row |= {
-                "kl of the map": variants.mean_kl(("map", part, block)),
-                "kl of the mean": variants.mean_kl(("mean", part, block)),
-                "kl of noise of the same norm": variants.mean_kl(("noise", part, block)),
-            }
-            rows.append(row)
-    return rows
-
-
-@torch.no_grad()
-def _relative_lengths(
-    model: Model, batches: Batches, parts: list[str]
-) -> dict[tuple[str, int], float]:
-    """Mean over positions of ‖a sub-module's output‖ / ‖the stream it reads from or adds to‖."""
-    present = {site.part for site in model.structure.sites()}
-    blocks = range(1, model.n_blocks + 1)
-    after_attention = [part for part in ("mid2", "mid") if part in present]
-
-    def stream(part: str, block: int) -> Site:
-        if after_attention and part in ("ln2", "ffn"):
-            return Site(block, after_attention[0])
-        return Site(block, "mid") if part in ("lnx", "xattn") else Site(block - 1)
-
-    wanted = {
-        (part, block): (_pair(block, part)[1], stream(part, block))
-        for part in parts
-        for block in blocks
-    }
-    sites = sorted({site for pair in wanted.values() for site in pair})
-    totals, n = dict.fromkeys(wanted, 0.0), 0
-    for found in capture_states(model, batches, sites):
-        length = {site: found[site].double().norm(dim=-1) for site in sites}
-        n += found.batch.n_picks
-        for key, (output, beside) in wanted.items():
-            totals[key] += float((length[output] / length[beside]).sum())
-    return {key: total / n for key, total in totals.items()}
-
-
-def _block_headline(why: list[Row]) -> dict[str, object]:
-    """How much of what the mean costs the map costs, and whether its errors are milder than noise, by sub-module."""
-    found: dict[str, object] = {}
-    for part in dict.fromkeys(row["part"] for row in why):
-        mine = [row for row in why if row["part"] == part]
-        kl = {how: sum(row[how] for row in mine) for how in mine[0] if how.startswith("kl of")}
-        lost, noise = kl["kl of the mean"], kl["kl of noise of the same norm"]
-        found[f"map_over_mean_kl_{part}"] = kl["kl of the map"] / lost if lost else None
-        found[f"map_over_noise_kl_{part}"] = kl["kl of the map"] / noise if noise else None
-    return found
-
-
-LEVELS = 12
-"""A deeper model starts from so many evenly spaced levels, and the last."""
-
-
-def run(setup: Setup) -> Result:
+def run(setup: Setup) -> Result[Tables, Headline]:
     """Replace each kind of sub-module from every level on, then in one block at a time."""
-    estimator = setup.settings.estimators[0]
+    model, estimator = setup.model, setup.settings.estimators[0]
     jumps = setup.all_position_jumps(estimator, "submodules")
-    rows, cost, levels = _suffix(setup, jumps)
-    result = Result("submodules", {"suffix": rows})
-    alone = run_one_block(setup, jumps)
-    result.tables |= alone.tables
-    result.notes += alone.notes
-    result.settings = {
+    levels = start_levels(model.n_blocks)
+    suffix, suffix_cost = _replace_suffix(setup, jumps, levels)
+    variants, batches, block_cost = _replace_one_block(setup, jumps)
+    mass, note = attention_mass(model, batches)
+    tables = Tables(
+        suffix,
+        _block_rows(model, variants),
+        _why_rows(model, batches, jumps, variants, mass),
+    )
+    notes = [note] if note else []
+    if len(levels) <= model.n_blocks:
+        notes.append(f"Only levels {', '.join(map(str, levels))}, to limit the cost.")
+    if model.masked:
+        notes.append(
+            "The authors replace sub-modules of GPT-2 only; for an encoder the definition is ours: both norms of a "
+            "block follow its residual sums, and each is replaced by a map of its input."
+        )
+    facts = {
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
         "budget": setup.settings.score_tokens,
         "levels": levels,
-        "suffix": to_json(cost),
-        "one block": alone.settings,
+        "suffix": suffix_cost,
+        "one block": block_cost,
     }
-    result.headline = _headline(rows, setup.model.n_blocks) | alone.headline
-    if len(levels) <= setup.model.n_blocks:
-        result.notes.append(f"Levels {', '.join(map(str, levels))} only, to keep to the budget.")
-    if setup.model.masked:
-        result.notes.append(
-            "The authors replace sub-modules of GPT-2 only; for an encoder the definition is ours: both norms of a "
-            "block stand after its sums, and each is replaced by a map of what it reads."
-        )
-    return result
+    return Result("submodules", tables, _headline(tables, model.n_blocks), notes, facts)
 
 
-def parts_of(model: Model) -> list[str]:
-    """The parts this model has."""
-    return [part for part in PARTS if submodule_pairs(model, 1, part)]
+def start_levels(n_blocks: int) -> list[int]:
+    """Return the levels from which on parts are replaced: all, or evenly spaced ones; always 0 and the last."""
+    if n_blocks <= MAX_LEVELS:
+        return list(range(n_blocks + 1))
+    return sorted({round(index * n_blocks / MAX_LEVELS) for index in range(MAX_LEVELS + 1)})
 
 
-def start_levels(blocks: int) -> list[int]:
-    """The levels from which on a part is replaced: all, or an even choice in a deep model; always 0 and L."""
-    if blocks <= LEVELS:
-        return list(range(blocks + 1))
-    return sorted({round(place * blocks / LEVELS) for place in range(LEVELS + 1)})
-
-
-def _suffix(setup: Setup, jumps: Jumps) -> tuple[list[Row], Cost, list[int]]:
-    model, blocks = setup.model, setup.model.n_blocks
-    levels, parts, batches = start_levels(blocks), parts_of(model), small_batches(setup)
-    lenses = {"jump to last": setup.settings.estimators[0], "identity": "identity"}
-    named = {name: setup.lenses()[lens] for name, lens in lenses.items()}
-    cost = announce_cost(
-        "submodules, from a level on",
-        model,
-        batches,
-        block_runs=len(parts) * sum(blocks - level for level in levels),
-        unembeddings=(len(parts) + len(named)) * len(levels) + 1,
-    )
-    changes = {part: _changes(model, jumps, part) for part in parts}
-    variants = Variants(model)
-    for rerun in rerun_batches(setup, batches, variants):
-        for level in levels:
-            for part in parts:
-                last = rerun.from_level(level, changes=changes[part])
-                variants.add((part, level), rerun.pick(last))
-            state = rerun.pick(rerun.levels[level])
-            for name, lens in named.items():
-                _read(variants, (name, level), lens, state)
-    rows: list[Row] = [
-        {"part": part, "level": level}
-        | to_json(variants.scores((part, level), seed=setup.settings.seed))
-        for part in (*parts, *named)
-        for level in levels
-    ]
-    return rows, cost, levels
-
-
-def _read(variants: Variants, name: tuple[str, int], lens: Lens, state: Tensor) -> None:
-    variants.add_logits(name, lambda part: lens.logits(name[1], state[part]))
-
-
-def _changes(model: Model, jumps: Jumps, part: str) -> Changes:
+def changes_from_maps(model: Model, jumps: Jumps, part: str) -> Changes:
+    """Return the replacement of one kind of sub-module by its maps, in all blocks."""
     return {
         pair: replace_by_map(jumps[pair])
         for block in range(1, model.n_blocks + 1)
@@ -283,14 +194,328 @@ def _changes(model: Model, jumps: Jumps, part: str) -> Changes:
     }
 
 
-def _headline(rows: list[Row], blocks: int) -> dict[str, object]:
-    """Mean P@1 below the last level for each part, and the part whose replacement costs least."""
-    below = [row for row in rows if row["level"] < blocks]
-    found: dict[str, object] = {}
-    means: dict[str, float] = {}
-    for part in dict.fromkeys(row["part"] for row in below):
-        mine = [row["p@1"] for row in below if row["part"] == part]
-        means[part] = sum(mine) / len(mine)
-        found[f"mean_p@1_{part.replace(' ', '_')}"] = means[part]
-    tolerant = {part: mean for part, mean in means.items() if part in PARTS}
-    return {"most_tolerant": max(tolerant, key=lambda part: tolerant[part])} | found
+def _replace_suffix(
+    setup: Setup, jumps: Jumps, levels: Sequence[int]
+) -> tuple[list[SuffixRow], Cost]:
+    model, batches = setup.model, small_batches(setup)
+    parts = [part for part in PARTS if submodule_pairs(model, 1, part)]
+    lenses = {
+        JUMP: setup.lenses()[setup.settings.estimators[0]],
+        IDENTITY: setup.lenses()[IDENTITY],
+    }
+    cost = announce_cost(
+        "submodules, from a level on",
+        model,
+        batches,
+        block_runs=len(parts) * sum(model.n_blocks - level for level in levels),
+        unembeddings=(len(parts) + len(lenses)) * len(levels) + 1,
+    )
+    changes = {part: changes_from_maps(model, jumps, part) for part in parts}
+    variants = Variants(model)
+    for rerun in rerun_batches(setup, batches, variants):
+        for level in levels:
+            for part in parts:
+                states = rerun.from_level(level, changes=changes[part])
+                variants.add((part, level), rerun.pick(states))
+            picked = rerun.pick(rerun.levels[level])
+            for name, lens in lenses.items():
+                _add_lens(variants, name, lens, level, picked)
+    rows = [
+        SuffixRow(part, level, variants.scores((part, level), seed=setup.settings.seed))
+        for part in (*parts, *lenses)
+        for level in levels
+    ]
+    return rows, cost
+
+
+def _add_lens(variants: Variants, name: str, lens: Lens, level: int, states: Tensor) -> None:
+    variants.add_logits((name, level), lambda rows: lens.logits(level, states[rows]))
+
+
+def _single_parts(model: Model) -> list[str]:
+    """Return the sub-modules of a block of this model, each norm on its own."""
+    sites = set(model.structure.sites())
+    return [part for part in SUBMODULES if Site(1, f"{part}.in") in sites]
+
+
+def _pair(block: int, part: str) -> Pair:
+    return Site(block, f"{part}.in"), Site(block, f"{part}.out")
+
+
+def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[Variants, Batches, Cost]:
+    """Run each replacement in each block; the variants are named (replacement, part, block)."""
+    model, n_blocks = setup.model, setup.model.n_blocks
+    batches = small_batches(setup, BLOCK_SHARE)
+    changes = _block_changes(setup, jumps)
+    per_block = len(changes) // n_blocks
+    cost = announce_cost(
+        "submodules, one block at a time",
+        model,
+        batches,
+        block_runs=per_block * n_blocks * (n_blocks + 1) // 2,
+        unembeddings=per_block * n_blocks + 1,
+    )
+    variants = Variants(model)
+    for rerun in rerun_batches(setup, batches, variants):
+        for (replacement, part, block), change in changes.items():
+            states = rerun.from_level(block - 1, changes=change)
+            variants.add((replacement, part, block), rerun.pick(states))
+    return variants, batches, cost
+
+
+def _block_changes(setup: Setup, jumps: Jumps) -> dict[tuple[Replacement, str, int], Changes]:
+    """Return the changes to make, by (replacement, part, block)."""
+    moments, parts = setup.all_position_moments("submodules").fit, _single_parts(setup.model)
+    norms = [part for part in parts if part in NORMS]
+    changes: dict[tuple[Replacement, str, int], Changes] = {}
+    for block in range(1, setup.model.n_blocks + 1):
+        for index, part in enumerate(parts):
+            pair = _pair(block, part)
+            constant = replace_by_constant(moments.mean(pair[1]))
+            changes["map", part, block] = {pair: replace_by_map(jumps[pair])}
+            changes["mean", part, block] = {pair: constant}
+            changes["noise", part, block] = {pair: add_noise(jumps[pair], seed=10 * block + index)}
+        if len(norms) > 1:
+            changes["map", "norms", block] = {
+                _pair(block, part): replace_by_map(jumps[_pair(block, part)]) for part in norms
+            }
+    return changes
+
+
+def _block_rows(model: Model, variants: Variants) -> list[BlockRow]:
+    parts = _single_parts(model)
+    norms = [part for part in parts if part in NORMS]
+    variant_of = {part: part for part in parts if part not in NORMS}
+    if norms:
+        variant_of["norms"] = norms[0] if len(norms) == 1 else "norms"
+    return [
+        BlockRow(part, block, variants.scores(("map", variant, block)))
+        for part, variant in variant_of.items()
+        for block in range(1, model.n_blocks + 1)
+    ]
+
+
+def _why_rows(
+    model: Model,
+    batches: Batches,
+    jumps: Jumps,
+    variants: Variants,
+    mass: Sequence[tuple[float, float]] | None,
+) -> list[WhyRow]:
+    parts = _single_parts(model)
+    norms = _relative_norms(model, batches, parts)
+    nan = float("nan")
+    rows = []
+    for part in parts:
+        for block in range(1, model.n_blocks + 1):
+            r2, r2_weighted = jumps.info[_pair(block, part)].r2 or (nan, nan)
+            on_self, on_sink = mass[block - 1] if mass and part == "attn" else (None, None)
+            rows.append(
+                WhyRow(
+                    part,
+                    block,
+                    r2=r2,
+                    r2_weighted=r2_weighted,
+                    relative_norm=norms[part, block],
+                    attention_on_self=on_self,
+                    attention_on_sink=on_sink,
+                    kl_map=variants.mean_kl(("map", part, block)),
+                    kl_mean=variants.mean_kl(("mean", part, block)),
+                    kl_noise=variants.mean_kl(("noise", part, block)),
+                )
+            )
+    return rows
+
+
+@torch.no_grad()
+def _relative_norms(
+    model: Model, batches: Batches, parts: Sequence[str]
+) -> dict[tuple[str, int], float]:
+    """Return the mean over positions of ‖output of a sub-module‖ / ‖residual stream that it reads or writes‖."""
+    kinds = {site.part for site in model.structure.sites()}
+    after_attention = next((part for part in ("mid2", "mid") if part in kinds), None)
+
+    def stream(part: str, block: int) -> Site:
+        if after_attention and part in ("ln2", "ffn"):
+            return Site(block, after_attention)
+        return Site(block, "mid") if part in ("lnx", "xattn") else Site(block - 1)
+
+    compared = {
+        (part, block): (_pair(block, part)[1], stream(part, block))
+        for part in parts
+        for block in range(1, model.n_blocks + 1)
+    }
+    sites = sorted({site for pair in compared.values() for site in pair})
+    totals, n = dict.fromkeys(compared, 0.0), 0
+    for states in capture_states(model, batches, sites):
+        norms = {site: states[site].double().norm(dim=-1) for site in sites}
+        n += states.batch.n_picks
+        for key, (output, residual) in compared.items():
+            totals[key] += float((norms[output] / norms[residual]).sum())
+    return {key: total / n for key, total in totals.items()}
+
+
+def _headline(tables: Tables, n_blocks: int) -> Headline:
+    below = [row for row in tables.suffix if row.level < n_blocks]
+    precision = {
+        part: mean(row.scores.p1.mean for row in below if row.part == part)
+        for part in unique(row.part for row in below)
+    }
+    parts = unique(row.part for row in tables.why)
+    return Headline(
+        most_tolerant=max((part for part in precision if part in PARTS), key=precision.__getitem__),
+        mean_p1={part.replace(" ", "_"): value for part, value in precision.items()},
+        map_over_mean_kl={part: _kl_ratio(tables.why, part, lambda r: r.kl_mean) for part in parts},
+        map_over_noise_kl={
+            part: _kl_ratio(tables.why, part, lambda r: r.kl_noise) for part in parts
+        },
+    )
+
+
+def _kl_ratio(rows: Sequence[WhyRow], part: str, other: Callable[[WhyRow], float]) -> float:
+    """Return the KL of the maps of one kind of sub-module over that of another replacement, summed over blocks."""
+    group = [row for row in rows if row.part == part]
+    total = sum(map(other, group))
+    return sum(row.kl_map for row in group) / total if total else float("nan")
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return precision@1 and KL by level and by block, then what explains them."""
+    tables = result.tables
+    panels = []
+    if tables.suffix:
+        panels.append(_suffix_panel(tables.suffix))
+    if tables.one_block:
+        panels.append(_block_panel(tables.one_block))
+    if tables.why:
+        panels += [_replacement_panel(tables.why), *_why_panels(tables.why)]
+    return panels
+
+
+def _chart_by_part(title: str, points: Sequence[tuple[str, int, Value]], x: str) -> go.Figure:
+    """Draw one line for each kind of sub-module through (part, level or block, value)."""
+    lines = {
+        NAMES[part]: [(at, value) for name, at, value in points if name == part]
+        for part in unique(part for part, _, _ in points)
+    }
+    figure = line_chart(title, lines, x=x, dashed=(NAMES[JUMP], IDENTITY))
+    return level_axis(figure, [at for _, at, _ in points])
+
+
+def _suffix_panel(rows: Sequence[SuffixRow]) -> Panel:
+    last, axis = max(row.level for row in rows), "replaced after level"
+    precision = [(row.part, row.level, row.scores.p1) for row in rows]
+    # At the last level nothing is replaced.
+    kl = [(row.part, row.level, row.scores.kl) for row in rows if row.level < last]
+    figures = [
+        unit_axis(_chart_by_part("precision@1", precision, axis)),
+        _chart_by_part("KL from the model, nats", kl, axis).update_yaxes(type="log", dtick="D2"),
+    ]
+    means = {
+        part: mean(row.scores.p1.mean for row in rows if row.part == part and row.level < last)
+        for part in unique(row.part for row in rows)
+    }
+    parts = [f"{number(means[part])} for {NAMES[part]}" for part in means if part in PARTS]
+    lenses = [f"{number(means[name])} for the {NAMES[name]}" for name in means if name not in PARTS]
+    reading = (
+        f"With maps in all later blocks, the mean precision@1 over the levels below the last is {listed(parts)}; it is "
+        f"{listed(lenses)}."
+    )
+    return Panel("Sub-modules replaced from a level on", reading, ("suffix",), figures)
+
+
+def _block_panel(rows: Sequence[BlockRow]) -> Panel:
+    precision = [(row.part, row.block, row.scores.p1) for row in rows]
+    kl = [(row.part, row.block, row.scores.kl) for row in rows]
+    figures = [
+        unit_axis(_chart_by_part("precision@1", precision, "block")),
+        _chart_by_part("KL from the model, nats", kl, "block"),
+    ]
+    worst, best = (end(rows, key=lambda row: row.scores.kl) for end in (max, min))
+    reading = (
+        f"A map in a single block costs most for {NAMES[worst.part]} in block {worst.block} (KL "
+        f"{number(worst.scores.kl)} nats, precision@1 {number(worst.scores.p1.mean)}) and least for "
+        f"{NAMES[best.part]} in block {best.block} (KL {number(best.scores.kl)} nats)."
+    )
+    return Panel("Sub-modules replaced in one block", reading, ("one block",), figures)
+
+
+def _replacement_panel(rows: Sequence[WhyRow]) -> Panel:
+    """Draw the KL of the three replacements, one figure for each kind of sub-module."""
+    parts = unique(row.part for row in rows)
+    figures = []
+    for part in parts:
+        group = [row for row in rows if row.part == part]
+        lines = {
+            "map": [(row.block, row.kl_map) for row in group],
+            "mean output": [(row.block, row.kl_mean) for row in group],
+            "noise as large as the map's error": [(row.block, row.kl_noise) for row in group],
+        }
+        figure = line_chart(NAMES[part], lines, x="block", y="KL, nats")
+        figure.update_yaxes(type="log", dtick="D2")
+        figures.append(level_axis(figure, [row.block for row in rows]))
+    ratios = [
+        f"{number(_kl_ratio(rows, part, lambda row: row.kl_mean))} for {NAMES[part]}"
+        for part in parts
+    ]
+    reading = (
+        f"Summed over blocks, the KL of the map relative to that of the mean output is {listed(ratios)}: near 0 a "
+        f"sub-module is nearly linear, near 1 its map is no better than a constant."
+    )
+    return Panel("Map, mean output and noise in one block", reading, ("why",), figures)
+
+
+def _why_panels(rows: Sequence[WhyRow]) -> list[Panel]:
+    """Draw R² and relative norm by block, then attention mass where the model shows it."""
+    r2 = [(row.part, row.block, row.r2) for row in rows]
+    norms = [(row.part, row.block, row.relative_norm) for row in rows]
+    figures = [
+        unit_axis(_chart_by_part("R² of the map", r2, "block"), [row.r2 for row in rows]),
+        _chart_by_part("norm of the output over the residual stream's", norms, "block"),
+    ]
+    most, least = (end(rows, key=lambda row: row.r2) for end in (max, min))
+    reading = (
+        f"The map explains most of {NAMES[most.part]} in block {most.block} (R² {number(most.r2)}) and least of "
+        f"{NAMES[least.part]} in block {least.block} (R² {number(least.r2)})."
+    )
+    panel = Panel("Linearity and size of each sub-module", reading, ("why",), figures)
+    on_self = [(r.block, r.attention_on_self) for r in rows if r.attention_on_self is not None]
+    on_sink = [(r.block, r.attention_on_sink) for r in rows if r.attention_on_sink is not None]
+    if not on_self or not on_sink:
+        return [panel]
+    lines = {"on the token itself": on_self, "on position 0": on_sink}
+    figure = line_chart("attention mass, mean over heads", lines, x="block")
+    unit_axis(level_axis(figure, [block for block, _ in on_self]))
+    reading = (
+        f"On average, attention puts {percent(mean(mass for _, mass in on_self))} of its mass on the token itself and "
+        f"{percent(mean(mass for _, mass in on_sink))} on position 0."
+    )
+    return [panel, Panel("Attention mass", reading, ("why",), [figure])]
+
+
+def finding(result: Result[Tables, Headline]) -> Finding | None:
+    """Return the kind of sub-module whose replacement costs least."""
+    head = result.headline
+    means = {part: head.mean_p1[part] for part in PARTS if part in head.mean_p1}
+    if head.most_tolerant not in means:
+        return None
+    others = [
+        f"{NAMES[part]} {number(means[part])}" for part in means if part != head.most_tolerant
+    ]
+    return Finding(
+        "Most linear sub-module",
+        NAMES[head.most_tolerant],
+        f"with maps in its place from a level on, precision@1 is {number(means[head.most_tolerant])} on average "
+        f"({', '.join(others)}).",
+    )
+
+
+STUDY = Study(
+    "submodules",
+    "which sub-modules can be replaced by linear maps, where, and why?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    finding,
+)

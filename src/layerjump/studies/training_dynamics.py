@@ -1,185 +1,300 @@
-"""`dynamics`: how linear a model is at every checkpoint of its training.
+"""`dynamics`: how does linearity change from checkpoint to checkpoint of a training run?
 
-"Your Transformer is Secretly Linear" finds that main-stream linearity falls during pretraining (its figure's legend
-says "without residuals", its text the opposite): here both are given, in sample and held out, with the loss, the
-angles' jump strength, and what the levels predict. Checkpoints are folders, or hub revisions of the model.
-
-Figures of a model in training, or of a series of checkpoints: tables `steps`, `blocks` and `levels`.
+Protocol: every checkpoint (a folder, or a hub revision of the model) is measured on the same text: loss, linearity of
+every block with and without the residual stream, in sample and held out, jump strength, and how often a map to the last
+level and the identity predict the model's own token. "Your Transformer is Secretly Linear" finds that main-stream
+linearity falls during pretraining (the legend of its figure says "without residuals", its text the opposite), so both
+are given. The figures also show the record of a training run of `layerjump pretrain`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import plotly.graph_objects as go
 
 from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
-from layerjump.studies._untyped import (
-    AMBER,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
+from layerjump.studies.charts import (
     Panel,
-    Result,
-    Row,
-    Study,
-    add_line,
-    empty_figure,
-    heat_map,
+    colours,
+    draw_heat_map,
+    line_chart,
     number,
+    unique,
+    unit_axis,
 )
+from layerjump.studies.results import Column, Result, Study, from_json
 from layerjump.studies.setup import Setup
-from layerjump.training.monitor import PROFILE_SPLIT, measure_profile
-
-_NAMES = ("with residual", "without residual")
+from layerjump.training.monitor import PROFILE_SPLIT, Profile, measure_profile
 
 
-def unable(setup: Setup) -> str | None:
-    """Why training cannot be followed, if it cannot."""
+@dataclass(frozen=True)
+class Linearity:
+    """Linearity with and without the residual stream, of the identity, and of noise in sample."""
+
+    with_residual: Annotated[float, Column("with residual")]
+    without_residual: Annotated[float, Column("without residual")]
+    with_residual_held_out: Annotated[float, Column("with residual held out")]
+    without_residual_held_out: Annotated[float, Column("without residual held out")]
+    identity: float
+    chance_floor: Annotated[float, Column("chance floor")]
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """Loss, jump strength, and means over blocks (linearity) and over levels below the last (predictions)."""
+
+    loss: float
+    perplexity: float
+    linearity: Annotated[Linearity, Column("{}")]
+    jump_strength: Annotated[float, Column("jump strength")]
+    agreement_map: Annotated[float, Column("agreement map")]
+    agreement_identity: Annotated[float, Column("agreement identity")]
+    r2: float
+
+    @classmethod
+    def of(cls, profile: Profile) -> ProfileRow:
+        return from_json(cls, profile.tables()["steps"][0])
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The model at one step."""
+
+    step: int
+    checkpoint: Annotated[str | None, Column(optional=True)] = field(default=None, kw_only=True)
+    profile: Annotated[ProfileRow, Column("{}")]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """Linearity of one block at one step."""
+
+    step: int
+    checkpoint: Annotated[str | None, Column(optional=True)] = field(default=None, kw_only=True)
+    block: int
+    linearity: Annotated[Linearity, Column("{}")]
+    angle: float
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """Predictions of one level at one step."""
+
+    step: int
+    checkpoint: Annotated[str | None, Column(optional=True)] = field(default=None, kw_only=True)
+    level: int
+    r2: float
+    agreement_map: Annotated[float, Column("agreement map")]
+    agreement_identity: Annotated[float, Column("agreement identity")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Measurements by step, by step and block, and by step and level."""
+
+    steps: list[StepRow] = field(default_factory=list)
+    blocks: list[BlockRow] = field(default_factory=list)
+    levels: list[LevelRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The main numbers at one step."""
+
+    step: int
+    with_residual: float
+    without_residual: float
+    with_residual_held_out: float
+    without_residual_held_out: float
+    jump_strength: float
+    perplexity: float
+
+    @classmethod
+    def of(cls, row: StepRow) -> StepSummary:
+        linearity = row.profile.linearity
+        return cls(
+            row.step,
+            linearity.with_residual,
+            linearity.without_residual,
+            linearity.with_residual_held_out,
+            linearity.without_residual_held_out,
+            row.profile.jump_strength,
+            row.profile.perplexity,
+        )
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first and the last step."""
+
+    first: Annotated[StepSummary, Column("first_{}")]
+    last: Annotated[StepSummary, Column("last_{}")]
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why training cannot be followed, or None."""
     if setup.model.task == "seq2seq":
-        return "it measures single stacks of blocks, and this is an encoder–decoder"
+        return "it measures single stacks of blocks, and this model is an encoder–decoder"
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    return (
-        None
-        if setup.settings.checkpoints
-        else f"it needs a series of checkpoints, and got none; give {argument('checkpoints')} (folders or revisions)"
-    )
+    if not setup.settings.checkpoints:
+        return f"it needs a series of checkpoints; pass {argument('checkpoints')} (folders or revisions)"
+    return None
 
 
-def run(setup: Setup) -> Result:
+def run(setup: Setup) -> Result[Tables, Headline]:
     """Measure every checkpoint on the same text."""
-    tables: dict[str, list[Row]] = {"steps": [], "blocks": [], "levels": []}
-    for place, (name, model) in enumerate(_series(setup), start=1):
-        found = measure_profile(model, setup.corpus, seed=setup.settings.seed)
-        for table, rows in found.tables(step=step_of(name, place), checkpoint=name).items():
-            tables[table] += rows
-    for name in tables:
-        tables[name].sort(key=lambda row: int(row["step"]))
-    result = Result("dynamics", tables)
-    result.settings = {"checkpoints": len(tables["steps"]), "split": PROFILE_SPLIT}
-    result.headline = _headline(tables["steps"])
-    result.notes.append(
-        "Positions other than 0; maps are fitted on three quarters of the documents and tested on one. Jump strength "
-        "(the last block's mean angle over the mean of the others') is our definition."
-    )
-    return result
+    tables = Tables()
+    for index, (name, model) in enumerate(_load_checkpoints(setup), start=1):
+        profile = measure_profile(model, setup.corpus, seed=setup.settings.seed)
+        rows = profile.tables(step=step_of(name, index), checkpoint=name)
+        measured = from_json(Tables, rows, f"checkpoint {name}")
+        tables.steps.extend(measured.steps)
+        tables.blocks.extend(measured.blocks)
+        tables.levels.extend(measured.levels)
+    tables.steps.sort(key=lambda row: row.step)
+    tables.blocks.sort(key=lambda row: row.step)
+    tables.levels.sort(key=lambda row: row.step)
+    headline = Headline(StepSummary.of(tables.steps[0]), StepSummary.of(tables.steps[-1]))
+    notes = [
+        "Position 0 is left out; maps are fitted on three quarters of the documents and tested on one. Jump strength "
+        "(the mean angle of the last block over the mean of the others) is our definition."
+    ]
+    facts = {"checkpoints": len(tables.steps), "split": PROFILE_SPLIT}
+    return Result("dynamics", tables, headline, notes, facts)
 
 
-def _series(setup: Setup) -> Iterator[tuple[str, Model]]:
-    like: dict[str, Any] = {
-        "device": str(setup.model.device),
-        "dtype": str(setup.model.hf.dtype).split(".")[-1],
-    }
-    for given in setup.settings.checkpoints:
-        folder = Path(given).expanduser()
+def _load_checkpoints(setup: Setup) -> Iterator[tuple[str, Model]]:
+    device, dtype = str(setup.model.device), str(setup.model.hf.dtype).split(".")[-1]
+    for checkpoint in setup.settings.checkpoints:
+        folder = Path(checkpoint).expanduser()
         if not folder.is_dir():
-            # No folder: a branch, tag or commit of the model.
-            yield given, load(setup.model.name, revision=given, **like)
+            # A branch, tag or commit of the model.
+            revision = load(setup.model.name, revision=checkpoint, device=device, dtype=dtype)
+            yield checkpoint, revision
             continue
         inside = sorted(folder.glob("checkpoint-*"), key=lambda path: step_of(path.name, 0))
-        places = [folder] if (folder / "config.json").is_file() else inside
-        if not places:
+        folders = [folder] if (folder / "config.json").is_file() else inside
+        if not folders:
             raise BadStudy(
-                f"{given} is no checkpoint, and holds none (checkpoint-*); give folders that do, or hub revisions"
+                f"expected a checkpoint or a folder of checkpoint-*, got {checkpoint}; pass such folders or hub "
+                f"revisions in {argument('checkpoints')}"
             )
-        for path in places:
-            yield path.name, load(path, **like)
+        for path in folders:
+            yield path.name, load(path, device=device, dtype=dtype)
 
 
-def step_of(name: str, otherwise: int) -> int:
-    """The step in a checkpoint's name (`checkpoint-500`, `step1000`), or its place in the series."""
-    found = re.findall(r"\d+", name)
-    return int(found[-1]) if found else otherwise
+def step_of(name: str, default: int) -> int:
+    """Return the step in the name of a checkpoint (`checkpoint-500`, `step1000`), or the default."""
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else default
 
 
-def _headline(rows: list[Row]) -> Row:
-    first, last = rows[0], rows[-1]
-    found: Row = {"first_step": first["step"], "last_step": last["step"]}
-    for name in (*_NAMES, *(f"{name} held out" for name in _NAMES), "jump strength", "perplexity"):
-        key = name.replace(" ", "_")
-        found |= {f"first_{key}": first[name], f"last_{key}": last[name]}
-    return found
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return what changes from step to step, and in which blocks and levels."""
+    return draw_tables(result.tables)
 
 
-_LINES = (
-    ("perplexity", (("perplexity", "perplexity", BLUE, "solid"),)),
-    (
-        "linearity, mean over blocks",
-        (
-            ("with residual held out", "with residual", BLUE, "solid"),
-            ("without residual held out", "without residual", GREEN, "solid"),
-            ("identity", "identity", ORANGE, "dash"),
-            ("chance floor", "noise would score (in sample)", GREY, "dot"),
+def draw_tables(tables: Tables) -> list[Panel]:
+    """Draw the measurements of checkpoints or of a training run."""
+    panels = [_step_panel(tables.steps)] if tables.steps else []
+    if tables.blocks and tables.levels:
+        panels.append(_block_panel(tables.blocks, tables.levels))
+    return panels
+
+
+def _step_panel(rows: Sequence[StepRow]) -> Panel:
+    def points(score: Callable[[ProfileRow], float]) -> list[tuple[float, float]]:
+        return [(row.step, score(row.profile)) for row in rows]
+
+    perplexity = {"perplexity": points(lambda row: row.perplexity)}
+    linearity = {
+        "linearity with residual": points(lambda row: row.linearity.with_residual_held_out),
+        "linearity without residual": points(lambda row: row.linearity.without_residual_held_out),
+        "identity": points(lambda row: row.linearity.identity),
+        "score of noise, in sample": points(lambda row: row.linearity.chance_floor),
+    }
+    agreement = {
+        "map": points(lambda row: row.agreement_map),
+        "identity": points(lambda row: row.agreement_identity),
+    }
+    strength = {"jump strength": points(lambda row: row.jump_strength)}
+    dashed = ("identity", "score of noise, in sample")
+    paint = colours(unique([*linearity, *agreement]))
+    charts = [
+        line_chart("held-out perplexity", perplexity, x="step").update_yaxes(
+            type="log", dtick="D2"
         ),
-    ),
-    (
-        "own token given by a lens, mean over levels",
-        (
-            ("agreement map", "map", AMBER, "solid"),
-            ("agreement identity", "identity", ORANGE, "dash"),
+        line_chart(
+            "held-out linearity, mean over blocks", linearity, x="step", dashed=dashed, paint=paint
         ),
-    ),
-    ("jump strength", (("jump strength", "jump strength", PURPLE, "solid"),)),
-)
-
-
-def over_steps(study: Study) -> list[Panel]:
-    """What changes from step to step."""
-    rows = study["tables"].get("steps")
-    if not rows:
-        return []
-    figures = [_lines(rows, title, lines) for title, lines in _LINES]
-    figures[0].update_yaxes(type="log", dtick="D2")
-    first, last = rows[0], rows[-1]
-    reading = (
-        f"From step {number(first['step'])} to {number(last['step'])} held-out perplexity goes from "
-        f"{number(first['perplexity'])} to {number(last['perplexity'])}; of what a block adds, a linear map explains "
-        f"{number(first['without residual held out'])} on unseen text at first and "
-        f"{number(last['without residual held out'])} at last; jump strength goes from "
-        f"{number(first['jump strength'])} to {number(last['jump strength'])}."
-    )
-    return [Panel("From step to step", reading, ("steps",), figures)]
-
-
-def _lines(
-    rows: Sequence[Row], title: str, lines: Sequence[tuple[str, str, str, str]]
-) -> go.Figure:
-    figure = empty_figure(title, x="step")
-    for column, name, colour, dash in lines:
-        add_line(figure, rows, "step", column, name=name, colour=colour, dash=dash)
-    return figure.update_traces(showlegend=len(lines) > 1)
-
-
-def by_block(study: Study) -> list[Panel]:
-    """Where in the model it changes: blocks and levels up, steps across."""
-    blocks, levels = (study["tables"].get(name) for name in ("blocks", "levels"))
-    if not blocks or not levels:
-        return []
-    column = "without residual held out"
-    figures = [
-        _over(blocks, "block", column, "linearity without residual, held out"),
-        _over(levels, "level", "agreement map", "own token given by the map"),
+        unit_axis(
+            line_chart(
+                "agreement with the model, mean over levels",
+                agreement,
+                x="step",
+                dashed=dashed,
+                paint=paint,
+            )
+        ),
+        line_chart("jump strength", strength, x="step"),
     ]
-    last = [row for row in blocks if row["step"] == blocks[-1]["step"]]
-    least = min(last, key=lambda row: row[column])
-    most = max(last, key=lambda row: row[column])
+    for chart in (charts[0], charts[-1]):
+        chart.update_traces(showlegend=False)
+    first, last = rows[0], rows[-1]
     reading = (
-        f"At the end block {least['block']} is the least linear ({number(least[column])} without the residual stream) "
-        f"and block {most['block']} the most ({number(most[column])})."
+        f"From step {number(first.step)} to {number(last.step)}, held-out perplexity goes from "
+        f"{number(first.profile.perplexity)} to {number(last.profile.perplexity)}. A linear map explains "
+        f"{number(first.profile.linearity.without_residual_held_out)} of the residual writes of a block on held-out "
+        f"text at first, and {number(last.profile.linearity.without_residual_held_out)} at last. Jump strength goes "
+        f"from {number(first.profile.jump_strength)} to {number(last.profile.jump_strength)}."
     )
-    return [Panel("Block by block", reading, ("blocks", "levels"), figures)]
+    return Panel("From step to step", reading, ("steps",), charts)
 
 
-def _over(rows: Sequence[Row], up: str, column: str, title: str) -> go.Figure:
-    named = [row | {"step": str(row["step"])} for row in rows]
-    figure = heat_map(named, "step", up, column, title=title, x_title="step", y_title=up)
-    # Steps are names here: as numbers they would be spaced, and cells squared, by their size.
-    return figure.update_xaxes(type="category").update_yaxes(autorange=True, dtick=1)
+def _block_panel(blocks: Sequence[BlockRow], levels: Sequence[LevelRow]) -> Panel:
+    def chart(cells: dict[tuple[str, str], float], y: str, title: str) -> go.Figure:
+        # Steps are names here: as numbers they would be spaced by their size.
+        figure = draw_heat_map(cells, title=title, x="step", y=y)
+        return figure.update_xaxes(type="category").update_yaxes(type="category", autorange=True)
+
+    charts = [
+        chart(
+            {(str(r.step), str(r.block)): r.linearity.without_residual_held_out for r in blocks},
+            "block",
+            "linearity without residual, held out",
+        ),
+        chart(
+            {(str(r.step), str(r.level)): r.agreement_map for r in levels},
+            "level",
+            "agreement of the map with the model",
+        ),
+    ]
+    final = [row for row in blocks if row.step == blocks[-1].step]
+    most, least = (
+        end(final, key=lambda row: row.linearity.without_residual_held_out) for end in (max, min)
+    )
+    reading = (
+        f"At the last step, block {least.block} is the least linear without the residual stream "
+        f"({number(least.linearity.without_residual_held_out)}) and block {most.block} the most "
+        f"({number(most.linearity.without_residual_held_out)})."
+    )
+    return Panel("Block by block", reading, ("blocks", "levels"), charts)
+
+
+STUDY = Study(
+    "dynamics",
+    "how does linearity change from checkpoint to checkpoint?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)

@@ -1,11 +1,17 @@
-"""`transfer`: a map fitted on one text, scored on another, for every pair of the texts given.
+"""`transfer`: does a map fitted on one text also serve another?
 
-Each text is run once. Its fit split gives one set of maps, its test split one set of sums on which every text's maps
-are scored, and one set of positions that they are read at. What is lost is told against the maps fitted on the test
-text itself.
+Protocol: for every pair of texts, the maps to the last level fitted on one text are scored on the other. Each text is
+run once: its fit split gives one set of maps, its test split the second moments and the positions on which the maps of
+all texts are scored. A loss is the score of the maps fitted on the test text itself, minus the score of the given maps.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import plotly.graph_objects as go
 
 from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
@@ -17,108 +23,223 @@ from layerjump.jumps.statistics import Moments
 from layerjump.lens.evaluate import LensScores
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.studies._untyped import Result, Row, mean_r2
-from layerjump.studies.setup import Setup, hits_below_last, maps_of, r2_of_maps
+from layerjump.studies.charts import (
+    Panel,
+    draw_heat_map,
+    level_axis,
+    line_chart,
+    mean,
+    number,
+    unique,
+    unit_axis,
+)
+from layerjump.studies.results import Column, Interval, Result, Study
+from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
 
-def unable(setup: Setup) -> str | None:
-    """Why transfer cannot be studied; None where it can."""
+@dataclass(frozen=True)
+class PairRow:
+    """Maps of one text on another, averaged over the levels below the last."""
+
+    fit: str
+    test: str
+    r2: float
+    r2_weighted: Annotated[float, Column("r2 weighted")]
+    p1: Annotated[float, Column("p@1")]
+    r2_lost: Annotated[float, Column("r2 lost")]
+    r2_weighted_lost: Annotated[float, Column("r2 weighted lost")]
+    p1_lost: Annotated[Interval, Column("p@1 lost{}")]
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """Maps of one text on another, at one level."""
+
+    fit: str
+    test: str
+    level: int
+    r2: float
+    r2_weighted: Annotated[float, Column("r2 weighted")]
+    p1: Annotated[float, Column("p@1")]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows for every pair of texts."""
+
+    matrix: list[PairRow]
+    levels: list[LevelRow]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Mean scores on the text of the fit, and mean and largest losses on other texts."""
+
+    p1_at_home: Annotated[float, Column("mean_p@1_at_home")]
+    p1_lost: Annotated[float, Column("mean_p@1_lost")]
+    r2_lost: Annotated[float, Column("mean_r2_lost")]
+    most_p1_lost: Annotated[float, Column("most_p@1_lost")]
+    most_lost_from: str
+    most_lost_on: str
+
+
+def cannot_run(setup: Setup) -> str | None:
+    """Return why transfer cannot be studied, or None."""
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    return (
-        None
-        if setup.others
-        else f"it compares texts, and got one; give {argument('text')} twice or more"
-    )
+    return None if setup.others else f"it compares texts; pass {argument('text')} more than once"
 
 
-def run(setup: Setup) -> Result:
+def run(setup: Setup) -> Result[Tables, Headline]:
     """Fit on every text, score on every text."""
-    texts = named([setup.corpus, *setup.others])
+    texts = name_texts([setup.corpus, *setup.others])
     estimator = setup.settings.estimators[0]
     lenses: dict[str, Lens] = {}
     maps: dict[str, dict[Pair, Affine]] = {}
     tests: dict[str, Moments] = {}
-    sizes: dict[str, Row] = {}
+    sizes: dict[str, dict[str, int | str]] = {}
     for name, corpus in texts.items():
-        first = corpus is setup.corpus
-        sums = setup.moments("to-last") if first else setup.collect_moments(corpus, "to-last")
-        jumps = solve_jumps(sums, estimator, model=setup.model)
-        lenses[name], maps[name], tests[name] = Lens(setup.model, jumps), maps_of(jumps), sums.test
-        sizes[name] = {"n_fit": sums.fit.n, "n_test": sums.test.n, "text": corpus.name}
-    result = Result("transfer", {"matrix": [], "levels": []})
+        is_first = corpus is setup.corpus
+        moments = setup.moments("to-last") if is_first else setup.collect_moments(corpus, "to-last")
+        jumps = solve_jumps(moments, estimator, model=setup.model)
+        lenses[name], maps[name], tests[name] = (
+            Lens(setup.model, jumps),
+            maps_of(jumps),
+            moments.test,
+        )
+        sizes[name] = {"n_fit": moments.fit.n, "n_test": moments.test.n, "text": corpus.name}
+    tables = Tables([], [])
     for name, corpus in texts.items():
-        readings = setup.score_lenses(lenses, setup.test_batches(corpus))
-        sizes[name]["n_examples"] = readings.n_examples
-        scores = {fit: r2_of_maps(mine, tests[name]) for fit, mine in maps.items()}
-        result.tables["matrix"] += _cells(name, scores, readings, setup.settings.seed)
-        result.tables["levels"] += _levels(name, scores, readings)
-    result.settings = {"estimator": estimator, "texts": sizes}
-    result.headline = _headline(result.tables["matrix"])
-    result.notes.append(
-        "A loss is what the map fitted on the test text itself scores, less what this map scores there; intervals "
-        "resample the test text's documents. Texts that give fewer fit positions give worse maps, on any text."
-    )
-    return result
+        scores = setup.score_lenses(lenses, setup.test_batches(corpus))
+        sizes[name]["n_examples"] = scores.n_examples
+        r2 = {fit: r2_of_maps(maps[fit], tests[name]) for fit in texts}
+        tables.matrix.extend(_pair_rows(name, r2, scores, setup.settings.seed))
+        tables.levels.extend(_level_rows(name, r2, scores))
+    notes = [
+        "A loss is the score of the map fitted on the test text itself, minus the score of this map; intervals "
+        "resample documents of the test text. A text with fewer fit positions gives worse maps on any text."
+    ]
+    facts = {"estimator": estimator, "texts": sizes}
+    return Result("transfer", tables, _headline(tables.matrix), notes, facts)
 
 
-def named(texts: list[Corpus]) -> dict[str, Corpus]:
-    """The texts by name; a name that comes up again is numbered."""
-    found: dict[str, Corpus] = {}
+def name_texts(texts: Sequence[Corpus]) -> dict[str, Corpus]:
+    """Return the texts by name; a name that occurs again is numbered."""
+    names: dict[str, Corpus] = {}
     for corpus in texts:
         name, count = corpus.name, 1
-        while name in found:
+        while name in names:
             count += 1
             name = f"{corpus.name} ({count})"
-        found[name] = corpus
-    return found
+        names[name] = corpus
+    return names
 
 
-def _cells(test: str, scores: dict[str, list[R2]], readings: LensScores, seed: int) -> list[Row]:
-    """One row for each fit text: its scores on a test text, and what it loses there."""
-    hits = hits_below_last(readings).numpy()
-    own = readings.lenses.index(test)
-    lost, low, high = mean_interval(hits[own] - hits, readings.document.numpy(), seed=seed)
-    best = mean_r2(scores[test])
-    rows: list[Row] = []
-    for place, fit in enumerate(readings.lenses):
-        score = mean_r2(scores[fit])
-        row: Row = {"fit": fit, "test": test, **score, "p@1": float(hits[place].mean())}
-        row |= {f"{name} lost": best[name] - value for name, value in score.items()}
-        row["p@1 lost"] = float(lost[place])
-        row |= {"p@1 lost low": float(low[place]), "p@1 lost high": float(high[place])}
-        rows.append(row)
+def _pair_rows(test: str, r2: dict[str, list[R2]], scores: LensScores, seed: int) -> list[PairRow]:
+    hits = hits_below_last(scores).numpy()
+    home_hits, home_r2 = hits[scores.lenses.index(test)], mean_r2(r2[test])
+    lost, low, high = mean_interval(home_hits - hits, scores.document.numpy(), seed=seed)
+    rows = []
+    for index, fit in enumerate(scores.lenses):
+        means = mean_r2(r2[fit])
+        rows.append(
+            PairRow(
+                fit,
+                test,
+                r2=means.uniform,
+                r2_weighted=means.weighted,
+                p1=float(hits[index].mean()),
+                r2_lost=home_r2.uniform - means.uniform,
+                r2_weighted_lost=home_r2.weighted - means.weighted,
+                p1_lost=Interval(float(lost[index]), float(low[index]), float(high[index])),
+            )
+        )
     return rows
 
 
-def _levels(test: str, scores: dict[str, list[R2]], readings: LensScores) -> list[Row]:
-    hits = readings.hits(1).double().mean(-1)
+def _level_rows(test: str, r2: dict[str, list[R2]], scores: LensScores) -> list[LevelRow]:
+    precision = scores.hits(1).double().mean(-1)
     return [
-        {
-            "fit": fit,
-            "test": test,
-            "level": level,
-            "r2": score.uniform,
-            "r2 weighted": score.weighted,
-            "p@1": float(hits[place, level]),
-        }
-        for place, fit in enumerate(readings.lenses)
-        for level, score in enumerate(scores[fit])
+        LevelRow(fit, test, level, score.uniform, score.weighted, float(precision[index, level]))
+        for index, fit in enumerate(scores.lenses)
+        for level, score in enumerate(r2[fit])
     ]
 
 
-def _headline(matrix: list[Row]) -> Row:
-    moved = [row for row in matrix if row["fit"] != row["test"]]
-    worst = max(moved, key=lambda row: row["p@1 lost"])
-    return {
-        "mean_p@1_at_home": _mean([row["p@1"] for row in matrix if row["fit"] == row["test"]]),
-        "mean_p@1_lost": _mean([row["p@1 lost"] for row in moved]),
-        "mean_r2_lost": _mean([row["r2 lost"] for row in moved]),
-        "most_p@1_lost": worst["p@1 lost"],
-        "most_lost_from": worst["fit"],
-        "most_lost_on": worst["test"],
+def _headline(matrix: Sequence[PairRow]) -> Headline:
+    home = [row for row in matrix if row.fit == row.test]
+    away = [row for row in matrix if row.fit != row.test]
+    worst = max(away, key=lambda row: row.p1_lost.mean)
+    return Headline(
+        p1_at_home=mean(row.p1 for row in home),
+        p1_lost=mean(row.p1_lost.mean for row in away),
+        r2_lost=mean(row.r2_lost for row in away),
+        most_p1_lost=worst.p1_lost.mean,
+        most_lost_from=worst.fit,
+        most_lost_on=worst.test,
+    )
+
+
+def figures(result: Result[Tables, Headline]) -> list[Panel]:
+    """Return heat maps of fit text × test text, then precision@1 by level for each test text."""
+    matrix, head = result.tables.matrix, result.headline
+    heat_maps = [
+        draw_heat_map(
+            {(row.test, row.fit): score(row) for row in matrix},
+            title=title,
+            x="tested on",
+            y="fitted on",
+        )
+        for title, score in (
+            ("precision@1, mean over levels", lambda row: row.p1),
+            ("precision@1 lost", lambda row: row.p1_lost.mean),
+            ("R² lost", lambda row: row.r2_lost),
+        )
+    ]
+    worst = next(r for r in matrix if (r.fit, r.test) == (head.most_lost_from, head.most_lost_on))
+    reading = (
+        f"A map tested on the text of its fit reaches a precision@1 of {number(head.p1_at_home)}, mean over levels and "
+        f"texts; on another text it loses {number(head.p1_lost)} of it and {number(head.r2_lost)} of R². The largest "
+        f"loss is {number(worst.p1_lost.mean)} (95 % interval {number(worst.p1_lost.low)} to "
+        f"{number(worst.p1_lost.high)}), of maps fitted on {worst.fit} and tested on {worst.test}."
+    )
+    panels = [Panel("From text to text", reading, ("matrix",), heat_maps)]
+    return [*panels, _level_panel(result.tables.levels)] if result.tables.levels else panels
+
+
+def _level_panel(rows: Sequence[LevelRow]) -> Panel:
+    levels = sorted({row.level for row in rows})
+
+    def chart(test: str) -> go.Figure:
+        lines = {
+            f"fitted on {fit}": [
+                (row.level, row.p1) for row in rows if (row.fit, row.test) == (fit, test)
+            ]
+            for fit in unique(row.fit for row in rows)
+        }
+        figure = line_chart(f"tested on {test}", lines, x="level", y="precision@1")
+        return unit_axis(level_axis(figure, levels))
+
+    loss = {
+        level: mean(r.p1 for r in rows if r.level == level and r.fit == r.test)
+        - mean(r.p1 for r in rows if r.level == level and r.fit != r.test)
+        for level in levels
     }
+    worst = max(levels, key=loss.__getitem__)
+    reading = (
+        f"The mean loss of precision@1 on another text is largest at level {worst} ({number(loss[worst])}) and "
+        f"{number(loss[levels[-1]])} at level {levels[-1]}."
+    )
+    charts = [chart(test) for test in unique(row.test for row in rows)]
+    return Panel("From text to text, level by level", reading, ("levels",), charts)
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+STUDY = Study(
+    "transfer",
+    "does a map fitted on one text also serve another?",
+    run,
+    Tables,
+    Headline,
+    figures,
+    cannot_run=cannot_run,
+)
