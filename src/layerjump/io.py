@@ -1,12 +1,8 @@
 """Write files and directories atomically, lock them, and verify them by checksum.
 
-Files that are never half-written, and that are noticed when somebody else broke them.
-
-A file is written in a temporary folder beside it, synced, and renamed over the old one: whenever a
-process dies, the old file or the new one is there, whole. A tensor file carries a checksum of all
-it holds, so that a changed byte is an error and not a wrong number.
-
-An output folder has one writer at a time, and what a killed one left half done is put right by the next.
+A file is written in a temporary folder next to it, synced, and renamed over the old one: whenever a process dies, the
+old file or the new one is there, complete. Folders are replaced in the same way. A tensor file carries a checksum of
+its content, so that a changed byte is an error and not a wrong number. An output folder has one writer at a time.
 """
 
 from __future__ import annotations
@@ -41,38 +37,39 @@ _REASONS = {
     errno.EACCES: "permission is denied; choose another folder or change its permissions",
     errno.EPERM: "permission is denied; choose another folder or change its permissions",
     errno.ENOENT: "its folder does not exist; make it first",
-    errno.ENOTDIR: "what should be its folder is a file; choose another place",
-    errno.EEXIST: "what should be its folder is a file; choose another place",
-    errno.EISDIR: "a folder of that name is in the way; remove it or choose another place",
+    errno.ENOTDIR: "its parent is a file, not a folder; choose another path",
+    errno.EEXIST: "its parent is a file, not a folder; choose another path",
+    errno.EISDIR: "a folder has that name; remove it or choose another path",
 }
-# torch.save does not say why it could not write, nor that it could not.
-_UNTOLD = -1
-_REASONS[_UNTOLD] = "it was cut short, as by a full disk; free some space or choose another folder"
+# torch.save reports neither the system's error number nor, in its type, that writing failed.
+_UNKNOWN_ERROR = -1
+_REASONS[_UNKNOWN_ERROR] = (
+    "it was cut short, as by a full disk; free some space or choose another folder"
+)
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "iostream error")
 _LEFTOVER_SECONDS = 3600
-# The one metadata key of our tensor files. One, because safetensors writes several in random order,
-# and the same content must give the same bytes.
+# The only metadata key of our tensor files: safetensors writes several in random order, and the same content must
+# give the same bytes.
 _KEY = "layerjump"
+_OLD = "old"  # name of a folder while the new one takes its name
 
 
 def replace_file(
     path: Path, write: Callable[[Path], object], *, last: Callable[[], None] | None = None
 ) -> None:
-    """Let `write` make a new file, then put it in the place of `path` in one step.
+    """Let `write` write a new file, then replace `path` by it in one step.
 
-    `last` is called when the new file is safely on disk, just before it takes the old one's place.
+    `last` is called when the new file is safely on disk, just before it replaces the old one.
     """
     with writing(path):
-        _sweep(path)
-        # A folder of our own, so that what a library leaves behind when it is killed is in there too.
-        with tempfile.TemporaryDirectory(
-            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
-        ) as place:
-            temporary = Path(place) / path.name
+        _remove_leftovers(path)
+        # Inside a folder, so that files which a killed library leaves are in there too.
+        with _temporary_folder(path) as folder:
+            temporary = folder / path.name
             temporary.touch()
-            mode = temporary.stat().st_mode & 0o777  # what the user's umask allows
+            mode = temporary.stat().st_mode & 0o777  # as the user's umask allows
             write(temporary)
-            temporary.chmod(mode)  # safetensors makes its files private
+            temporary.chmod(mode)  # safetensors writes files that only their owner may read
             sync(temporary)
             if last:
                 last()
@@ -82,7 +79,7 @@ def replace_file(
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn whatever stops a file from being written into one line that names it."""
+    """Raise whatever stops a file from being written as a `BadArtifact` of one line that names the file."""
     try:
         yield
     except Exception as error:
@@ -94,17 +91,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException) -> int | None:
-    """The system's error number in what a library raised when it could not write; None: it was something else."""
+    """The system's error number of a failed write, in whatever form a library raised it; None: another error."""
     if isinstance(error, OSError):
         return error.errno or 0
     if isinstance(error, LayerjumpError):
-        return None  # it says what is wrong already
-    # safetensors and tokenizers hide the number in their messages; those of tokenizers have no kind of their own.
-    if found := re.search(r"os error (\d+)", str(error)):
-        return int(found[1])
+        return None  # its message says what is wrong
+    # safetensors and tokenizers put the number in their messages; tokenizers raises a bare Exception.
+    if match := re.search(r"os error (\d+)", str(error)):
+        return int(match[1])
     if isinstance(error, SafetensorError):
         return 0
-    return _UNTOLD if any(words in str(error) for words in _TORCH_CANNOT_WRITE) else None
+    return _UNKNOWN_ERROR if any(text in str(error) for text in _TORCH_CANNOT_WRITE) else None
 
 
 def sync(path: Path) -> None:
@@ -118,8 +115,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sweep(path: Path) -> None:
-    """Remove what killed processes left of `path`: temporary folders that nobody writes to any more."""
+@contextlib.contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder next to `path`, on the same file system."""
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}.", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove temporary folders that killed writers of `path` left."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):  # its owner may be about to remove it
             touched = max(item.stat().st_mtime for item in (leftover, *leftover.iterdir()))
@@ -135,7 +141,7 @@ def write_tensors(
     last: Callable[[], None] | None = None,
 ) -> None:
     """Write a safetensors file; the same content gives the same bytes."""
-    packed = _packed(tensors)
+    packed = _pack(tensors)
     seal = {"metadata": metadata, "sha256": _digest(packed, metadata)}
     header = {_KEY: json.dumps(seal, sort_keys=True)}
     replace_file(path, lambda temporary: save_file(packed, temporary, header), last=last)
@@ -150,11 +156,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except Exception as error:
         raise BadArtifact(
-            f"{path} cannot be read as safetensors, so it is cut short, damaged or of another kind "
+            f"{path} cannot be read as safetensors: it is truncated, damaged or of another format "
             f"({one_line(error)}); make it again"
         ) from error
     if _KEY not in header:
-        raise BadArtifact(f"{path} was not written by layerjump; give a file that was")
+        raise BadArtifact(f"expected a file written by layerjump, got {path}")
     seal = parse_json(header[_KEY], path)
     metadata: Any = seal.get("metadata")
     if not _is_metadata(metadata) or seal.get("sha256") != _digest(tensors, metadata):
@@ -162,22 +168,22 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sorted by name, on the CPU, none sharing memory with another (safetensors refuses those)."""
     packed: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    addresses: set[int] = set()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         address = tensor.untyped_storage().data_ptr()
-        packed[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
+        packed[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     return packed
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """The sha256 of everything a tensor file says."""
-    said = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
-    digest = hashlib.sha256(json.dumps([metadata, said], sort_keys=True).encode())
+    """The sha256 of a tensor file's metadata, dtypes, shapes and values."""
+    layout = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    digest = hashlib.sha256(json.dumps([metadata, layout], sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -188,25 +194,25 @@ def _is_metadata(value: Any) -> bool:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write an object as readable JSON, keys in the order given."""
+    """Write an object as indented JSON, its keys in order."""
     write_text(path, dump_json(data, path, indent=2) + "\n")
 
 
 def dump_json(
     data: dict[str, Any], path: Path, *, indent: int | None = None, sort_keys: bool = False
 ) -> str:
-    """The JSON text to be written into `path`; ASCII, because names may hold what UTF-8 cannot."""
+    """The JSON text to write to `path`; ASCII, because names may have characters that UTF-8 cannot encode."""
     try:
         return json.dumps(data, indent=indent, sort_keys=sort_keys, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadArtifact(
-            f"{path} cannot be written, because JSON does not hold all that it should say "
-            f"({one_line(error)}); give finite numbers, strings, lists and objects"
+            f"{path} cannot be written: expected finite numbers, strings, lists and objects, as JSON holds "
+            f"({one_line(error)})"
         ) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically."""
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8", newline="\n")
@@ -225,22 +231,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """Read JSON text that was found in the file `path`; it must be an object."""
+    """Parse the JSON text of the file `path`, which must be an object."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         data = json.loads(text, parse_constant=_refuse)
     except RecursionError as error:
-        raise BadArtifact(f"{path} is nested too deeply to be ours; make it again") from error
+        raise BadArtifact(f"{path} is nested too deeply; make it again") from error
     except ValueError as error:
         raise BadArtifact(f"{path} is not JSON: {one_line(error)}; make it again") from error
     if not isinstance(data, dict):
         kind = type(data).__name__
-        raise BadArtifact(f"{path} holds a JSON {kind}, but an object was wanted; make it again")
+        raise BadArtifact(f"expected a JSON object in {path}, got {kind}; make it again")
     return data
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def file_sha256(path: Path) -> str:
@@ -251,73 +257,70 @@ def file_sha256(path: Path) -> str:
 
 def _require_file(path: Path) -> None:
     if path.is_dir():
-        raise BadArtifact(f"{path} is a folder, but a file was wanted; give the file")
+        raise BadArtifact(f"{path} is a folder; expected a file")
     if not path.is_file():
         raise BadArtifact(f"there is no file {path}; check the name")
 
 
-OLD = "old"
-"""What a folder is called while the new one takes its name."""
-
-
 @contextlib.contextmanager
-def only_writer(folder: Path, *, replaced: bool = False) -> Iterator[None]:
-    """Hold a folder for one run, or say that another has it. The system lets go of what a killed run held.
+def only_writer(folder: Path, *, replaced: bool = False, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of an output folder. If another process holds it, `wait` for it, or raise `BadArtifact`.
 
-    `replaced` folders get their name when they are whole, so that their lock lies beside them; into others files are
-    written one by one, perhaps where nothing beside them may be.
+    The lock file of a folder that is `replaced` as a whole is next to it, that of another folder inside it. The system
+    releases the lock of a killed process.
     """
     folder = folder.expanduser()
-    place = folder.parent if replaced else folder
-    path = place / (f".{folder.name}.lock" if replaced else ".lock")
+    parent = folder.parent if replaced else folder
+    path = parent / (f".{folder.name}.lock" if replaced else ".lock")
     with writing(folder):
-        new = not place.exists()
-        place.mkdir(parents=True, exist_ok=True)
+        is_new = not parent.exists()
+        parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=-1 if wait else 0)
         except Timeout:
             raise BadArtifact(
-                f"another run is writing {folder}; wait until it ends, or give another folder"
+                f"another run is writing {folder}; wait until it ends, or choose another folder"
             ) from None
     try:
         if replaced:
-            _put_right(folder)
+            _recover(folder)
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is ours: whoever waits for it sees that it is gone
+        path.unlink(
+            missing_ok=True
+        )  # before the release: a process that waits for it sees that it is gone
         lock.release()
-        if new:
-            with contextlib.suppress(OSError):  # something was written
-                place.rmdir()
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty: something was written
+                parent.rmdir()
 
 
-def _put_right(folder: Path) -> None:
-    """Give a folder its name back if a kill came between two names; remove what was never finished."""
+def _recover(folder: Path) -> None:
+    """Restore a folder whose replacement was killed between two renames; remove unfinished ones."""
     for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
-        if (leftover / OLD).exists() and not folder.exists():
-            os.replace(leftover / OLD, folder)
+        if (leftover / _OLD).exists() and not folder.exists():
+            os.replace(leftover / _OLD, folder)
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_free(folder: Path, *, force: bool) -> None:
-    """Refuse to write over something, before the work is done rather than after."""
+    """Raise `BadArtifact` if a folder is not empty and would be overwritten without `force`."""
     folder = folder.expanduser()
     if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadArtifact(
-            f"{folder} exists and would be overwritten; give another folder, or {argument('force', True)}"
+            f"{folder} exists and would be overwritten; choose another folder, or pass "
+            f"{argument('force', True)}"
         )
 
 
-def replace_folder(folder: Path, write: Callable[[Path], None], *, force: bool) -> None:
-    """Let `write` fill a new folder, then give it its name in one step; an interruption leaves the old one, or none."""
+def replace_folder(folder: Path, write: Callable[[Path], object], *, force: bool) -> None:
+    """Let `write` fill a new folder, then rename it in one step; a killed process leaves the old one, or none."""
     check_free(folder, force=force)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True
-        ) as place:
-            new, old = Path(place) / "new", Path(place) / OLD
+        with _temporary_folder(folder) as temporary:
+            new, old = temporary / "new", temporary / _OLD
             new.mkdir()
             write(new)
             for path in new.rglob("*"):

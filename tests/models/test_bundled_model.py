@@ -77,7 +77,7 @@ def test_a_killed_fetch_leaves_nothing_and_the_next_one_works(smollm2, tmp_path,
         found = {rival.communicate(timeout=400)[0].strip() for rival in rivals}
         assert found == {str(tmp_path / "models" / "smollm2")}
         assert visible(tmp_path) == ["smollm2"]
-        assert list((tmp_path / "models").glob(".smollm2-*")) == []
+        assert list((tmp_path / "models").glob(".smollm2.*.tmp")) == []
         lj.load(tmp_path / "models" / "smollm2")
 
 
