@@ -13,7 +13,8 @@ from helpers.server_process import serving
 
 import layerjump as lj
 from layerjump.generation.calibration import serialization
-from layerjump.server.generation import MOST_NEW, Pieces
+from layerjump.server.generation import IncrementalDecoder
+from layerjump.server.schemas import MAX_NEW_TOKENS
 
 PROMPT = "Once upon a time, there was a little girl named Lily."
 
@@ -127,7 +128,7 @@ def test_models_say_what_they_can(server):
     assert gpt2["cannot_generate"] is None
     assert gpt2["calibrated"] == gpt2["predicting"] == ["own"]
     assert "masked model" in bert["cannot_generate"]
-    assert answer["limits"]["new_tokens"] == MOST_NEW
+    assert answer["limits"]["new_tokens"] == MAX_NEW_TOKENS
     assert refused(server, model="tiny-bert", lens="identity") == (422, bert["cannot_generate"])
 
 
@@ -136,10 +137,10 @@ def test_models_say_what_they_can(server):
     [
         ({"prompt": ""}, 422, "prompt: "),
         ({"prompt": "a" * 20_001}, 422, "20000"),
-        ({"prompt": "word " * 200}, 422, "tokens, and up to 128 are read"),
+        ({"prompt": "word " * 200}, 422, "tokens, and at most 128 are read"),
         ({"prompt": "word " * 60, "max_new_tokens": 128}, 422, "ask for fewer"),
         ({"max_new_tokens": 0}, 422, "max_new_tokens: "),
-        ({"max_new_tokens": MOST_NEW + 1}, 422, "max_new_tokens: "),
+        ({"max_new_tokens": MAX_NEW_TOKENS + 1}, 422, "max_new_tokens: "),
         ({"max_new_tokens": "5"}, 422, "max_new_tokens: "),
         ({"exit": "sometimes"}, 422, "expects never, fixed:20, gap:0.9"),
         ({"exit": "gap:nine"}, 422, "got 'gap:nine'"),
@@ -173,7 +174,7 @@ def test_other_sites_get_nothing_written(server):
 def long_text(server):
     """A function: opens the stream of a text that takes seconds."""
     server.patiently("/api/load", {"model": "slow"})
-    body = {"model": "slow", "prompt": "a", "max_new_tokens": MOST_NEW}
+    body = {"model": "slow", "prompt": "a", "max_new_tokens": MAX_NEW_TOKENS}
     return lambda: server.stream("/api/generate", body)
 
 
@@ -185,7 +186,7 @@ def test_closing_the_connection_stops_the_writing(server, long_text):
             assert "token" in next(lines)
         each = (time.monotonic() - start) / 20
         assert server.doing("slow") == "writing"
-    assert server.seconds_until_free("slow") < each * (MOST_NEW - 20) / 3
+    assert server.seconds_until_free("slow") < each * (MAX_NEW_TOKENS - 20) / 3
     status, answer = server.patiently("/api/lens", {"model": "slow", "text": "a b"})
     assert status == 200
     with long_text() as (_, lines):
@@ -199,12 +200,12 @@ def test_one_who_left_before_a_token_came_is_not_written_for(server, long_text):
             next(lines)
         each = (time.monotonic() - start) / 20
     server.seconds_until_free("slow")
-    body = f'{{"model": "slow", "prompt": "a", "max_new_tokens": {MOST_NEW}}}'.encode()
+    body = f'{{"model": "slow", "prompt": "a", "max_new_tokens": {MAX_NEW_TOKENS}}}'.encode()
     head = f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
         raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
     time.sleep(0.05)
-    assert server.seconds_until_free("slow") < each * MOST_NEW / 3
+    assert server.seconds_until_free("slow") < each * MAX_NEW_TOKENS / 3
 
 
 def test_a_question_is_answered_between_two_tokens(server, long_text):
@@ -254,7 +255,7 @@ def test_texts_written_and_read_at_once_do_not_mix(server, model, jumps):
 
 def test_the_server_ends_in_the_middle_of_a_text(slow, tmp_path):
     with serving(slow, home=tmp_path) as running:
-        body = {"model": "slow", "prompt": "a", "max_new_tokens": MOST_NEW}
+        body = {"model": "slow", "prompt": "a", "max_new_tokens": MAX_NEW_TOKENS}
         with running.stream("/api/generate", body) as (_, lines):
             while "token" not in next(lines):
                 pass
@@ -267,7 +268,7 @@ def test_pieces_are_the_text_however_tokens_share_it(model):
     tokenizer = model.tokenization.tokenizer
     text = " naïve ☃ 👩‍👧 done"
     prompt, ids = tokenizer.encode("It was"), tokenizer.encode(text)
-    pieces = Pieces(tokenizer, prompt)
+    pieces = IncrementalDecoder(tokenizer, prompt)
     found = [pieces.add(token) for token in ids]
     assert "".join(found) == text
     assert "" in found  # a snowman's first bytes are no character
@@ -277,7 +278,7 @@ def test_blanks_are_kept_where_a_tokenizer_drops_them_at_the_start(real_folder):
     model = lj.load(real_folder("stories15M"))
     prompt = model.tokenization.generation_inputs(["Once upon a time,"])["input_ids"][0].tolist()
     ids = model.tokenization.encode(["there was a café"])[0]
-    pieces = Pieces(model.tokenization.tokenizer, prompt)
+    pieces = IncrementalDecoder(model.tokenization.tokenizer, prompt)
     assert "".join(pieces.add(token) for token in ids) == " there was a café"
 
 

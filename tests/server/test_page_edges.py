@@ -146,7 +146,7 @@ def test_ten_thousand_characters_are_refused_in_words(opened):
     page.fill("#text", text)
     page.press("#text", "Enter")
     page.wait_for_selector("#trouble:not([hidden])")
-    assert "tokens, and up to 128 can be read" in page.inner_text("#trouble")
+    assert "tokens, and at most 128 are read" in page.inner_text("#trouble")
     ask(page, "Tom saw a dog.")
     assert page.is_hidden("#trouble")
 

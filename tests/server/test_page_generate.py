@@ -93,12 +93,12 @@ def test_tokens_come_in_the_colours_of_their_levels(opened, model, folder):
     assert page.inner_text("#given") == PROMPT
     legend = page.locator("#exit-levels li").all_inner_texts()
     assert [re.sub(r"\s+", " ", entry) for entry in legend] == [
-        f"{f'level {level}' if level < 4 else 'whole model (4)'} × {levels.count(level)}"
+        f"{f'level {level}' if level < 4 else 'full model (4)'} × {levels.count(level)}"
         for level in sorted(set(levels))
     ]
     assert said.startswith(f"{len(levels)} tokens in ")
-    assert f"{made.counts.unembeddings} vocabulary products" in said
-    assert f"{float(f'{100 * made.blocks_saved:.3g}'):g} % of blocks not waited for" in said
+    assert f"{made.counts.unembeddings} unembeddings" in said
+    assert f"{float(f'{100 * made.blocks_saved:.3g}'):g} % of blocks skipped" in said
 
 
 def test_lossless_text_is_verified_and_says_how_often_it_agreed(opened, model, folder):
@@ -109,7 +109,7 @@ def test_lossless_text_is_verified_and_says_how_often_it_agreed(opened, model, f
     full = lj.generate(model, None, PROMPT, max_new_tokens=24, do_sample=False)
     text = page.evaluate("document.getElementById('tokens').textContent")
     assert text.replace("↵", "") == full.text[0]
-    assert re.search(r"[\d.]+ % of \d+ early tokens were the full model’s", said)
+    assert re.search(r"[\d.]+ % of \d+ drafts accepted", said)
     titles = page.evaluate(
         "[...document.querySelectorAll('#tokens > *')].map(token => token.title)"
     )
@@ -146,8 +146,8 @@ def test_hover_and_arrow_keys_tell_a_tokens_level(opened):
     generate(page)
     tokens = page.locator("#tokens [role=option]")
     tokens.nth(3).hover()
-    assert "left at level 2 of 4, not verified" in page.inner_text("#token-said")
-    assert "left at level 2 of 4, not verified" in tokens.nth(3).get_attribute("title")
+    assert "exits at level 2 of 4, not verified" in page.inner_text("#token-said")
+    assert "exits at level 2 of 4, not verified" in tokens.nth(3).get_attribute("title")
     page.focus("#write-button")
     page.keyboard.press("Tab")
     here = "[...document.querySelectorAll('#tokens > *')].indexOf(document.activeElement)"

@@ -14,7 +14,7 @@ import pytest
 from helpers.server_process import serving
 
 import layerjump as lj
-from layerjump.server.security import SECONDS
+from layerjump.server.security import REQUEST_SECONDS
 
 PAGE = Path(lj.__file__).parent / "server" / "static"
 
@@ -155,7 +155,7 @@ def test_who_never_finishes_a_question_is_let_go(server):
     for place, connection in enumerate(slow):
         connection.sendall(list(SLOW.values())[place % len(SLOW)])
     assert server.ask("/api/healthz")[0] == 200
-    time.sleep(SECONDS / 2)
+    time.sleep(REQUEST_SECONDS / 2)
     for connection in slow:
         connection.settimeout(0)
         with contextlib.suppress(BlockingIOError):
@@ -163,7 +163,7 @@ def test_who_never_finishes_a_question_is_let_go(server):
             assert said.startswith(b"HTTP/1.1 200"), "closed too early"
     assert server.ask("/api/healthz")[0] == 200
     for connection in slow:
-        connection.settimeout(3 * SECONDS)
+        connection.settimeout(3 * REQUEST_SECONDS)
         while connection.recv(4096):
             pass
         connection.close()
@@ -179,7 +179,7 @@ def test_the_clock_starts_anew_with_every_question(server):
         answer.read()
         assert answer.status == 200
         assert connection.sock is first, "closed in between"
-        time.sleep(SECONDS / 3)
+        time.sleep(REQUEST_SECONDS / 3)
     connection.close()
 
 

@@ -13,7 +13,7 @@ from helpers.server_process import serving
 import layerjump as lj
 from layerjump.errors import LayerjumpError
 from layerjump.lens.lens import Lens, read_trajectories
-from layerjump.server.model_registry import ModelRegistry, jump_sets
+from layerjump.server.model_registry import ModelRegistry, load_jump_sets
 
 model = fitted_gpt2.model  # a fixture
 
@@ -143,9 +143,9 @@ def test_models_go_by_name_and_say_what_they_have(server):
         ({"text": 5}, 422, "text: "),
         ({"text": None}, 422, "text: "),
         ({"text": "a" * 20_001}, 422, "20000"),
-        ({"text": "word " * 2_000}, 422, "tokens, and up to 128 can be read; shorten it"),
+        ({"text": "word " * 2_000}, 422, "tokens, and at most 128 are read; shorten it"),
         ({"text": "\ud800"}, 422, "text: "),
-        ({"model": "gpt3"}, 404, "known are tiny-gpt2, tiny-bert, broken"),
+        ({"model": "gpt3"}, 404, "choose from tiny-gpt2, tiny-bert, broken"),
         ({"model": "../../etc/passwd"}, 404, "there is no model"),
         ({"model": "/etc"}, 404, "there is no model"),
         ({"model": ["tiny-gpt2"]}, 422, "model: "),
@@ -237,11 +237,11 @@ def test_a_model_that_cannot_be_loaded_is_an_answer(server):
 )
 def test_bad_jumps_are_one_line(given, words):
     with pytest.raises(LayerjumpError, match=words) as caught:
-        jump_sets(given)
+        load_jump_sets(given)
     assert "\n" not in str(caught.value)
 
 
 def test_models_of_one_name_get_numbers(data_folder):
     folder = str(data_folder / "tiny-gpt2")
-    library = ModelRegistry([folder, "someone/tiny-gpt2", folder], {})
-    assert list(library.shelves) == ["tiny-gpt2", "someone/tiny-gpt2", "tiny-gpt2 (2)"]
+    registry = ModelRegistry([folder, "someone/tiny-gpt2", folder], {})
+    assert list(registry.models) == ["tiny-gpt2", "someone/tiny-gpt2", "tiny-gpt2 (2)"]

@@ -34,12 +34,12 @@ def serve(
     [bold]layerjump serve gpt2 --jumps wiki=jumps --no-browser[/]   with jumps that `layerjump fit` wrote
     """
     print("starting …", file=sys.stderr)  # the imports take some seconds
-    from layerjump.server.launch import serve as run
-    from layerjump.server.model_registry import ModelRegistry, jump_sets
+    from layerjump.server.app import serve as run
+    from layerjump.server.model_registry import ModelRegistry, load_jump_sets
 
-    registry = ModelRegistry(models or ["smollm2"], jump_sets(jumps or []))
-    run(registry, port=port, browser=browser, say=lambda line: print(line, flush=True))
-    if registry.working:
+    registry = ModelRegistry(models or ["smollm2"], load_jump_sets(jumps or []))
+    run(registry, port=port, browser=browser, log=lambda line: print(line, flush=True))
+    if registry.is_busy:
         # Python aborts with a traceback if it ends while a worker thread is in torch's code. Files are written
         # atomically, and the operating system releases locks.
         os._exit(0)

@@ -1,209 +1,223 @@
-"""The FastAPI application."""
+"""The FastAPI application, and `serve()`, which runs it on this machine's loopback address."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mimetypes
+import socket
+import threading
+import webbrowser
 from collections.abc import Callable, Hashable, Mapping
 from importlib import resources
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 
 from layerjump import __version__
-from layerjump.server.generation import MOST_NEW, GenerateParams, write
-from layerjump.server.model_registry import (
-    FITTED,
-    Job,
-    Jobs,
-    LensQuestion,
-    ModelRegistry,
-    ServedModel,
-)
+from layerjump.errors import CannotServe, argument
+from layerjump.server.generation import stream_generation
+from layerjump.server.model_registry import Job, Jobs, ModelRegistry, ServedModel
 from layerjump.server.schemas import (
-    MOST_CHARACTERS,
-    MOST_FOLLOWED,
-    MOST_K,
+    FITTED,
+    Busy,
     FitRequest,
     GenerateRequest,
+    Health,
+    JobStatus,
+    LensAnswer,
     LensRequest,
     LoadRequest,
+    Models,
+    ModelStatus,
     Problem,
+    UnfittedProblem,
 )
-from layerjump.server.security import LocalOnlyMiddleware
-from layerjump.server.worker import UNFORESEEN, Answer, EventQueue, Stream, encode, refusal
+from layerjump.server.security import LocalOnlyMiddleware, RequestTimeoutProtocol
+from layerjump.server.worker import (
+    INTERNAL_ERROR,
+    Answer,
+    EventQueue,
+    EventStreamResponse,
+    encode,
+    error_answer,
+)
 
-PATIENCE = 2.0
-"""Seconds that a request waits for its turn before it is told its place in line."""
-BUSY: dict[int | str, dict[str, Any]] = {
-    202: {
-        "description": "busy: the question waits in line, at the position said; ask the same again"
-    },
-    503: {"description": "too many questions wait"},
+HOST = "127.0.0.1"
+POLL_SECONDS = 2.0
+"""How long a request waits for its answer before it gets its position in the queue."""
+QUEUED: dict[int | str, dict[str, Any]] = {
+    202: {"description": "busy: the request is queued; repeat it to keep its place", "model": Busy},
+    503: {"description": "the queue is full", "model": Problem},
 }
-UNFITTED = {"description": "a lens is not fitted yet: see /api/fit"}
-REFUSED = {
-    400: "the body is no text, or the Host header is not this machine's",
-    403: "asked from a page of another site",
+NOT_FITTED = {"description": "a lens is not fitted yet: see /api/fit", "model": UnfittedProblem}
+ERRORS = {
+    400: "the body is not text, or the Host header is not this machine's",
+    403: "the request comes from a page of another site",
     404: "there is no such model, lens or job",
     413: "the body is too large",
     422: "refused; `error` says why",
 }
-FULL = refusal(503, "too many questions are waiting; ask again in a while")
-STREAMED = (
-    "JSON lines, as they come: {busy, position} while in line, {token, text, level, verified} for every token, and at "
-    "the end {done: …} or {error}. Closing the connection stops the writing"
+QUEUE_FULL = error_answer(503, "too many requests are waiting; try again later")
+EVENTS = (
+    "JSON lines: {busy, position} while the request is queued, {token, text, level, verified} for every token, and "
+    "{done: …} or {error} at the end. Closing the connection stops the generation"
 )
 
 
-def make_app(library: ModelRegistry) -> FastAPI:
-    """The application that answers for a library of models."""
+def make_app(registry: ModelRegistry) -> FastAPI:
+    """The application that serves the models of a registry."""
     app = FastAPI(
         title="layerjump",
         version=__version__,
         description="What hidden levels predict. Loopback only; errors are {error: one sentence}.",
         openapi_url="/api/openapi.json",
-        docs_url=None,  # they would load their scripts from the network; /api/docs is our own
+        docs_url=None,  # FastAPI's pages load scripts from the network; /api/docs is our own
         redoc_url=None,
         responses={
-            status: {"description": why, "model": Problem} for status, why in REFUSED.items()
+            status: {"description": text, "model": Problem} for status, text in ERRORS.items()
         },
     )
     app.add_middleware(LocalOnlyMiddleware)
-    _add_errors(app)
+    _add_error_handlers(app)
     _add_page(app)
-    _add_lens(app, library)
-    _add_generate(app, library)
-    _add_fit(app, library)
+    _add_model_routes(app, registry)
+    _add_generate(app, registry)
+    _add_fit(app, registry)
     return app
 
 
-def _add_lens(app: FastAPI, library: ModelRegistry) -> None:
-    @app.get("/api/healthz", summary="Whether the server answers")
+def _add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
+    @app.get("/api/healthz", summary="Whether the server answers", response_model=Health)
     async def healthz() -> Response:
-        return _json({"ok": True, "version": __version__})
+        return _json(Health(version=__version__))
 
-    @app.get("/api/models", summary="Models, their lenses, and how far they are loaded")
+    @app.get("/api/models", summary="Models, their lenses and states", response_model=Models)
     async def models() -> Response:
-        limits = {
-            "characters": MOST_CHARACTERS,
-            "k": MOST_K,
-            "followed": MOST_FOLLOWED,
-            "new_tokens": MOST_NEW,
-        }
-        shelves = [shelf.about() for shelf in library.shelves.values()]
-        return _json({"models": shelves, "fitted_here": FITTED, "limits": limits})
+        return _json(Models(models=[served.status() for served in registry.models.values()]))
 
     @app.post(
         "/api/lens",
         summary="What every level predicts at every position of a text",
-        responses={409: UNFITTED, **BUSY},
+        response_model=LensAnswer,
+        responses={409: NOT_FITTED, **QUEUED},
     )
-    async def lens(asked: LensRequest) -> Response:
-        shelf = _shelf(library, asked.model)
-        for name in asked.lenses:
-            _require_lens(library, name)
-        question = LensQuestion(
-            asked.text, tuple(dict.fromkeys(asked.lenses)), asked.k, tuple(asked.tokens), asked.js
-        )
-        return await _in_turn(shelf, (shelf.name, question), lambda: shelf.answer(question))
+    async def lens(body: LensRequest) -> Response:
+        served = _find_model(registry, body.model)
+        for name in body.lenses:
+            _check_lens(registry, name)
+        return await _answer_or_position(served, body, lambda: served.read(body))
 
-    @app.post("/api/load", summary="Load a model, and say which lenses it has", responses=BUSY)
-    async def load(asked: LoadRequest) -> Response:
-        shelf = _shelf(library, asked.model)
-        if shelf.state == "ready":
-            return _json(shelf.about())
-        return await _in_turn(shelf, ("load", shelf.name), shelf.loaded)
+    @app.post("/api/load", summary="Load a model", response_model=ModelStatus, responses=QUEUED)
+    async def load(body: LoadRequest) -> Response:
+        served = _find_model(registry, body.model)
+        if served.state == "ready":
+            return _json(served.status())
+        return await _answer_or_position(served, body, served.load_and_describe)
 
 
-async def _in_turn(shelf: ServedModel, key: Hashable, work: Callable[[], Answer]) -> Response:
-    """The answer if it is known or comes soon, and else the place in line."""
-    known = shelf.desk.answers.get(key)
-    if known is not None:
-        return _response(known, cached=True)
-    future = shelf.desk.ask(key, work)
+async def _answer_or_position(
+    served: ServedModel, key: Hashable, work: Callable[[], Answer]
+) -> Response:
+    """The answer if it is cached or ready within `POLL_SECONDS`, otherwise the position in the queue."""
+    cached = served.worker.cache.get(key)
+    if cached is not None:
+        return _response(cached, {"X-Layerjump-Cache": "hit"})
+    future = served.worker.submit(key, work)
     if future is None:
-        return _response(FULL)
+        return _response(QUEUE_FULL)
     waiting = asyncio.wrap_future(future)
-    await asyncio.wait([waiting], timeout=PATIENCE)
+    await asyncio.wait([waiting], timeout=POLL_SECONDS)
     if waiting.done():
-        return _response(waiting.result(), cached=False)
-    return _response(_busy(shelf, key), cached=False, headers={"Retry-After": "1"})
+        return _response(waiting.result(), {"X-Layerjump-Cache": "miss"})
+    return _response(_busy(served, key), {"X-Layerjump-Cache": "miss", "Retry-After": "1"})
 
 
-def _busy(shelf: ServedModel, key: Hashable) -> Answer:
-    place = shelf.desk.place(key)
-    doing = "loading the model" if shelf.state == "loading" else shelf.desk.doing
-    said = {"busy": True, "position": place, "doing": doing, "said": f"busy, position {place}"}
-    return Answer(202, encode(said))
+def _busy(served: ServedModel, key: Hashable) -> Answer:
+    position = served.worker.position(key)
+    is_loading = served.state == "loading"
+    label = "loading the model" if is_loading else served.worker.current_label
+    busy = Busy(position=position, doing=label, said=f"busy, position {position}")
+    return Answer(202, encode(busy))
 
 
-def _add_generate(app: FastAPI, library: ModelRegistry) -> None:
+def _add_generate(app: FastAPI, registry: ModelRegistry) -> None:
     @app.post(
         "/api/generate",
-        summary="Go on with a prompt, each token leaving at the first level that is sure",
-        response_class=StreamingResponse,  # of unknown kind: what it is stands below
+        summary="Generate with early exit: each token exits at the first level where the rule is satisfied",
+        response_class=StreamingResponse,  # without a media type: `responses` states it
         responses={
-            200: {"description": STREAMED, "content": {Stream.media_type: {}}},
-            409: UNFITTED,
-            503: BUSY[503],
+            200: {"description": EVENTS, "content": {EventStreamResponse.media_type: {}}},
+            409: NOT_FITTED,
+            503: QUEUED[503],
         },
     )
-    async def generate(asked: GenerateRequest) -> Response:
-        shelf = _shelf(library, asked.model)
-        _require_lens(library, asked.lens)
-        wish = GenerateParams(**asked.model_dump(exclude={"model"}))
-        told = EventQueue(library.closing)
-        future = shelf.desk.ask(told, lambda: write(shelf, wish, told), doing="writing", long=True)
+    async def generate(body: GenerateRequest) -> Response:
+        served = _find_model(registry, body.model)
+        _check_lens(registry, body.lens)
+        events = EventQueue(registry.closing)
+
+        def describe_position() -> Answer:
+            served.worker.keep_alive(events)
+            return _busy(served, events)
+
+        future = served.worker.submit(
+            events, lambda: stream_generation(served, body, events), label="writing", is_long=True
+        )
         if future is None:
-            return _response(FULL)
-        asyncio.wrap_future(future).add_done_callback(lambda done: told.end(done.result()))
-        first = await told.next(PATIENCE)
-        if first is not None and not first.good:
+            return _response(QUEUE_FULL)
+        asyncio.wrap_future(future).add_done_callback(lambda done: events.put_last(done.result()))
+        first = await events.next(POLL_SECONDS)
+        if first is not None and not first.is_ok:
             return _response(first)
-        return Stream(first, told, lambda: _still_busy(shelf, told), patience=PATIENCE)
+        return EventStreamResponse(first, events, describe_position, interval=POLL_SECONDS)
 
 
-def _still_busy(shelf: ServedModel, key: Hashable) -> Answer:
-    shelf.desk.still_wanted(key)
-    return _busy(shelf, key)
-
-
-def _add_fit(app: FastAPI, library: ModelRegistry) -> None:
+def _add_fit(app: FastAPI, registry: ModelRegistry) -> None:
     jobs = Jobs()
 
-    @app.post("/api/fit", status_code=202, summary="Fit jumps on the built-in text, once")
-    async def fit(asked: FitRequest) -> Response:
-        shelf = _shelf(library, asked.model)
-        for name in asked.estimators:
+    @app.post(
+        "/api/fit",
+        status_code=202,
+        summary="Fit jumps on the built-in text",
+        response_model=JobStatus,
+    )
+    async def fit(body: FitRequest) -> Response:
+        served = _find_model(registry, body.model)
+        for name in body.estimators:
             if name not in FITTED:
                 raise HTTPException(
-                    422, f"no estimator {name!r} is fitted here; known are {', '.join(FITTED)}"
+                    422, f"unknown estimator {name!r}; choose from {', '.join(FITTED)}"
                 )
-        estimators = tuple(name for name in FITTED if name in asked.estimators)
-        job = jobs.same(shelf.name, estimators)
+        estimators = tuple(name for name in FITTED if name in body.estimators)
+        job = jobs.find_unfinished(served.name, estimators)
         if job is None:
-            job = jobs.add(Job(shelf.name, estimators))
-            made: Job = job
-            doing = f"fitting {', '.join(estimators)}"
-            shelf.desk.ask(
-                ("fit", job.id), lambda: shelf.fit(made), doing=doing, lasting=True, long=True
+            job = new = Job(served.name, estimators)
+            jobs.add(job)
+            served.worker.submit(
+                ("fit", job.id),
+                lambda: served.fit(new),
+                label=f"fitting {', '.join(estimators)}",
+                is_persistent=True,
+                is_long=True,
             )
-        return _json(job.about(), 202)
+        return _json(job.status(), 202)
 
-    @app.get("/api/jobs/{id}", summary="How far a fit is")
+    @app.get("/api/jobs/{id}", summary="The progress of a fit", response_model=JobStatus)
     async def job(id: str) -> Response:
         found = jobs.get(id)
         if found is None:
-            raise HTTPException(404, "there is no such job; the server may have been started anew")
-        return _json(found.about())
+            raise HTTPException(404, "there is no such job; the server may have been restarted")
+        return _json(found.status())
 
 
 def _add_page(app: FastAPI) -> None:
-    # Read once, by name: no request ever becomes a path.
+    # All files are read at the start: no request is ever turned into a path.
     folder = resources.files("layerjump.server") / "static"
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     colours = resources.files("layerjump.report") / "templates" / "colours.css"
@@ -221,53 +235,118 @@ def _add_page(app: FastAPI) -> None:
     async def page_file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, f"the page has no file {name[:80]!r}")
-        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
-        return Response(files[name], media_type="text/javascript" if name.endswith(".js") else kind)
+        guessed = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        is_script = name.endswith(".js")
+        return Response(files[name], media_type="text/javascript" if is_script else guessed)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        said = f"{request.method} {request.url.path[:80]} is not known here; see /api/docs"
-        generic = error.detail in ("Not Found", "Method Not Allowed")
-        told = refusal(error.status_code, said if generic else str(error.detail))
-        return _response(told, headers=error.headers)  # "Allow", where a method is refused
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if message in ("Not Found", "Method Not Allowed"):  # raised by the router itself
+            message = f"unknown request {request.method} {request.url.path[:80]}; see /api/docs"
+        return _response(error_answer(error.status_code, message), error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = " → ".join(str(part) for part in first["loc"] if part != "body")
-        said = f"{where or 'the request'}: {first['msg']}"
-        if not where and "json" not in request.headers.get("content-type", ""):
-            said += "; send JSON, with the header Content-Type: application/json"
-        return _response(refusal(422, said))
+        field = " → ".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{field or 'the request'}: {first['msg']}"
+        if not field and "json" not in request.headers.get("content-type", ""):
+            message += "; send JSON, with the header Content-Type: application/json"
+        return _response(error_answer(422, message))
 
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        return _response(refusal(500, UNFORESEEN))  # the server logs the error itself
+    async def report_internal_error(request: Request, error: Exception) -> Response:
+        return _response(error_answer(500, INTERNAL_ERROR))  # uvicorn logs the error
 
 
-def _shelf(library: ModelRegistry, name: str) -> ServedModel:
-    if name not in library.shelves:
-        known = ", ".join(library.shelves)
-        raise HTTPException(404, f"there is no model {name[:80]!r} here; known are {known}")
-    return library.shelves[name]
+def _find_model(registry: ModelRegistry, name: str) -> ServedModel:
+    if name not in registry.models:
+        names = ", ".join(registry.models)
+        raise HTTPException(404, f"there is no model {name[:80]!r}; choose from {names}")
+    return registry.models[name]
 
 
-def _require_lens(library: ModelRegistry, name: str) -> None:
-    if name not in library.lens_names:
-        known = ", ".join(library.lens_names)
-        raise HTTPException(404, f"there is no lens {name[:80]!r} here; known are {known}")
+def _check_lens(registry: ModelRegistry, name: str) -> None:
+    if name not in registry.lens_names:
+        names = ", ".join(registry.lens_names)
+        raise HTTPException(404, f"there is no lens {name[:80]!r}; choose from {names}")
 
 
-def _json(content: Any, status: int = 200) -> Response:
+def _json(content: BaseModel, status: int = 200) -> Response:
     return _response(Answer(status, encode(content)))
 
 
-def _response(
-    answer: Answer, *, cached: bool | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    told = dict(headers or {})
-    if cached is not None:
-        told["X-Layerjump-Cache"] = "hit" if cached else "miss"
-    return Response(answer.body, answer.status, told, "application/json")
+def _response(answer: Answer, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(answer.body, answer.status, dict(headers or {}), "application/json")
+
+
+def serve(
+    registry: ModelRegistry, *, port: int, browser: bool, log: Callable[[str], None] = print
+) -> None:
+    """Serve the page until Ctrl-C; port 0 takes any free one."""
+    with _listen(port) as listener:
+        address = f"http://{HOST}:{listener.getsockname()[1]}/"
+
+        def on_started() -> None:
+            log(f"layerjump is at {address} (Ctrl-C stops it)")
+            first = next(iter(registry.models.values()))  # loads while the browser opens
+            first.worker.submit(
+                LoadRequest(model=first.name),
+                first.load_and_describe,
+                label="loading",
+                is_persistent=True,
+            )
+            if browser:
+                # In a thread: a browser in a terminal returns when it is closed.
+                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+        config = uvicorn.Config(
+            make_app(registry),
+            http=RequestTimeoutProtocol,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            _Server(config, on_started, registry.closing.set).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with callbacks for start and shutdown."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], None],
+        on_shutdown: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._on_started, self._on_shutdown = on_started, on_shutdown
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_shutdown()  # stops generations, for which uvicorn would wait
+        await super().shutdown(sockets)
+
+
+def _listen(port: int) -> socket.socket:
+    # With IPPROTO_TCP stated, asyncio switches off Nagle's algorithm, which costs 40 ms an answer.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+        listener.listen(128)  # so that a second server on this port fails here
+    except OSError as error:
+        listener.close()
+        raise CannotServe(
+            f"port {port} of {HOST} cannot be used ({error.strerror}); stop the program that uses it, or give another "
+            f"{argument('port')} (0 takes any free one)"
+        ) from error
+    return listener

@@ -1,189 +1,192 @@
 """Stream generated tokens to the page.
 
-Between two tokens a question that waits at the desk is answered; when nobody listens any more, the writing stops there.
+Between two tokens the worker runs one short task that waits; if the client disconnects, generation stops there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from layerjump.errors import BadExit, BadText
 from layerjump.generation.calibration import serialization
 from layerjump.generation.generate import MAX_DRAFT_TOKENS, Generated, generate
-from layerjump.generation.kv_cache import CacheKind
 from layerjump.generation.rules import ExitConfig
 from layerjump.models.model import Model
-from layerjump.server.model_registry import MOST_READ, ServedModel
-from layerjump.server.worker import Answer, ClientDisconnected, EventQueue, Worker, encode, refusal
+from layerjump.server.model_registry import ServedModel
+from layerjump.server.schemas import (
+    MAX_PROMPT_TOKENS,
+    DoneEvent,
+    GenerateRequest,
+    GenerationSummary,
+    TokenEvent,
+)
+from layerjump.server.worker import (
+    Answer,
+    ClientDisconnected,
+    EventQueue,
+    Worker,
+    encode,
+    error_answer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_NEW = 256
-"""New tokens of one generation."""
 CALIBRATED = "calibrated"
-"""The rule that `layerjump calibrate` left beside the jumps."""
-_BYTES = 4
-"""A character may be spread over so many tokens, a byte each."""
+"""The exit rule that `layerjump calibrate` saved with the jumps."""
+MAX_BYTES_PER_CHARACTER = 4
 
 
-@dataclass(frozen=True)
-class GenerateParams:
-    """What `/api/generate` was asked."""
-
-    prompt: str
-    lens: str
-    exit: str
-    cache: CacheKind
-    verify: bool
-    max_new_tokens: int
-
-
-def write(shelf: ServedModel, wish: GenerateParams, told: EventQueue) -> Answer:
-    """Generate for one who listens; the answer is what is said at the end."""
-    model = shelf.load()
-    if shelf.cannot_generate:
-        raise BadExit(shelf.cannot_generate)
-    refused = shelf.refused([wish.lens])
-    if refused is not None:
-        return refused
-    shelf.fetch([wish.lens])
-    rule, most = _rule(shelf, model, wish)
-    _check_room(model, wish)
-    scribe = _Scribe(model.tokenization.tokenizer, shelf.desk, told, verified=wish.verify)
+def stream_generation(served: ServedModel, request: GenerateRequest, events: EventQueue) -> Answer:
+    """Generate, and put every token into `events`; return the last event."""
+    model = served.load()
+    if served.cannot_generate:
+        raise BadExit(served.cannot_generate)
+    problem = served.find_problem([request.lens])
+    if problem is not None:
+        return problem
+    lens = served.get_lenses([request.lens])[request.lens]
+    exit_config, max_draft_tokens = _choose_exit(served, model, request)
+    _check_length(model, request)
+    streamer = _Streamer(
+        model.tokenization.tokenizer, served.worker, events, is_verified=request.verify
+    )
     start = time.perf_counter()
     try:
-        made = generate(
+        generated = generate(
             model,
-            shelf.lenses[wish.lens].jumps,
-            wish.prompt,
-            exit=rule,
-            verify=wish.verify,
-            cache=wish.cache,
-            max_draft_tokens=most,
-            streamer=scribe,
-            max_new_tokens=wish.max_new_tokens,
+            lens.jumps,
+            request.prompt,
+            exit=exit_config,
+            verify=request.verify,
+            cache=request.cache,
+            max_draft_tokens=max_draft_tokens,
+            streamer=streamer,
+            max_new_tokens=request.max_new_tokens,
             do_sample=False,
-            use_cache=True,  # training switches it off, and checkpoints are saved so
+            use_cache=True,  # checkpoints saved during training may switch it off
         )
     except ClientDisconnected:
-        return refusal(503, "the generation was stopped")
-    seconds = time.perf_counter() - start - scribe.lent
-    return Answer(200, encode({"done": _summary(made, scribe.text, seconds)}))
+        return error_answer(503, "the generation was stopped")
+    seconds = time.perf_counter() - start - streamer.seconds_for_others
+    return Answer(200, encode(DoneEvent(done=_summarise(generated, streamer.text, seconds))))
 
 
-def _rule(shelf: ServedModel, model: Model, wish: GenerateParams) -> tuple[ExitConfig, int]:
-    """The rule asked for, and how many of its tokens may wait for verification."""
-    if wish.exit != CALIBRATED:
-        return ExitConfig.of(wish.exit), MAX_DRAFT_TOKENS
-    if wish.lens not in shelf.calibrated:
+def _choose_exit(
+    served: ServedModel, model: Model, request: GenerateRequest
+) -> tuple[ExitConfig, int]:
+    """The exit rule of the request, and the largest number of draft tokens before verification."""
+    if request.exit != CALIBRATED:
+        return ExitConfig.of(request.exit), MAX_DRAFT_TOKENS
+    if request.lens not in served.calibrated:
         raise BadExit(
-            f"there is no calibrated rule for {wish.lens} here; make one with `layerjump calibrate`, or give never, "
-            f"gap:0.9, fixed:3 …"
+            f"{request.lens} has no calibrated exit rule; run `layerjump calibrate`, or give never, gap:0.9, fixed:3 …"
         )
-    found = serialization.load_calibration(shelf.folders[wish.lens], model=model)
-    return found.verified_exit if wish.verify else found.exit, found.max_draft_tokens
+    calibration = serialization.load_calibration(served.folders[request.lens], model=model)
+    exit_config = calibration.verified_exit if request.verify else calibration.exit
+    return exit_config, calibration.max_draft_tokens
 
 
-def _check_room(model: Model, wish: GenerateParams) -> None:
-    tokens = model.tokenization
-    length, most = len(tokens.wrap(tokens.encode([wish.prompt])[0])), tokens.max_length
-    if length > min(MOST_READ, most):
+def _check_length(model: Model, request: GenerateRequest) -> None:
+    tokenization = model.tokenization
+    length = len(tokenization.wrap(tokenization.encode([request.prompt])[0]))
+    longest = min(MAX_PROMPT_TOKENS, tokenization.max_length)
+    if length > longest:
         raise BadText(
-            f"the prompt has {length:,} tokens, and up to {min(MOST_READ, most):,} are read; shorten it"
+            f"the prompt has {length:,} tokens, and at most {longest:,} are read; shorten it"
         )
-    if wish.max_new_tokens > most - length:
+    if request.max_new_tokens > tokenization.max_length - length:
         raise BadText(
-            f"{wish.max_new_tokens} more tokens were asked for, but the model takes {most:,}, and the prompt has "
-            f"{length:,} of them; ask for fewer, or shorten the prompt"
+            f"{request.max_new_tokens} new tokens do not fit: the model takes {tokenization.max_length:,} tokens, and "
+            f"the prompt has {length:,}; ask for fewer, or shorten the prompt"
         )
 
 
-class _Scribe:
-    """The streamer of one text: tells every token, then lets a question in."""
+class _Streamer:
+    """The streamer of one generation: sends every token, then runs one short task that waits."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, desk: Worker, told: EventQueue, *, verified: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        worker: Worker,
+        events: EventQueue,
+        *,
+        is_verified: bool,
     ) -> None:
-        self._tokenizer, self._desk, self._told = tokenizer, desk, told
-        self._verified = verified
-        self._special = frozenset(tokenizer.all_special_ids)
-        self._pieces: Pieces | None = None
+        self._tokenizer, self._worker, self._events = tokenizer, worker, events
+        self._is_verified = is_verified
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._decoder: IncrementalDecoder | None = None
         self._level: int | None = None
         self.text = ""
-        """What was added to the prompt, without special tokens."""
-        self.lent = 0.0
-        """Seconds that went to others' questions."""
+        """The generated text, without special tokens."""
+        self.seconds_for_others = 0.0
+        """Time spent on the tasks of other requests."""
 
     def put_exit_levels(self, levels: Sequence[int | None]) -> None:
-        """The level of the token that comes next."""
+        """Take the exit level of the next token."""
         self._level = levels[0]
 
     def put(self, ids: Tensor) -> None:
-        """The prompt, and then token by token."""
-        self._told.check()
-        if self._pieces is None:
-            self._pieces = Pieces(self._tokenizer, ids[0].tolist())
+        """Take the prompt, then one token a call."""
+        self._events.raise_if_disconnected()
+        if self._decoder is None:
+            self._decoder = IncrementalDecoder(self._tokenizer, ids[0].tolist())
             return
         token = int(ids)
-        piece = self._pieces.add(token)
-        if token not in self._special:
-            self.text += piece
-        said = {
-            "token": token,
-            "text": piece,
-            "level": self._level,
-            "verified": self._verified,
-        }
-        self._told.tell(Answer(200, encode(said)))
+        text = self._decoder.add(token)
+        if token not in self._special_ids:
+            self.text += text
+        event = TokenEvent(token=token, text=text, level=self._level, verified=self._is_verified)
+        self._events.put(Answer(200, encode(event)))
         start = time.perf_counter()
-        self._desk.let_in()
-        self.lent += time.perf_counter() - start
+        self._worker.run_one_short_task()
+        self.seconds_for_others += time.perf_counter() - start
 
     def end(self) -> None:
-        """Nothing is left to say."""
+        """Do nothing: the worker sends the last event."""
 
 
-class Pieces:
-    """What each token adds to a text. Alone it does not say: blanks depend on neighbours, characters may be shared."""
+class IncrementalDecoder:
+    """Decode a text token by token: blanks depend on neighbours, and a character may span tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt)
-        self._start, self._told = 0, len(self._ids)
-        """Tokens from the first on are context; those from the second on are still to be told."""
+        self._context_start, self._decoded = 0, len(self._ids)
+        """Tokens from `_context_start` are context; those from `_decoded` are not decoded yet."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now: none while a character lacks bytes."""
+        """The text that the token adds; empty while a character lacks bytes."""
         self._ids.append(token)
-        before = self._decoded(self._told)
-        whole = self._decoded(len(self._ids))
-        if whole.endswith("\ufffd") and len(self._ids) - self._told < _BYTES:
+        before = self._decode(self._decoded)
+        after = self._decode(len(self._ids))
+        pending = len(self._ids) - self._decoded
+        if after.endswith("\ufffd") and pending < MAX_BYTES_PER_CHARACTER:
             return ""
-        self._start, self._told = self._told, len(self._ids)
-        return whole[len(before) :]
+        self._context_start, self._decoded = self._decoded, len(self._ids)
+        return after[len(before) :]
 
-    def _decoded(self, end: int) -> str:
-        return str(
-            self._tokenizer.decode(self._ids[self._start : end], clean_up_tokenization_spaces=False)
-        )
+    def _decode(self, end: int) -> str:
+        ids = self._ids[self._context_start : end]
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _summary(made: Generated, text: str, seconds: float) -> dict[str, Any]:
-    counts = asdict(made.counts)
-    del counts["seconds"]  # they include what was lent
-    return {
-        "text": text,
-        "ids": made.ids[0],
-        "levels": made.exit_levels[0],
-        "n_blocks": made.n_blocks,
-        "blocks_saved": made.blocks_saved,
-        "agreement": made.agreement,
-        "seconds": round(seconds, 4),
-        "counts": counts,
-    }
+def _summarise(generated: Generated, text: str, seconds: float) -> GenerationSummary:
+    counts = asdict(generated.counts)
+    del counts["seconds"]  # they include time spent on other requests
+    return GenerationSummary(
+        text=text,
+        ids=generated.ids[0],
+        levels=generated.exit_levels[0],
+        n_blocks=generated.n_blocks,
+        blocks_saved=generated.blocks_saved,
+        agreement=generated.agreement,
+        seconds=round(seconds, 4),
+        counts=counts,
+    )

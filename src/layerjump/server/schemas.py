@@ -1,84 +1,205 @@
-"""Request schemas and their limits."""
+"""Schemas of requests and answers, and their limits."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layerjump.generation.kv_cache import CacheKind
-from layerjump.server.generation import MOST_NEW
-from layerjump.server.model_registry import FITTED
 
-MOST_CHARACTERS, MOST_K, MOST_FOLLOWED, MOST_LENSES = 20_000, 50, 16, 4
+FITTED = ("mat", "affine", "ridge")
+"""Estimators that the page fits itself, in one pass over the built-in text."""
+MAX_CHARACTERS, MAX_TOP_K, MAX_TRACKED, MAX_LENSES = 20_000, 50, 16, 4
+MAX_NEW_TOKENS = 256
+MAX_POSITIONS = 256
+"""Positions of a text that are shown: a larger grid is slow and unreadable."""
+MAX_PROMPT_TOKENS = 1024
+"""Tokens of a text that the model reads: all other requests wait meanwhile."""
 
 Name = Annotated[str, Field(max_length=300)]
-Word = Annotated[str, Field(min_length=1, max_length=200)]
+TokenText = Annotated[str, Field(min_length=1, max_length=200)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+ModelState = Literal["not loaded", "loading", "ready", "failed"]
+JobState = Literal["waiting", "fitting", "done", "failed"]
+
+
+class Request(BaseModel):
+    """The body of a request. It is hashable: the same request has the same place in the queue."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Name = Field(description="One of the names of /api/models.")
+
+
+class LoadRequest(Request):
+    """The model to load."""
+
+
+class LensRequest(Request):
+    """A text, and the lenses to read it through."""
+
+    text: str = Field(min_length=1, max_length=MAX_CHARACTERS)
+    lenses: tuple[Name, ...] = Field(
+        default=("identity",),
+        min_length=1,
+        max_length=MAX_LENSES,
+        description="identity, an estimator, or the name of a jumps folder.",
+    )
+    k: int = Field(default=10, ge=1, le=MAX_TOP_K, strict=True, description="Top tokens a cell.")
+    tokens: tuple[TokenId | TokenText, ...] = Field(
+        default=(),
+        max_length=MAX_TRACKED,
+        description="Tokens to track through the levels: ids, or texts of one token.",
+    )
+    js: bool = Field(default=False, strict=True, description="Jensen–Shannon divergence too.")
+
+    @field_validator("lenses")
+    @classmethod
+    def _drop_duplicates(cls, lenses: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(lenses))
+
+
+class GenerateRequest(Request):
+    """A prompt to continue, and the early exit. The names are those of `layerjump.generate`."""
+
+    prompt: str = Field(min_length=1, max_length=MAX_CHARACTERS)
+    lens: Name = Field(default="identity", description="The lens of the exit rule (see /api/lens).")
+    exit: Name = Field(
+        default="never",
+        description="never, fixed:3, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; at given levels: gap:0.9@8,16; or "
+        "calibrated, if /api/models lists the lens as calibrated.",
+    )
+    cache: CacheKind = Field(
+        default="exact", description="KV cache of skipped blocks: exact, jump or copy."
+    )
+    verify: bool = Field(
+        default=False, strict=True, description="Lossless: the full model verifies the drafts."
+    )
+    max_new_tokens: int = Field(default=48, ge=1, le=MAX_NEW_TOKENS, strict=True)
+
+
+class FitRequest(Request):
+    """The estimators to fit on the built-in text."""
+
+    estimators: tuple[Name, ...] = Field(default=FITTED, min_length=1, max_length=len(FITTED))
 
 
 class Problem(BaseModel):
-    """Why a question was not answered."""
+    """Why a request failed, in one sentence."""
 
     error: str
 
 
-class LensRequest(BaseModel):
-    """A text, and what to read of it."""
+class UnfittedProblem(Problem):
+    """The lenses to fit before the request is repeated."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: Name = Field(description="One of the names that /api/models gives.")
-    text: str = Field(min_length=1, max_length=MOST_CHARACTERS)
-    lenses: list[Name] = Field(
-        default=["identity"],
-        min_length=1,
-        max_length=MOST_LENSES,
-        description="identity, an estimator, or a jump set's name.",
-    )
-    k: int = Field(default=10, ge=1, le=MOST_K, strict=True, description="Best tokens a cell.")
-    tokens: list[TokenId | Word] = Field(
-        default=[],
-        max_length=MOST_FOLLOWED,
-        description="Tokens to follow through the levels: ids, or texts of one token.",
-    )
-    js: bool = Field(default=False, strict=True, description="Jensen–Shannon divergence too.")
+    unfitted: list[str]
 
 
-class GenerateRequest(BaseModel):
-    """A prompt to go on with, and when tokens may leave. The names are those of `layerjump.generate`."""
+class Health(BaseModel):
+    """The server answers."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: Name = Field(description="One of the names that /api/models gives.")
-    prompt: str = Field(min_length=1, max_length=MOST_CHARACTERS)
-    lens: Name = Field(default="identity", description="What reads the levels, as for /api/lens.")
-    exit: Name = Field(
-        default="never",
-        description="never, fixed:3, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; with levels: gap:0.9@8,16; or "
-        "calibrated, where /api/models says so for the lens.",
-    )
-    cache: CacheKind = Field(
-        default="exact", description="What skipped blocks keep: exact, jump or copy."
-    )
-    verify: bool = Field(
-        default=False, strict=True, description="Lossless: the full model's own text."
-    )
-    max_new_tokens: int = Field(default=48, ge=1, le=MOST_NEW, strict=True)
+    ok: Literal[True] = True
+    version: str
 
 
-class LoadRequest(BaseModel):
-    """Which model to load."""
+class Busy(BaseModel):
+    """The request waits in the queue; repeat it to keep its place."""
 
-    model_config = ConfigDict(extra="forbid")
+    busy: Literal[True] = True
+    position: int
+    doing: str | None
+    said: str
 
-    model: Name
+
+class LensStatus(BaseModel):
+    """Whether one lens can be used."""
+
+    name: str
+    state: Literal["ready", "not fitted", "other weights", "unknown"]
 
 
-class FitRequest(BaseModel):
-    """Which jumps to fit on the built-in text."""
+class ModelStatus(BaseModel):
+    """One served model; fields that only a loaded model has are null before."""
 
-    model_config = ConfigDict(extra="forbid")
+    name: str
+    state: ModelState
+    error: str | None
+    doing: str | None
+    task: str | None
+    n_blocks: int | None
+    most_tokens: int | None
+    mask: str | bool | None
+    lenses: list[LensStatus]
+    cannot_generate: str | None
+    calibrated: list[str]
+    """Lenses with a calibrated exit rule."""
+    predicting: list[str]
+    """Lenses with jumps between all levels, which the `jump` cache needs."""
 
-    model: Name
-    estimators: list[Name] = Field(default=list(FITTED), min_length=1, max_length=len(FITTED))
+
+class Limits(BaseModel):
+    """The largest values that requests may have."""
+
+    characters: int = MAX_CHARACTERS
+    k: int = MAX_TOP_K
+    followed: int = MAX_TRACKED
+    new_tokens: int = MAX_NEW_TOKENS
+
+
+class Models(BaseModel):
+    """All served models."""
+
+    models: list[ModelStatus]
+    fitted_here: tuple[str, ...] = FITTED
+    limits: Limits = Limits()
+
+
+class LensAnswer(BaseModel):
+    """The trajectory of each lens, as `layerjump lens --json` prints it."""
+
+    model: str
+    lenses: dict[str, dict[str, Any]]
+    seconds: float
+
+
+class JobStatus(BaseModel):
+    """The progress of a fit, in tokens."""
+
+    id: str
+    model: str
+    estimators: tuple[str, ...]
+    state: JobState
+    done: int
+    total: int
+    seconds_left: float | None
+    error: str | None
+
+
+class TokenEvent(BaseModel):
+    """One generated token, and the level at which it exits."""
+
+    token: int
+    text: str
+    level: int | None
+    verified: bool
+
+
+class GenerationSummary(BaseModel):
+    """A finished generation."""
+
+    text: str
+    ids: list[int]
+    levels: list[int]
+    n_blocks: int
+    blocks_saved: float
+    agreement: float | None
+    seconds: float
+    counts: dict[str, int]
+
+
+class DoneEvent(BaseModel):
+    """The last event of a generation."""
+
+    done: GenerationSummary

@@ -1,12 +1,10 @@
 """Reject cross-site, oversized and unfinished requests.
 
-What stands before every route: only this machine's own pages may ask, and not with too much at once.
+A page of another site, open in the same browser, can send requests to 127.0.0.1. It cannot read the answers (there
+are no CORS headers), but its requests are refused all the same. The Host header reveals a foreign domain that resolves
+to this machine (DNS rebinding).
 
-A page of another site, open in the same browser, can send requests to 127.0.0.1 too. It cannot read the answers
-(there are no CORS headers), but its requests are refused all the same; and a foreign name that was made to point to
-this machine (DNS rebinding) is seen in the Host header.
-
-Connections that never finish their question are closed: many of them would hold all that a process may open.
+Starlette's `TrustedHostMiddleware` does not do: it does not parse IPv6 hosts and its answers are not JSON.
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import h11
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from layerjump.server.worker import Answer, refusal
-
-MOST_BYTES = 256 << 10
-"""The largest body of a request."""
-_OURS = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_HEADERS = {
+MAX_BODY_BYTES = 256 << 10
+REQUEST_SECONDS = 10.0
+"""Time from the first byte of a request, or from the start of a connection, to the last byte of the request."""
+SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -34,11 +32,11 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
-SECURITY = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+_LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 class LocalOnlyMiddleware:
-    """An ASGI middleware that checks where a request comes from and how large it is."""
+    """Refuse requests of other hosts and sites, limit the size of bodies, and add security headers to all answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -47,114 +45,84 @@ class LocalOnlyMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        received = 0
 
-        async def guarded(message: Message) -> None:
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > MAX_BODY_BYTES:  # a chunked body does not state its length
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+            return message
+
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *SECURITY]
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
-        refused = _refused(scope)
-        if refused is None:
-            body = await _whole_body(receive)
-            if body is not None:
-                await self.app(scope, _once(body, receive), guarded)
-                return
-            refused = refusal(413, f"the request is larger than the {MOST_BYTES:,} bytes allowed")
-        await _send(refused, guarded)
+        try:
+            _check(scope)
+        except HTTPException as error:
+            refusal = JSONResponse({"error": error.detail}, error.status_code)
+            await refusal(scope, receive, send_with_headers)
+            return
+        await self.app(scope, receive_limited, send_with_headers)
 
 
-def _refused(scope: Scope) -> Answer | None:
+def _check(scope: Scope) -> None:
+    """Raise `HTTPException` for a request that is not from this machine's own page, or too large."""
     headers = Headers(scope=scope)
     host = headers.get("host", "")
-    if not _OURS.fullmatch(host):
-        return refusal(
+    if not _LOCAL_HOST.fullmatch(host):
+        raise HTTPException(
             400,
-            f"the Host header is {host[:80]!r}; this server only answers to localhost and 127.0.0.1",
+            f"the Host header is {host[:80]!r}; this server answers only to localhost and 127.0.0.1",
         )
     origin = headers.get("origin")
-    foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
-    if foreign or _from_elsewhere(scope, headers):
-        return refusal(403, "requests from pages of other sites are not answered")
+    is_foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+    if is_foreign or _is_cross_site(scope, headers):
+        raise HTTPException(403, "requests from pages of other sites are refused")
     length = headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > MOST_BYTES:
-        return refusal(
-            413, f"the request is {length[:20]} bytes long; at most {MOST_BYTES:,} are allowed"
+    if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+        raise HTTPException(
+            413, f"the body has {length[:20]} bytes; at most {MAX_BODY_BYTES:,} are allowed"
         )
-    return None
 
 
-def _from_elsewhere(scope: Scope, headers: Headers) -> bool:
+def _is_cross_site(scope: Scope, headers: Headers) -> bool:
     if headers.get("sec-fetch-site", "none") in ("same-origin", "none"):
         return False
-    # Following a link to the page from somewhere else is fine: a state is shared as a link.
-    followed = headers.get("sec-fetch-mode") == "navigate" and scope["method"] == "GET"
-    return not (followed and headers.get("sec-fetch-dest") == "document" and scope["path"] == "/")
-
-
-async def _whole_body(receive: Receive) -> bytes | None:
-    """The request's body, or None if it is too large (a chunked one does not say its length)."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > MOST_BYTES:
-            return None
-    return body
-
-
-def _once(body: bytes, receive: Receive) -> Receive:
-    """Give the body again, then whatever else comes (the end of the connection)."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
-
-
-async def _send(answer: Answer, send: Send) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(answer.body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
-
-
-SECONDS = 10.0
-"""From the first byte of a question, or from the beginning of a connection, to the question's last byte."""
+    # A link on another site may open the page: links share the page's state.
+    is_navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] == "GET"
+    is_page = headers.get("sec-fetch-dest") == "document" and scope["path"] == "/"
+    return not (is_navigation and is_page)
 
 
 class RequestTimeoutProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which by itself waits for ever for the rest of a request."""
+    """uvicorn's HTTP/1.1 that closes connections without a complete request (slowloris protection)."""
 
-    _clock: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._watch()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _watch(self) -> None:
-        """Let the clock run while a question is incomplete; an answer may take as long as it needs."""
+    def _update_timer(self) -> None:
+        """Run the timer while a request is incomplete; an answer may take as long as it needs."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._stop()
-        elif self._clock is None:
-            self._clock = self.loop.call_later(SECONDS, self.transport.close)
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
 
-    def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

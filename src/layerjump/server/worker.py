@@ -1,15 +1,8 @@
-"""A FIFO queue with one worker thread per model, and event streams to the client.
+"""A FIFO queue with one worker thread per model, a cache of answers, and event streams to the client.
 
-Answers as bytes, made once, and a cache that forgets the least used.
-
-One model's desk: work waits in a line and is done one piece at a time, by a thread of its own.
-
-A request whose turn does not come soon is told its place, and asks again: the same question finds its old place in the
-line, or its answer in the cache. So nobody stalls, nobody loses a place, and a question asked twice is answered once.
-
-Work that takes long in small steps (a generation, token by token) lets one question in between two of its steps.
-
-Answers that come in lines: from the desk's thread to the event loop, and on for as long as somebody listens.
+A request whose turn does not come soon gets its position in the queue, and the client repeats it: the same request
+finds its old place, or its answer in the cache. So no connection waits for long, no request loses its place, and a
+repeated request is computed once. Long work (a generation, token by token) runs one short task between two steps.
 """
 
 from __future__ import annotations
@@ -25,280 +18,286 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from layerjump.errors import LayerjumpError
+from layerjump.server.schemas import Problem
 
 CACHE_BYTES = 64 << 20
-"""Bytes of answers that are kept: some 200 prompts of 32 tokens through a lens of 30 levels."""
-ERRORS_KEPT = 10.0
-"""Seconds that an error is kept: long enough for the one who asked to ask again, short enough to try anew."""
+"""Size of the answer cache: about 200 prompts of 32 tokens through a lens of 30 levels."""
+ERROR_SECONDS = 10.0
+"""How long the cache keeps an error: the client that polls must find it, a later request must try again."""
+ABANDONED_SECONDS = 15.0
+"""A task that no client repeats for so long is dropped."""
+MAX_QUEUE = 64
+"""Queued tasks before new requests are refused."""
+INTERNAL_ERROR = "something went wrong here; the terminal that runs the server says what"
+NOT_FITTED = 409
+"""The status of an answer that a fit will change; it is never cached."""
 
-UNFORESEEN = "something went wrong here; the terminal that runs the server says what"
-NOT_YET = 409
-"""The status of an answer that a fit will change; it is never kept."""
+log = logging.getLogger("layerjump")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What goes back to the browser."""
+    """An HTTP status and a JSON body."""
 
     status: int
     body: bytes
 
     @property
-    def good(self) -> bool:
+    def is_ok(self) -> bool:
         return self.status < 400
 
 
-def encode(content: Any) -> bytes:
-    """JSON without spaces; NaN and infinities, which JSON has not, are an error."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+def encode(content: BaseModel | dict[str, Any]) -> bytes:
+    """Compact JSON; raise for NaN and infinities, which JSON does not have."""
+    plain = content.model_dump() if isinstance(content, BaseModel) else content
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def refusal(status: int, message: str, **more: Any) -> Answer:
-    """An error in one plain sentence."""
-    return Answer(status, encode({"error": " ".join(message.split()), **more}))
+def error_answer(status: int, message: str) -> Answer:
+    """An error in one sentence."""
+    return Answer(status, encode(Problem(error=" ".join(message.split()))))
 
 
-class Answers:
-    """The answers given last, up to so many bytes; errors only for a moment. Safe to use from any thread."""
+class AnswerCache:
+    """The latest answers, up to a number of bytes; errors only for some seconds. Thread-safe."""
 
     def __init__(self, size: int = CACHE_BYTES) -> None:
-        self._room = size
-        self._kept: OrderedDict[Hashable, tuple[Answer, float]] = OrderedDict()
+        self._free = size
+        self._entries: OrderedDict[Hashable, tuple[Answer, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Answer | None:
-        """The answer to a question, if it is still here."""
+        """The cached answer, if there is one that has not expired."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
+            if key not in self._entries:
                 return None
-            answer, end = found
-            if time.monotonic() > end:
+            answer, expires = self._entries[key]
+            if time.monotonic() > expires:
                 self._drop(key)
                 return None
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
             return answer
 
-    def keep(self, key: Hashable, answer: Answer) -> None:
-        """Put an answer in, and let go of the least used ones if there is no room."""
-        if answer.status == NOT_YET:
+    def put(self, key: Hashable, answer: Answer) -> None:
+        """Add an answer; drop the least recently used ones if the cache is full."""
+        if answer.status == NOT_FITTED:
             return
         with self._lock:
             self._drop(key)
-            end = float("inf") if answer.good else time.monotonic() + ERRORS_KEPT
-            self._kept[key] = answer, end
-            self._room -= len(answer.body)
-            while self._room < 0:
-                self._drop(next(iter(self._kept)))
+            expires = float("inf") if answer.is_ok else time.monotonic() + ERROR_SECONDS
+            self._entries[key] = answer, expires
+            self._free -= len(answer.body)
+            while self._free < 0:
+                self._drop(next(iter(self._entries)))
 
     def _drop(self, key: Hashable) -> None:
-        found = self._kept.pop(key, None)
-        if found is not None:
-            self._room += len(found[0].body)
-
-
-FORGOTTEN = 15.0
-"""Seconds after which a question that nobody repeats is not worked on any more."""
-LONGEST = 64
-"""Questions in line before new ones are turned away."""
-
-log = logging.getLogger("layerjump")
+        if key in self._entries:
+            answer, _ = self._entries.pop(key)
+            self._free += len(answer.body)
 
 
 @dataclass
 class Task:
-    """A piece of work in line."""
+    """A task in the queue."""
 
     work: Callable[[], Answer]
-    doing: str
-    """What it is, for those who wait: `reading`, `fitting mat`."""
-    lasting: bool
-    """Done even if nobody asks for it again."""
-    long: bool
-    """Never let in between the steps of another; its answer is for the one who asked, and not kept."""
-    begun: bool = False
-    asked: float = field(default_factory=time.monotonic)
-    answer: Future[Answer] = field(default_factory=Future)
+    label: str
+    """What it does, for clients that wait: `reading`, `fitting mat`."""
+    is_persistent: bool
+    """Whether it runs even if no client repeats its request."""
+    is_long: bool
+    """Whether it never runs between the steps of another task, and its answer is not cached."""
+    is_started: bool = False
+    last_requested: float = field(default_factory=time.monotonic)
+    future: Future[Answer] = field(default_factory=Future)
 
 
 class Worker:
-    """A line of work, and the thread that does it."""
+    """A queue of tasks, and the thread that runs them one at a time."""
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers
-        self._line: OrderedDict[Hashable, Task] = OrderedDict()
+    def __init__(self, cache: AnswerCache) -> None:
+        self.cache = cache
+        self._queue: OrderedDict[Hashable, Task] = OrderedDict()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def ask(
+    def submit(
         self,
         key: Hashable,
         work: Callable[[], Answer],
         *,
-        doing: str = "reading",
-        lasting: bool = False,
-        long: bool = False,
+        label: str = "reading",
+        is_persistent: bool = False,
+        is_long: bool = False,
     ) -> Future[Answer] | None:
-        """Get in line, or back to one's place in it; the future gets the answer. None: the line is too long."""
+        """Queue a task, or find the one of the same key; None if the queue is full."""
         with self._changed:
-            found = self._line.get(key)
-            if found is not None:
-                found.asked = time.monotonic()
-                return found.answer
-            if len(self._line) >= LONGEST and not lasting:
+            task = self._queue.get(key)
+            if task is not None:
+                task.last_requested = time.monotonic()
+                return task.future
+            if len(self._queue) >= MAX_QUEUE and not is_persistent:
                 return None
-            piece = self._line[key] = Task(work, doing, lasting, long)
-            self._start()
+            task = self._queue[key] = Task(work, label, is_persistent, is_long)
+            if self._thread is None:
+                # A daemon: Ctrl-C does not wait for a long fit, which writes its files atomically.
+                self._thread = threading.Thread(target=self._run_tasks, daemon=True)
+                self._thread.start()
             self._changed.notify()
-            return piece.answer
+            return task.future
 
-    def still_wanted(self, key: Hashable) -> None:
-        """Somebody waits for this: it keeps its place, as if it were asked again."""
+    def keep_alive(self, key: Hashable) -> None:
+        """Note that a client still waits for a task, as if it had repeated its request."""
         with self._changed:
-            if key in self._line:
-                self._line[key].asked = time.monotonic()
+            if key in self._queue:
+                self._queue[key].last_requested = time.monotonic()
 
-    def let_in(self) -> None:
-        """For long work to call between two of its steps: one short piece that waits is done now."""
+    def run_one_short_task(self) -> None:
+        """Run the first short task in the queue, if there is one; long work calls this between two steps."""
         with self._changed:
-            self._drop_forgotten()
-            short = next(((key, each) for key, each in self._line.items() if not each.long), None)
+            self._drop_abandoned()
+            short = next(
+                ((key, task) for key, task in self._queue.items() if not task.is_long), None
+            )
         if short is not None:
-            self._do(*short)
+            self._run(*short)
 
-    def place(self, key: Hashable) -> int:
-        """How many pieces are done before this one is; 0 while it is worked on, the line's length if not in it."""
+    def position(self, key: Hashable) -> int:
+        """How many tasks come before this one; 0 while it runs, the queue's length if it is not queued."""
         with self._changed:
             return next(
-                (place for place, other in enumerate(self._line) if other == key), len(self._line)
+                (index for index, other in enumerate(self._queue) if other == key), len(self._queue)
             )
 
     @property
-    def doing(self) -> str | None:
-        """What is being worked on, in words."""
+    def current_label(self) -> str | None:
+        """What the running task does."""
         with self._changed:
-            return next((piece.doing for piece in self._line.values()), None)
+            return next((task.label for task in self._queue.values()), None)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            # A daemon: Ctrl-C does not wait for a long fit, whose files are only ever whole or not there.
-            self._thread = threading.Thread(target=self._work, daemon=True)
-            self._thread.start()
-
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
         while True:
             with self._changed:
-                self._drop_forgotten()
-                while not self._line:
+                self._drop_abandoned()
+                while not self._queue:
                     self._changed.wait()
-                key, piece = next(iter(self._line.items()))
-            self._do(key, piece)
+                key, task = next(iter(self._queue.items()))
+            self._run(key, task)
 
-    def _drop_forgotten(self) -> None:
+    def _drop_abandoned(self) -> None:
         now = time.monotonic()
-        for key, piece in list(self._line.items()):
-            if not piece.lasting and not piece.begun and now - piece.asked > FORGOTTEN:
-                del self._line[key]
+        for key, task in list(self._queue.items()):
+            can_drop = not task.is_persistent and not task.is_started
+            if can_drop and now - task.last_requested > ABANDONED_SECONDS:
+                del self._queue[key]
 
-    def _do(self, key: Hashable, piece: Task) -> None:
-        piece.begun = True
-        answer = _answer(piece.work)
+    def _run(self, key: Hashable, task: Task) -> None:
+        task.is_started = True
+        answer = _compute(task.work)
         with self._changed:
-            # Before it leaves the line, so that one who asks again finds it in one of the two.
-            if not piece.long:
-                self.answers.keep(key, answer)
-            del self._line[key]
-        piece.answer.set_result(answer)
+            # Cached before it leaves the queue, so that a repeated request finds it in one of the two.
+            if not task.is_long:
+                self.cache.put(key, answer)
+            del self._queue[key]
+        task.future.set_result(answer)
 
 
-def _answer(work: Callable[[], Answer]) -> Answer:
+def _compute(work: Callable[[], Answer]) -> Answer:
     try:
         return work()
     except LayerjumpError as error:
-        return refusal(422, str(error))
+        return error_answer(422, str(error))
     except Exception:
         log.exception("a request failed")
-        return refusal(500, UNFORESEEN)
+        return error_answer(500, INTERNAL_ERROR)
 
 
 class ClientDisconnected(Exception):  # noqa: N818  (a signal, not an error)
-    """Nobody listens any more."""
+    """The client closed its connection, or the server ends."""
 
 
 class EventQueue:
-    """What one generation has told so far, from the desk's thread to the event loop that made this."""
+    """Events of one generation, from the worker's thread to the event loop that made this queue."""
 
     def __init__(self, closing: threading.Event) -> None:
-        self.gone = threading.Event()
-        """Set when the one who asked went away."""
+        self.client_gone = threading.Event()
         self._closing = closing
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Answer] = asyncio.Queue()
-        self._complete = False
+        self._events: asyncio.Queue[Answer] = asyncio.Queue()
+        self._has_last = False
 
-    def check(self) -> None:
-        """`Gone` if there is nobody to tell anything."""
-        if self.gone.is_set() or self._closing.is_set():
+    def raise_if_disconnected(self) -> None:
+        """Raise `ClientDisconnected` if there is no client to send to."""
+        if self.client_gone.is_set() or self._closing.is_set():
             raise ClientDisconnected
 
-    def tell(self, answer: Answer) -> None:
-        """Hand something over."""
+    def put(self, event: Answer) -> None:
+        """Add an event; called in the worker's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, answer)
-        except RuntimeError:  # the loop ended in this very moment
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the loop has just ended
             raise ClientDisconnected from None
 
-    def end(self, answer: Answer) -> None:
-        """Called in the loop itself: this is the last."""
-        self._queue.put_nowait(answer)
-        self._complete = True
+    def put_last(self, event: Answer) -> None:
+        """Add the last event; called in the event loop."""
+        self._events.put_nowait(event)
+        self._has_last = True
 
     @property
-    def ended(self) -> bool:
-        """Whether all that was told has been taken."""
-        return self._complete and self._queue.empty()
+    def is_finished(self) -> bool:
+        """Whether all events up to the last are taken."""
+        return self._has_last and self._events.empty()
 
-    async def next(self, seconds: float) -> Answer | None:
-        """What was told next, or None if nothing was for so long."""
+    async def next(self, timeout: float) -> Answer | None:
+        """The next event, or None if there is none within `timeout` seconds."""
         try:
-            return await asyncio.wait_for(self._queue.get(), seconds)
+            return await asyncio.wait_for(self._events.get(), timeout)
         except TimeoutError:
             return None
 
 
-class Stream(StreamingResponse):
-    """JSON lines: what is told, and until then the place in line, every `patience` seconds."""
+class EventStreamResponse(StreamingResponse):
+    """JSON lines: the events, and before the first one the position in the queue every `interval` seconds."""
 
     media_type = "application/x-ndjson"
 
     def __init__(
-        self, first: Answer | None, told: EventQueue, busy: Callable[[], Answer], *, patience: float
+        self,
+        first: Answer | None,
+        events: EventQueue,
+        describe_position: Callable[[], Answer],
+        *,
+        interval: float,
     ) -> None:
-        self._told = told
-        super().__init__(_lines(first, told, busy, patience))
+        self._events = events
+        super().__init__(_lines(first, events, describe_position, interval))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # However it ended, nobody listens now; a generator that never began would not come to say so.
-            self._told.gone.set()
+            # Here and not in the generator, which does not run at all if the client leaves early.
+            self._events.client_gone.set()
 
 
 async def _lines(
-    first: Answer | None, told: EventQueue, busy: Callable[[], Answer], patience: float
+    first: Answer | None,
+    events: EventQueue,
+    describe_position: Callable[[], Answer],
+    interval: float,
 ) -> AsyncIterator[bytes]:
-    answer, begun = first, first is not None
+    event, has_started = first, first is not None
     while True:
-        if answer is not None:
-            begun = True
-            yield answer.body + b"\n"
-        elif not begun:
-            yield busy().body + b"\n"
-        if told.ended:
+        if event is not None:
+            has_started = True
+            yield event.body + b"\n"
+        elif not has_started:
+            yield describe_position().body + b"\n"
+        if events.is_finished:
             return
-        answer = await told.next(patience)
+        event = await events.next(interval)

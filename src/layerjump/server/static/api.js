@@ -1,7 +1,7 @@
-// Asking the server. While it is busy it says our place in line, and we ask the same again.
+// Requests to the server. A busy server answers with the position in its queue; the page repeats the request.
 
-const PAUSE = 200; // ms between two questions; the server itself waits with its answer
-const BETWEEN_LOOKS = 400; // ms between two looks at a fit
+const PAUSE = 200; // ms between two requests; the server itself waits up to two seconds
+const POLL_FIT = 400; // ms between two requests for the progress of a fit
 
 export class Refused extends Error {}
 
@@ -28,7 +28,7 @@ async function once(path, body, signal) {
   return answer;
 }
 
-// `waiting` is told what the server says while we are in line.
+// Repeat a request until it is answered; `waiting` gets the answers of a busy server.
 export async function ask(path, body, { signal, waiting = () => {} } = {}) {
   for (;;) {
     const answer = await once(path, body, signal);
@@ -39,7 +39,7 @@ export async function ask(path, body, { signal, waiting = () => {} } = {}) {
   }
 }
 
-// Ask for an answer that comes in lines: `each` is given one after the other. Aborting closes the connection.
+// Read an answer in JSON lines: `each` gets one line after the other. Aborting closes the connection.
 export async function follow(path, body, { signal, each }) {
   const response = await reach(path, body, signal);
   if (!response.ok) throw new Refused((await response.json()).error);
@@ -62,12 +62,12 @@ export async function follow(path, body, { signal, each }) {
   }
 }
 
-// Fit, and tell `progress` about it until it is done.
+// Fit estimators; `progress` gets the status of the job until it is done.
 export async function fit(model, estimators, { signal, progress }) {
   let job = await ask("/api/fit", { model, estimators }, { signal });
   while (job.state === "waiting" || job.state === "fitting") {
     progress(job);
-    await pause(BETWEEN_LOOKS);
+    await pause(POLL_FIT);
     job = await ask(`/api/jobs/${job.id}`, undefined, { signal });
   }
   if (job.state === "failed") throw new Refused(job.error);

@@ -1,4 +1,4 @@
-// Pinned tokens: their rank through the levels at the chosen position, on a logarithmic scale with the best on top.
+// Pinned tokens: their rank by level at the selected position, on a logarithmic scale with rank 1 on top.
 
 import { LINES } from "./colours.js";
 import { element, number, visible } from "./words.js";
@@ -14,7 +14,7 @@ export function drawPins(place, readings, { level, column, unpin }) {
   const [, first] = lenses[0];
   place.replaceChildren(element("h2", { text: "Pinned tokens" }));
   if (!first.followed.length) {
-    place.append(element("p", { className: "quiet", text: "Pin a token with ☆ to follow its rank through the levels." }));
+    place.append(element("p", { className: "quiet", text: "Pin a token with ☆ to track its rank through the levels." }));
     return;
   }
   place.append(chart(lenses, level, column), keys(lenses, level, column, unpin));

@@ -1,4 +1,4 @@
-// Colours of cells: Viridis, which all kinds of colour vision can read, and ink that stands out on it.
+// Colours of cells: Viridis, which is readable with colour blindness, and text in a contrasting colour.
 
 const VIRIDIS = [
   [68, 1, 84], [72, 36, 117], [65, 68, 135], [53, 95, 141], [42, 120, 142], [33, 145, 140],
@@ -8,11 +8,11 @@ const VIRIDIS = [
 // Okabe and Ito's colours, in the report's order.
 export const LINES = ["#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F858D"];
 
-// Bright is always what a reader hopes for: likely, sure, close to the model.
+// Bright is always good: probable, confident, close to the model.
 export const MEASURES = {
   probability: {
     title: "probability",
-    about: "probability of the best token",
+    about: "probability of the top token",
     bright: "high",
     value: (reading, level, column) => reading.probability[level][column][0],
     most: () => 1,
@@ -36,8 +36,8 @@ export const MEASURES = {
   },
 };
 
-// One scale for all grids on the page. It ends where nine tenths of the fitted cells are below, or a few far cells
-// would leave all others in one colour; level L, where lenses have nothing to add, does not count.
+// One scale for all grids. It ends at the 90th percentile of the fitted cells: a few outliers would leave all others
+// in one colour. Level L, where all lenses agree, does not count.
 function mostly(name) {
   return (readings) => {
     const values = [];
@@ -64,7 +64,7 @@ export function viridis(share) {
   return { background: `rgb(${rgb})`, ink: luminance(rgb) > 0.18 ? "#000" : "#fff" };
 }
 
-// WCAG's: black reads better than white where it is above 0.18.
+// Relative luminance (WCAG): black text is more readable than white above 0.18.
 function luminance(rgb) {
   const [red, green, blue] = rgb.map((part) => {
     const c = part / 255;

@@ -1,4 +1,4 @@
-// The routes, listed from the server's own description of itself.
+// The routes, from the server's OpenAPI description.
 
 import { element } from "./words.js";
 
@@ -23,7 +23,7 @@ function section(path, method, route) {
 
 function fields(schema) {
   const rows = Object.entries(schema.properties).map(([name, field]) => {
-    const needed = schema.required?.includes(name) ? "needed" : `default ${JSON.stringify(field.default)}`;
+    const needed = schema.required?.includes(name) ? "required" : `default ${JSON.stringify(field.default)}`;
     const cells = [name, kind(field), needed, limits(field), field.description ?? ""];
     return element("tr", { children: cells.map((text) => element("td", { text })) });
   });

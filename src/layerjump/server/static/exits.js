@@ -1,10 +1,10 @@
-// The exit rule, as layerjump.generation.rules.SoftmaxGap has it: stop at the first level, from 1 on, where the best
-// probability leads the second best by more than 0.9 λ + 0.1 exp(−4 t / N).
+// The exit rule of layerjump.generation.rules.SoftmaxGap: exit at the first level, from 1 on, where the gap between
+// the two largest probabilities exceeds 0.9 λ + 0.1 exp(−4 t / N).
 
 const DECAY = 4;
 
-// Where each position stops: levels, (levels × positions) leads and 0-based positions → a row for each.
-export function leavingRows(levels, confidence, positions, strength) {
+// The row at which each position exits, from (levels × positions) gaps and 0-based positions.
+export function exitRows(levels, confidence, positions, strength) {
   const length = positions.reduce((sum, t) => sum + t + 1, 0) / positions.length; // N
   const last = confidence.length - 1;
   return positions.map((t, column) => {
@@ -18,9 +18,9 @@ export function leavingRows(levels, confidence, positions, strength) {
 export function exitsOf(reading, strength, from) {
   const columns = [...reading.positions.keys()].filter((column) => reading.positions[column] >= from);
   if (!columns.length) return null;
-  const levels = reading.levels.map(Number); // a lens need not read them all
+  const levels = reading.levels.map(Number); // a lens may lack some levels
   const leads = reading.confidence.map((row) => columns.map((column) => row[column]));
-  const found = leavingRows(levels, leads, columns.map((column) => reading.positions[column]), strength);
+  const found = exitRows(levels, leads, columns.map((column) => reading.positions[column]), strength);
   const last = levels.length - 1;
   const rows = reading.positions.map(() => null);
   let saved = 0;

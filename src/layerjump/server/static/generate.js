@@ -1,4 +1,4 @@
-// The generate panel: its controls, and the generation that is under way.
+// The generate panel: its controls, and the running generation.
 
 import { Refused } from "./api.js";
 import { CACHES, START } from "./state.js";
@@ -6,14 +6,14 @@ import { fillSelect } from "./words.js";
 import { clearText, counted, lengthWritten, write } from "./written.js";
 
 const $ = (id) => document.getElementById(id);
-const RULES = { never: "never", gap: "when sure", fixed: "at a level", calibrated: "calibrated" };
+const RULES = { never: "never", gap: "by confidence", fixed: "at a fixed level", calibrated: "calibrated" };
 
 export class GeneratePanel {
-  // `page` gives `state`, `model` (what the server says of it), `prompt`, `go(change)` and `prepare(signal)`.
+  // `page` has `state`, `model` (its status from the server), `prompt`, `go(change)` and `prepare(signal)`.
   constructor(page, most) {
     this.page = page;
-    this.writing = null; // aborts
-    this.model = null; // whose text is shown
+    this.writing = null; // aborts the running generation
+    this.model = null; // the model whose text is shown
     $("count").max = most;
     for (const id of ["count", "rule", "lead", "exit-level", "cache", "lossless"]) {
       $(id).addEventListener("change", (event) => this.#changed(event.target));
@@ -25,8 +25,8 @@ export class GeneratePanel {
     });
   }
 
-  // What is asked for, as far as this model and lens have it: an address may come from another.
-  #wanted() {
+  // The settings that this model and lens support: the address may come from another model.
+  #supported() {
     const { state, model } = this.page;
     const [kind, value] = state.rule.split(":");
     const missing = kind === "calibrated" && !model.calibrated.includes(state.lens);
@@ -52,13 +52,13 @@ export class GeneratePanel {
     $("cannot").hidden = !cannot;
     $("cannot").textContent = cannot ? `Generate: ${cannot}.` : "";
     if (cannot) return;
-    const { rule, cache } = this.#wanted();
+    const { rule, cache } = this.#supported();
     const [kind, value] = rule.split(":");
     fillSelect($("rule"), without(RULES, "calibrated", model.calibrated.includes(state.lens)), kind);
     fillSelect($("cache"), without(CACHES, "jump", model.predicting.includes(state.lens)), cache);
     $("lead-part").hidden = kind !== "gap";
     $("level-part").hidden = kind !== "fixed";
-    $("lead").disabled = kind !== "gap"; // or the browser would check what nobody sees
+    $("lead").disabled = kind !== "gap"; // the browser validates hidden fields too
     $("exit-level").disabled = kind !== "fixed";
     if (kind === "gap") $("lead").value = value;
     $("exit-level").max = model.n_blocks - 1;
@@ -83,7 +83,7 @@ export class GeneratePanel {
 
   async #write() {
     const { state, model } = this.page;
-    const { rule, cache } = this.#wanted();
+    const { rule, cache } = this.#supported();
     const question = {
       model: state.model, prompt: this.page.prompt, lens: state.lens, exit: rule, cache, verify: state.lossless,
       max_new_tokens: state.count,
@@ -138,7 +138,7 @@ function ruleNamed(kind, blocks) {
   return kind;
 }
 
-// All choices, or all but one that is not to be had.
+// All choices, without the one that is not available.
 function without(names, one, there) {
   return Object.entries(names).filter(([name]) => there || name !== one);
 }

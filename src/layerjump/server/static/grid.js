@@ -1,10 +1,10 @@
-// A grid of tokens × levels: rows are levels with the last on top, columns are positions.
+// A grid of levels × positions: rows are levels, the last on top; columns are positions.
 
 import { colourOf, gradient } from "./colours.js";
 import { element, number, visible } from "./words.js";
 
 export class Grid {
-  // `chosen(level, column)` is called when a cell is moved to, `opened()` and `pinned(id)` for Enter and P.
+  // Callbacks: `chosen(level, column)` for a selected cell, `opened()` for Enter, `pinned(id)` for P.
   constructor(reading, name, { chosen, opened, pinned }) {
     this.reading = reading;
     this.name = name;
@@ -36,7 +36,7 @@ export class Grid {
     const head = element("thead", { children: [element("tr", { children: [corner, ...heads] })] });
     const body = element("tbody");
     for (let level = this.last; level >= 0; level -= 1) body.append(this.#row(level));
-    const label = `What ${this.name} reads, levels by positions`;
+    const label = `Predictions of ${this.name}, levels by positions`;
     return element("table", { role: "grid", "aria-label": label, children: [head, body] });
   }
 
@@ -69,7 +69,7 @@ export class Grid {
     this.to.textContent = `${number(most, 2)}${measure.end}`;
   }
 
-  // Rings around the cells where positions would stop; one that runs to the end has none.
+  // Rings around the cells where positions would exit; a position that runs all blocks has none.
   ring(levels) {
     for (const cell of this.scroll.querySelectorAll(".leaves")) cell.classList.remove("leaves");
     levels?.forEach((level, column) => {
@@ -96,15 +96,15 @@ export class Grid {
     const token = visible(reading.tokens[reading.positions[column]].text);
     const best = reading.top[level][column][0];
     const marks = [
-      best === reading.top[this.last][column][0] ? "the model’s answer" : "",
-      this.cells[level][column].classList.contains("leaves") ? "would stop here" : "",
+      best === reading.top[this.last][column][0] ? "the model’s prediction" : "",
+      this.cells[level][column].classList.contains("leaves") ? "would exit here" : "",
       this.cells[level][column].classList.contains("unfitted") ? "not fitted" : "",
     ].filter(Boolean);
     const facts = `probability ${number(reading.probability[level][column][0])}`;
     return [`${visible(reading.words[best])}, ${facts}`, `level ${reading.levels[level]} after ${token}`, ...marks].join("; ");
   }
 
-  // Scrolls the grid itself, never the page.
+  // Scroll the grid, not the page.
   #reveal(cell) {
     const { scroll } = this;
     const head = scroll.querySelector(".corner");

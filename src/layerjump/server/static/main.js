@@ -1,4 +1,4 @@
-// The page: its controls, what it asks the server, and its address, which holds all that it shows.
+// The page: its controls, its requests, and its address, which holds the whole state.
 
 import { ask, fit, Refused } from "./api.js";
 import { drawPins } from "./chart.js";
@@ -12,20 +12,20 @@ import { element, fillSelect, listed, number, percent } from "./words.js";
 
 const MOST_PINS = 16;
 const $ = (id) => document.getElementById(id);
-const fresh = !location.hash; // nobody's link: the page has a prompt of its own
+const fresh = !location.hash; // not opened by a link: start with a default prompt
 let state = fromHash(location.hash);
-let models = new Map(); // name → what the server says of it
-let fittedHere = []; // lenses that the server can fit
-let readings = new Map(); // lens → its reading of the text
+let models = new Map(); // name → its status from the server
+let fittedHere = []; // estimators that the server fits
+let readings = new Map(); // lens → its trajectory of the text
 let grids = [];
-let shown = ""; // the question whose answer is on the page
-let asking = null; // aborts the question that is under way
-let typed = false; // somebody has written into the prompt
+let shown = ""; // the request whose answer is shown
+let asking = null; // aborts the running request
+let typed = false; // the user has typed a prompt
 let generating = null; // the generate panel
 
 // ── the address ──
 
-// `push` makes a step that Back undoes; small moves only change the address in place.
+// `push` adds a history entry, which Back undoes; small moves replace the address.
 function go(change, { push = true } = {}) {
   state = { ...state, ...change };
   const address = toHash(state);
@@ -35,7 +35,7 @@ function go(change, { push = true } = {}) {
 
 addEventListener("popstate", () => {
   state = fromHash(location.hash);
-  if (!models.size) return; // the start takes it from there
+  if (!models.size) return; // the start of the page reads it
   state = withDefaults(state);
   $("text").value = state.text;
   show();
@@ -46,10 +46,10 @@ function withDefaults(given) {
   return { ...given, model: known, colour: given.colour in MEASURES ? given.colour : "probability" };
 }
 
-// ── asking ──
+// ── requests ──
 
 async function show() {
-  if (!models.size) return; // shown at the start, as soon as the server has said what it has
+  if (!models.size) return; // the start of the page calls again, with the models
   fillControls();
   const lenses = [...new Set([state.lens, state.other].filter(Boolean))];
   const question = { model: state.model, text: state.text, lenses, tokens: state.pins };
@@ -88,14 +88,14 @@ async function show() {
 }
 
 async function answerTo(question, signal) {
-  say("Reading …");
+  say("Running …");
   const waiting = (answer) => say(waitingSaid(answer, question.model));
   await prepare(question.model, question.lenses, { signal, waiting });
-  say("Reading …");
+  say("Running …");
   return ask("/api/lens", question, { signal, waiting });
 }
 
-// Load the model and fit the lenses, where they are not yet.
+// Load the model and fit the lenses, unless that is done.
 async function prepare(model, lenses, { signal, waiting }) {
   if (models.get(model).state !== "ready") {
     say(`Loading ${model} …`);
@@ -116,7 +116,7 @@ function lengthSaid({ task, positions, tokens }) {
 
 function waitingSaid(answer, model) {
   if (answer.doing?.startsWith("loading")) return `Loading ${model} …`;
-  if (answer.position === 0) return "Reading …";
+  if (answer.position === 0) return "Running …";
   return `Busy, position ${answer.position}${answer.doing ? ` (${answer.doing})` : ""} …`;
 }
 
@@ -129,8 +129,8 @@ function showFitting(job) {
   else bar.removeAttribute("value");
   const left = job.seconds_left === null ? "" : `, about ${Math.max(1, Math.round(job.seconds_left))} s left`;
   const far = share < 1 ? `${percent(Math.round(100 * share) / 100)}${left}` : "solving";
-  const what = `Fitting ${listed(job.estimators)} for ${job.model} on Python’s own documentation, once and for all`;
-  $("fitting-words").textContent = job.state === "waiting" ? `${what}: waiting for the model` : `${what}: ${far}`;
+  const what = `Fitting ${listed(job.estimators)} for ${job.model} on the Python documentation (once, then cached)`;
+  $("fitting-words").textContent = job.state === "waiting" ? `${what}: queued` : `${what}: ${far}`;
 }
 
 function note(model) {
@@ -184,9 +184,9 @@ function draw() {
 }
 
 function savingSaid(grid, exits) {
-  if (!exits) return `${grid.name}: no fitted position`;
+  if (!exits) return `${grid.name}: no position that the maps were fitted on`;
   const blocks = grid.reading.n_blocks;
-  return `${grid.name}: would save ${number(exits.saved, 2)} of ${blocks} blocks (${percent(exits.share)}) and agree `
+  return `${grid.name}: early exit would save ${number(exits.saved, 2)} of ${blocks} blocks (${percent(exits.share)}) and agree `
     + `with the full model on ${percent(exits.agreement)} of ${exits.count} positions`;
 }
 
@@ -215,14 +215,14 @@ function trouble(words) {
 function fillControls() {
   fillSelect($("model"), [...models.keys()].map((name) => [name, name]), state.model);
   const lenses = (models.get(state.model)?.lenses ?? []).filter((lens) => lens.state !== "other weights");
-  const choices = lenses.map(({ name, state: how }) => [name, how === "not fitted" ? `${name} (will be fitted)` : name]);
+  const choices = lenses.map(({ name, state: how }) => [name, how === "not fitted" ? `${name} (fitted on first use)` : name]);
   fillSelect($("lens"), choices, state.lens);
-  fillSelect($("other"), [["", "nothing"], ...choices], state.other);
+  fillSelect($("other"), [["", "none"], ...choices], state.other);
   fillSelect($("colour"), Object.entries(MEASURES).map(([name, { title }]) => [name, title]), state.colour);
   $("strength").value = state.strength;
   $("strength-said").textContent = state.strength.toFixed(2);
   $("strength").setAttribute("aria-valuetext", `λ ${state.strength.toFixed(2)}`);
-  generating?.fill(); // not before the server has said what it has
+  generating?.fill(); // null until the models are known
 }
 
 $("ask").addEventListener("submit", (event) => {
@@ -238,7 +238,7 @@ $("text").addEventListener("keydown", (event) => {
   $("ask").requestSubmit();
 });
 $("model").addEventListener("change", (event) => {
-  // Ids of another vocabulary mean other tokens.
+  // Token ids of another vocabulary are other tokens.
   go({ model: event.target.value, text: $("text").value, pins: [], level: null, column: null });
 });
 for (const name of ["lens", "other", "colour"]) {
@@ -252,9 +252,9 @@ $("skip").addEventListener("click", (event) => {
 $("link").addEventListener("click", async () => {
   try {
     await navigator.clipboard.writeText(location.href);
-    say("The link is copied: it holds the prompt and all that is chosen here.");
+    say("Link copied: it holds the prompt and all settings.");
   } catch {
-    say("The browser does not let this page copy; the address above is the link.");
+    say("The browser does not allow copying; the page’s address is the link.");
   }
 });
 

@@ -1,4 +1,4 @@
-// The chosen cell: its best tokens with bars, its numbers, and buttons that pin.
+// The selected cell: its top tokens with bars, its numbers, and buttons to pin tokens.
 
 import { element, number, visible } from "./words.js";
 
@@ -20,16 +20,16 @@ export function drawCell(place, readings, { level, column, pins, pin, left }) {
 function lensPart(name, reading, level, column, pins, pin) {
   const last = reading.levels.length - 1;
   const own = reading.top[last][column][0];
-  const list = element("ol", { className: "best", "aria-label": `Best tokens through ${name}` });
+  const list = element("ol", { className: "best", "aria-label": `Top tokens of ${name}` });
   reading.top[level][column].forEach((id, place) => {
     list.append(bestRow(reading, id, reading.probability[level][column][place], id === own, pins, pin));
   });
   const facts = [
     ["entropy", number(reading.entropy[level][column])],
     ["KL to the model", number(reading.kl[level][column])],
-    ["lead", number(reading.confidence[level][column])],
-    ["surprise at the next token", number(reading.cross_entropy[level][column])],
-    ["decided at level", reading.levels[reading.decided_at[column] ?? last]],
+    ["confidence gap", number(reading.confidence[level][column])],
+    ["next-token loss", number(reading.cross_entropy[level][column])],
+    ["settled at level", reading.levels[reading.decided_at[column] ?? last]],
   ];
   const numbers = element("dl", { className: "facts" });
   for (const [what, value] of facts) {
@@ -38,7 +38,7 @@ function lensPart(name, reading, level, column, pins, pin) {
     numbers.append(element("div", { children }));
   }
   const fitted = reading.positions[column] >= reading.fitted_from || level === last;
-  const note = fitted ? [] : [element("p", { className: "quiet", text: "The map was not fitted on this position." })];
+  const note = fitted ? [] : [element("p", { className: "quiet", text: "The maps were not fitted on this position." })];
   return [element("h3", { text: level === last ? `${name}: the model itself` : name }), list, numbers, ...note];
 }
 
@@ -54,6 +54,6 @@ function bestRow(reading, id, probability, own, pins, pin) {
   fill.style.width = `${100 * probability}%`;
   const bar = element("span", { className: "track", "aria-hidden": "true", children: [fill] });
   const word = element("span", { className: own ? "token own" : "token", dir: "auto", text });
-  if (own) word.title = "the model’s own answer";
+  if (own) word.title = "the model’s prediction";
   return element("li", { children: [button, word, bar, element("span", { className: "number", text: number(probability) })] });
 }

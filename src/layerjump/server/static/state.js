@@ -1,10 +1,10 @@
-// What the page shows, as the part of its address after #: the server never sees it there, and it may be long.
+// The page's state in the fragment of its address: the browser does not send it to the server, and it may be long.
 
 export const START = {
   model: "", lens: "mat", other: "", colour: "probability", text: "", level: null, column: null, pins: [], strength: 0.9,
   rule: "gap:0.9", count: 48, cache: "exact", lossless: false,
 };
-export const CACHES = { exact: "run later (exact)", copy: "a copied state", jump: "a predicted state" };
+export const CACHES = { exact: "exact (computed later)", copy: "copied exit state", jump: "predicted by a jump" };
 const RULE = /^(never|calibrated|gap:(0|1|0\.\d{1,4}|1\.0{1,4})|fixed:\d{1,4})$/;
 
 export function fromHash(hash) {

@@ -1,7 +1,7 @@
-// Tokens as a reader can see them. Whatever a token holds is only ever shown as text, never as markup.
+// Printable tokens and numbers. A token is only ever shown as text, never as markup.
 
 const SEEN = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
-// Control characters, and those that turn the direction of what stands around them.
+// Control characters, and those that change the direction of the text around them.
 const CONTROLS = /[\p{Cc}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/gu;
 const NOTHING_TO_SEE = /^[\p{Cf}\p{Cn}\p{Zs}\p{Zl}\p{Zp}]*$/u;
 
@@ -11,7 +11,7 @@ export function visible(text) {
   return NOTHING_TO_SEE.test(shown) ? [...shown].map(code).join("") : shown;
 }
 
-// A piece of running text: blanks and line breaks stay what they are, so that it reads as text.
+// Running text: spaces and line breaks stay, so that it reads as text.
 export function running(text) {
   return text.replace(/\r\n?/g, "\n").split("\n").map((line) => line.replace(CONTROLS, (c) => (c === "\t" ? c : code(c)))).join("↵\n");
 }
@@ -20,7 +20,7 @@ function code(letter) {
   return `⟨${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
-// Numbers as a reader wants them: no more digits than matter.
+// Numbers with a few significant digits.
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
@@ -48,7 +48,7 @@ export function element(name, { className = "", text = null, children = [], ...a
   return made;
 }
 
-// A select's options, made anew only if they changed.
+// Fill a select; its options are replaced only if they changed.
 export function fillSelect(select, choices, value) {
   const said = JSON.stringify(choices);
   if (select.dataset.choices !== said) {

@@ -1,4 +1,4 @@
-// A generated text: tokens as they come, coloured by the level they left at.
+// A generated text: tokens as they arrive, coloured by exit level.
 
 import { follow } from "./api.js";
 import { viridis } from "./colours.js";
@@ -6,7 +6,7 @@ import { element, number, percent, running, visible } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 
-// Bright is early. Tokens of the whole model have no colour.
+// Bright is an early exit. Tokens of the full model have no colour.
 function colourOfLevel(level, blocks) {
   return level === blocks ? { background: "", ink: "" } : viridis(1 - level / blocks);
 }
@@ -17,16 +17,16 @@ function paint(place, level, blocks) {
   place.style.color = ink;
 }
 
-// One text as it grows.
+// One text, token by token.
 class Written {
   constructor(prompt, blocks) {
     this.blocks = blocks;
     this.tokens = [];
-    this.counts = new Map(); // level → its place in the legend
+    this.counts = new Map(); // level → its legend entry
     $("given").textContent = running(prompt);
     $("tokens").replaceChildren();
     $("exit-levels").replaceChildren();
-    $("token-said").textContent = "Point at a token, or go to it with Tab and the arrow keys, to see where it left.";
+    $("token-said").textContent = "Point at a token, or move to it with Tab and the arrow keys, to see its exit level.";
     $("written").hidden = false;
   }
 
@@ -43,7 +43,7 @@ class Written {
   }
 
   #said({ text, level, verified }) {
-    const where = level === this.blocks ? `the whole model, ${level} blocks` : `left at level ${level} of ${this.blocks}`;
+    const where = level === this.blocks ? `full model, ${level} blocks` : `exits at level ${level} of ${this.blocks}`;
     const known = verified ? "verified" : level < this.blocks ? "not verified" : "";
     return [where, known, text ? "" : "part of a character"].filter(Boolean).join(", ");
   }
@@ -56,7 +56,7 @@ class Written {
   }
 
   #addLevel(level) {
-    const name = level === this.blocks ? `whole model (${level})` : `level ${level}`;
+    const name = level === this.blocks ? `full model (${level})` : `level ${level}`;
     const key = element("span", { className: level === this.blocks ? "key whole" : "key", text: name });
     paint(key, level, this.blocks);
     const times = element("span", { className: "quiet" });
@@ -85,7 +85,7 @@ class Written {
   }
 }
 
-let text = null; // the text on the page
+let text = null; // the text that is shown
 
 for (const kind of ["click", "focusin", "mouseover"]) {
   $("tokens").addEventListener(kind, (event) => {
@@ -114,7 +114,7 @@ export function clearText() {
   $("written").hidden = true;
 }
 
-// Write, and tell `say` how far it is. The question is what /api/generate takes.
+// Generate, and report progress to `say`. The question is the body of /api/generate.
 export async function write(question, blocks, { signal, say }) {
   clearText();
   let end = null;
@@ -126,24 +126,24 @@ export async function write(question, blocks, { signal, say }) {
       else {
         if (!text) {
           text = new Written(question.prompt, blocks);
-          say("Writing …");
+          say("Generating …");
         }
         text.add(line);
       }
     },
   });
-  say(end ? summary(question, end) : "The server stopped in the middle.");
+  say(end ? summary(question, end) : "The server closed the connection before the end.");
 }
 
 function summary({ lens, verify }, done) {
   const count = done.ids.length;
   const drafts = done.counts.drafts;
-  const agreed = `${percent(done.agreement)} of ${drafts} early tokens were the full model’s`;
+  const accepted = `${percent(done.agreement)} of ${drafts} drafts accepted`;
   return [
     `${counted(count)} in ${number(done.seconds, 2)} s (${number((1000 * done.seconds) / count, 2)} ms each)`,
-    `read through ${lens}`,
-    `${percent(Math.round(1000 * done.blocks_saved) / 1000)} of blocks not waited for`,
-    `${done.counts.unembeddings} vocabulary products`,
-    verify ? (drafts ? agreed : "no token left early") : "",
+    `lens ${lens}`,
+    `${percent(Math.round(1000 * done.blocks_saved) / 1000)} of blocks skipped`,
+    `${done.counts.unembeddings} unembeddings`,
+    verify ? (drafts ? accepted : "no drafts") : "",
   ].filter(Boolean).join(" · ");
 }
