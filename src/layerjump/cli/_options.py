@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from layerjump.models.model import Model
 
 
 def option_group(heading: str) -> Callable[..., Any]:
@@ -51,26 +55,6 @@ OutputFolder = Annotated[Path, output_option("-o", "--output", help="Output fold
 Force = Annotated[bool, output_option("--force", help="Overwrite the output.")]
 AsJson = Annotated[bool, output_option("--json", help="Print JSON instead of a table.")]
 
-Revision = Annotated[
-    str | None,
-    loading_option(help="Hub revision: a branch, tag or commit."),
-]
-Device = Annotated[
-    str | None,
-    loading_option(help="cpu, cuda, … (default: a GPU if available)."),
-]
-Dtype = Annotated[
-    str | None,
-    loading_option(help="float32, float64, bfloat16 or float16 (default: float32 on a CPU)."),
-]
-DeviceMap = Annotated[
-    str | None,
-    loading_option(help="`auto` spreads a large model over devices (needs accelerate)."),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    loading_option("--trust-remote-code", help="Run code from the model's repository."),
-]
 AllowOtherWeights = Annotated[
     bool,
     loading_option(
@@ -78,6 +62,62 @@ AllowOtherWeights = Annotated[
         help="Accept jumps fitted on other weights, e.g. those of a base model.",
     ),
 ]
+
+Command = Callable[..., None]
+LoadModel = Callable[[str], "Model"]
+"""Loads the model of a name or path, as the loading options of the command line say."""
+
+
+def loads_model(*, device_map: bool = False) -> Callable[[Command], Command]:
+    """Add the options for loading a model to a command, which gets them as one function, its parameter `load`."""
+
+    def decorate(command: Command) -> Command:
+        added = dict(inspect.signature(_loading_options, eval_str=True).parameters)
+        if not device_map:
+            del added["device_map"]
+        signature = inspect.signature(command, eval_str=True)
+        declared = [option for name, option in signature.parameters.items() if name != "load"]
+
+        @functools.wraps(command)
+        def run(**options: Any) -> None:
+            loading = {name: options.pop(name) for name in added}
+
+            def load_model(name: str) -> Model:
+                from layerjump.models.loading import load
+
+                return load(name, **loading)
+
+            command(**options, load=load_model)
+
+        run.__signature__ = signature.replace(parameters=[*declared, *added.values()])  # type: ignore[attr-defined]
+        run.__annotations__ = {}  # typer reads the signature
+        return run
+
+    return decorate
+
+
+def _loading_options(
+    *,
+    revision: Annotated[
+        str | None, loading_option(help="Hub revision: a branch, tag or commit.")
+    ] = None,
+    device: Annotated[
+        str | None, loading_option(help="cpu, cuda, … (default: a GPU if available).")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        loading_option(help="float32, bfloat16, float16 … (default: float32 on a CPU)."),
+    ] = None,
+    device_map: Annotated[
+        str | None,
+        loading_option(help="`auto` spreads a large model over devices (needs accelerate)."),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, loading_option("--trust-remote-code", help="Run code from the model's repository.")
+    ] = False,
+) -> None:
+    """Declares the options that `loads_model` adds."""
+
 
 LOG_INTERVAL = 30.0
 """Seconds between two lines of progress in a log."""

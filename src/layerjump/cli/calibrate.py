@@ -11,13 +11,11 @@ import typer
 from layerjump.cli._options import (
     AsJson,
     Column,
-    Device,
-    Dtype,
+    LoadModel,
     ModelName,
-    Revision,
     Seed,
     TextSource,
-    TrustRemoteCode,
+    loads_model,
     print_table,
     text_option,
 )
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
 
 
 @locks_output("run the same command again", option="jumps")
+@loads_model()
 def calibrate(
     model: ModelName,
     jumps: Annotated[Path, typer.Option(help="Folder of jumps; the exit rule is saved there.")],
@@ -49,10 +48,8 @@ def calibrate(
     documents: Annotated[int, text_option(help="Largest number of documents.")] = 2_000,
     seed: Seed = 0,
     as_json: AsJson = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Find the cheapest exit rule that keeps a target agreement with the full model; save it with the jumps.
 
@@ -67,11 +64,8 @@ def calibrate(
     from layerjump.generation.calibration import serialization
     from layerjump.generation.calibration.calibrate import calibrate as find_rule
     from layerjump.jumps.jumps import Jumps
-    from layerjump.models.loading import load
 
-    loaded = load(
-        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    loaded = load(model)
     calibration = find_rule(
         loaded,
         Jumps.from_pretrained(jumps, model=loaded),

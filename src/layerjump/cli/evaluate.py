@@ -12,11 +12,9 @@ import typer
 
 from layerjump.cli._options import (
     AsJson,
-    Device,
-    Dtype,
+    LoadModel,
     ModelName,
-    Revision,
-    TrustRemoteCode,
+    loads_model,
     option_group,
     output_option,
     print_table,
@@ -30,6 +28,7 @@ task_option, perplexity_option = option_group("Tasks"), option_group("Perplexity
 variant_option = option_group("Model variant")
 
 
+@loads_model()
 def evaluate(
     model: ModelName,
     tasks: Annotated[
@@ -79,10 +78,8 @@ def evaluate(
         output_option("-o", "--output", help="JSON file to write."),
     ] = None,
     as_json: AsJson = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Score a model on benchmark tasks (lm-eval, local files), or measure its perplexity with a sliding window.
 
@@ -91,14 +88,11 @@ def evaluate(
     [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]     perplexity
     """
     from layerjump.evaluation.early_exit import make_variant
-    from layerjump.models.loading import load
     from layerjump.studies.results import to_json
 
     _check(tasks, data, limit, wikitext)
     text = None if wikitext is None else _read_text(wikitext)
-    loaded = load(
-        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    loaded = load(model)
     options: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
     variant = make_variant(loaded, **options)
     settings = options | {"tasks": tasks, "data": data, "limit": limit, "batch_size": batch_size}

@@ -6,19 +6,18 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import AsJson, Device, Dtype, Revision, TrustRemoteCode, print_table
+from layerjump.cli._options import AsJson, LoadModel, loads_model, print_table
 
 
+@loads_model()
 def families(
     model: Annotated[
         str | None,
         typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`."),
     ] = None,
     as_json: AsJson = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """List the supported model families, or check that layerjump captures one model's hidden states exactly.
 
@@ -29,12 +28,9 @@ def families(
     if model is None:
         _print_families(as_json)
         return
-    from layerjump.models.loading import load
     from layerjump.models.self_check import self_check
 
-    loaded = load(
-        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    loaded = load(model)
     rows = [
         {
             "check": check.name,

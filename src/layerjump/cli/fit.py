@@ -12,17 +12,14 @@ import typer
 from layerjump.cli._options import (
     AsJson,
     Column,
-    Device,
-    DeviceMap,
-    Dtype,
     Force,
+    LoadModel,
     OutputFolder,
-    Revision,
     Seed,
     Split,
     TextSource,
     Tokens,
-    TrustRemoteCode,
+    loads_model,
     option_group,
     progress_bar,
     text_option,
@@ -53,6 +50,7 @@ def _resume_hint(options: Options) -> str:
     _resume_hint,
     refuses={"unfinished-*": "an unfinished run, which --resume continues", **JUMPS},
 )
+@loads_model(device_map=True)
 def fit(
     model: Annotated[
         str | None,
@@ -126,11 +124,8 @@ def fit(
             help="Solve saved moments instead of running the model; repeat to merge several."
         ),
     ] = None,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Fit jumps in one pass over a text.
 
@@ -152,15 +147,13 @@ def fit(
 
     if features is not None and features not in FEATURES:
         raise LayerjumpError(f"expected --features {', '.join(FEATURES)}, got {features!r}")
-    loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    loading |= {"device": device, "dtype": dtype, "device_map": device_map}
     settings: dict[str, Any] = {"strength": strength, "rank": rank}
     if estimator in BY_GRADIENTS:
         closed_form = settings | {"pooling": pooling, "pairs": pairs, "positions": positions}
         closed_form |= {"features": features, "resume": resume, "refine": refine}
         closed_form |= {"save-moments": save_moments, "from-moments": from_moments}
         _refuse_closed_form_options(estimator, closed_form)
-        loaded, corpus = _load(model, loading, text, column)
+        loaded, corpus = _load(load, model, text, column)
         jumps = _fit_by_gradients(
             estimator, loaded, corpus, tokens=tokens, rank=rank, split=split, seed=seed
         )
@@ -178,9 +171,9 @@ def fit(
     if from_moments:
         moments = merge_moments([SplitMoments.load(path) for path in from_moments])
         if model is not None:
-            model_or_none = _load_fitted_model(model, loading, moments)
+            model_or_none = _load_fitted_model(load, model, moments)
     else:
-        model_or_none, corpus = _load(model, loading, text, column)
+        model_or_none, corpus = _load(load, model, text, column)
         plan |= {"select": plan["select"] or save_moments or refine}
         plan |= {"positions": positions, "tokens": tokens, "split": split, "seed": seed}
         run = plan_run(model_or_none, corpus, **plan)
@@ -203,23 +196,21 @@ def fit(
 
 
 def _load(
-    model: str | None, loading: dict[str, Any], text: str, column: str | None
+    load: LoadModel, model: str | None, text: str, column: str | None
 ) -> tuple[Model, Corpus]:
     from layerjump.data.corpus import load_text
-    from layerjump.models.loading import load
 
     if model is None:
         raise LayerjumpError("give a model to run, or --from-moments with saved moments to solve")
-    return load(model, **loading), load_text(text, column=column)
+    return load(model), load_text(text, column=column)
 
 
-def _load_fitted_model(model: str, loading: dict[str, Any], moments: SplitMoments) -> Model:
+def _load_fitted_model(load: LoadModel, model: str, moments: SplitMoments) -> Model:
     """Load the model of saved moments: some estimators compare their maps with it."""
     from layerjump.errors import WrongModel
     from layerjump.models.fingerprint import fingerprint
-    from layerjump.models.loading import load
 
-    loaded = load(model, **loading)
+    loaded = load(model)
     if fingerprint(loaded.hf) != moments.about["fingerprint"]:
         raise WrongModel(
             f"these moments are of {moments.about['model']}, but {model} has other weights; give the model that they "

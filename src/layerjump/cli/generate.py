@@ -13,11 +13,9 @@ import typer
 from layerjump.cli._options import (
     AllowOtherWeights,
     AsJson,
-    Device,
-    Dtype,
+    LoadModel,
     ModelName,
-    Revision,
-    TrustRemoteCode,
+    loads_model,
     option_group,
 )
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 exit_option, sampling_option = option_group("Early exit"), option_group("Sampling")
 
 
+@loads_model()
 def generate(
     model: ModelName,
     prompts: Annotated[
@@ -82,10 +81,8 @@ def generate(
     seed: Annotated[int, sampling_option(help="Sampling seed.")] = 0,
     as_json: AsJson = False,
     allow_other_weights: AllowOtherWeights = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Generate text with early exit: each token exits at the first level where the exit rule is satisfied.
 
@@ -97,13 +94,10 @@ def generate(
 
     from layerjump.generation.generate import check_ranges
     from layerjump.generation.generate import generate as generate_text
-    from layerjump.models.loading import load
 
     sampling = {"temperature": temperature, "top_p": top_p}
     check_ranges({"max_new_tokens": max_new_tokens, **sampling})  # before the model is loaded
-    loaded = load(
-        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    loaded = load(model)
     fitted, rule, calibrated_draft_tokens = _load_rule(
         loaded, jumps, exit, verify, allow_other_weights
     )

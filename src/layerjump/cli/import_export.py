@@ -10,12 +10,9 @@ import typer
 
 from layerjump.cli._options import (
     AsJson,
-    Device,
-    DeviceMap,
-    Dtype,
     Force,
-    Revision,
-    TrustRemoteCode,
+    LoadModel,
+    loads_model,
 )
 from layerjump.cli._output_dir import JUMPS, locks_output
 from layerjump.cli.inspect import print_jumps
@@ -29,6 +26,7 @@ LensModel = Annotated[
 
 
 @locks_output("run the same command again", refuses=JUMPS)
+@loads_model(device_map=True)
 def import_lens(
     source: Annotated[Path, typer.Argument(help="File or folder of the lens.")],
     model: LensModel,
@@ -38,11 +36,8 @@ def import_lens(
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Convert a lens of another tool to a folder of jumps.
 
@@ -54,16 +49,8 @@ def import_lens(
     [bold]layerjump import gpt2_jacobian_lens.pt --model gpt2 -o jumps[/]    a Jacobian lens
     """
     from layerjump.jumps.convert.convert import import_lens as read_lens
-    from layerjump.models.loading import load
 
-    loaded = load(
-        model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-    )
+    loaded = load(model)
     jumps = read_lens(source, loaded, format=format)
     jumps.save_pretrained(output)
     print_jumps(jumps, as_json=as_json, spectrum=True)
@@ -71,6 +58,7 @@ def import_lens(
 
 
 @locks_output("run the same command again", is_replaced=True)
+@loads_model(device_map=True)
 def export_lens(
     jumps: Annotated[Path, typer.Argument(help="Folder of jumps.")],
     model: LensModel,
@@ -79,11 +67,8 @@ def export_lens(
         Path, typer.Option("-o", "--output", help="Folder (jacobian: file) to write.")
     ],
     force: Force = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Convert a folder of jumps to a lens of another tool.
 
@@ -97,16 +82,8 @@ def export_lens(
     from layerjump.io import check_free
     from layerjump.jumps.convert.convert import export_lens as write_lens
     from layerjump.jumps.jumps import Jumps
-    from layerjump.models.loading import load
 
     check_free(output, force=force)
-    loaded = load(
-        model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-    )
+    loaded = load(model)
     write_lens(Jumps.from_pretrained(jumps, model=loaded), loaded, output, format)
     print(f"wrote {output}", file=sys.stderr)

@@ -12,12 +12,9 @@ import typer
 from layerjump.cli._options import (
     AllowOtherWeights,
     AsJson,
-    Device,
-    DeviceMap,
-    Dtype,
+    LoadModel,
     ModelName,
-    Revision,
-    TrustRemoteCode,
+    loads_model,
     progress_bar,
 )
 
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
     from layerjump.models.model import Model
 
 
+@loads_model(device_map=True)
 def lens(
     model: ModelName,
     prompt: Annotated[
@@ -52,11 +50,8 @@ def lens(
     ] = None,
     as_json: AsJson = False,
     allow_other_weights: AllowOtherWeights = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Print the top next tokens that every level predicts at every position.
 
@@ -66,17 +61,9 @@ def lens(
     [bold]layerjump lens MODEL - --json < text.txt[/]                        one JSON object for each lens
     """
     from layerjump.lens.lens import read_trajectories
-    from layerjump.models.loading import load
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = load(
-        model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-    )
+    loaded = load(model)
     lenses = _make_lenses(loaded, compare, jumps, allow_other_weights)
     sites = None if levels is None else _parse_sites(levels)
     (by_lens,) = read_trajectories(lenses, [text], k=top_k, levels=sites, tokens=token or ())

@@ -12,17 +12,15 @@ import typer
 from layerjump.cli._options import (
     AsJson,
     Column,
-    Device,
-    Dtype,
     Force,
+    LoadModel,
     ModelName,
     OutputFolder,
-    Revision,
     Seed,
     Split,
     TextSource,
     Tokens,
-    TrustRemoteCode,
+    loads_model,
     option_group,
     parse_numbers,
     print_table,
@@ -43,6 +41,7 @@ def _resume_hint(options: Options) -> str:
 
 
 @locks_output(_resume_hint, is_replaced=True)
+@loads_model()
 def prune(
     model: ModelName,
     drop: Annotated[
@@ -104,10 +103,8 @@ def prune(
     output: OutputFolder = Path("pruned"),
     force: Force = False,
     as_json: AsJson = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Drop the blocks that a linear map replaces best, and write a Hugging Face checkpoint.
 
@@ -118,7 +115,6 @@ def prune(
     """
     from layerjump.data.corpus import load_text
     from layerjump.io import check_free
-    from layerjump.models.loading import load
     from layerjump.pruning.checkpoint import PruningRecord
     from layerjump.pruning.distill import distill
     from layerjump.pruning.draft_model import make_draft_model
@@ -129,9 +125,7 @@ def prune(
     check_free(output, force=force)
     if sum(value is not None for value in (drop, max_loss, keep_first)) != 1:
         raise BadPruning("give one of --drop, --max-loss and --keep-first")
-    loaded = load(
-        model, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    loaded = load(model)
     corpus = load_text(text, column=column)
     if keep_first is not None:
         pruned = make_draft_model(loaded, corpus, keep_first, tokens=tokens, split=split, seed=seed)

@@ -11,17 +11,14 @@ import typer
 
 from layerjump.cli._options import (
     Column,
-    Device,
-    DeviceMap,
-    Dtype,
     Force,
+    LoadModel,
     ModelName,
     OutputFolder,
-    Revision,
     Seed,
     TextSources,
     Tokens,
-    TrustRemoteCode,
+    loads_model,
     option_group,
     output_option,
     progress_bar,
@@ -36,6 +33,7 @@ study_option = option_group("Options of single studies")
     "finished studies are saved: run the same command with --resume to continue",
     refuses={"results.json": "results, which --resume adds to"},
 )
+@loads_model(device_map=True)
 def study(
     model: ModelName,
     studies: Annotated[
@@ -114,11 +112,8 @@ def study(
         output_option("--resume", help="Keep studies that an earlier run finished."),
     ] = False,
     force: Force = False,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: LoadModel,
 ) -> None:
     """Fit jumps, run studies, and write report.html, results.json and summary.md.
 
@@ -129,7 +124,6 @@ def study(
     """
     from layerjump.data.corpus import load_text
     from layerjump.evaluation.tasks import select_tasks
-    from layerjump.models.loading import load
     from layerjump.report.report import write_report
     from layerjump.studies.runner import run_studies, select_studies
     from layerjump.studies.setup import Setup, make_settings
@@ -156,14 +150,7 @@ def study(
         train_steps=train_steps,
         finetune_runs=finetune_runs,
     )
-    loaded = load(
-        model,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-    )
+    loaded = load(model)
     corpus, *other_corpora = [load_text(source, column=column) for source in text or ["pydoc"]]
     with progress_bar("running") as update:
         setup = Setup(loaded, corpus, settings, other_corpora, progress=update)
