@@ -1,4 +1,4 @@
-"""Refusals that no other file meets: each says what was given and what to give, in one line."""
+"""Errors that no other test file covers: each states what was expected, what it got and what to do, in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ model, text, jumps = fitted_gpt2.model, fitted_gpt2.text, fitted_gpt2.jumps  # f
 
 @contextmanager
 def refusal(*words: str):
-    """What is inside must be refused, in one line with these words in it."""
+    """Expect a one-line error with these words."""
     with pytest.raises(LayerjumpError) as caught:
         yield
     message = str(caught.value)
@@ -47,7 +47,7 @@ def refusal(*words: str):
 
 @pytest.fixture(scope="module")
 def sums(model, text):
-    """Sums of a text without a select split."""
+    """Moments of a text without a validation split."""
     return collect_moments(model, text, tokens=2_000, split="90/0/10")
 
 
@@ -68,7 +68,7 @@ def sums(model, text):
     ],
     ids=lambda given: " ".join(given[:5]) if isinstance(given, list) else "",
 )
-def test_commands(monkeypatch, capsys, tmp_path, data_folder, arguments, said):
+def test_commands_refuse_bad_options(monkeypatch, capsys, tmp_path, data_folder, arguments, said):
     given = [str(data_folder / "tiny-gpt2") if word == "MODEL" else word for word in arguments]
     monkeypatch.chdir(tmp_path)
     error = refused(monkeypatch, capsys, *given)
@@ -78,7 +78,7 @@ def test_commands(monkeypatch, capsys, tmp_path, data_folder, arguments, said):
     assert "fitting" not in error
 
 
-def test_estimators_without_what_they_need(model, text, sums, jumps):
+def test_estimators_refuse_settings_they_do_not_have(model, text, sums, jumps):
     with refusal("ridge", "no", "select split"):
         solve_jumps(sums, "ridge")
     with refusal("mat has no setting 'how'"):
@@ -89,7 +89,7 @@ def test_estimators_without_what_they_need(model, text, sums, jumps):
         lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
 
 
-def test_files_of_ours_that_hold_something_else(tmp_path, sums):
+def test_files_of_another_kind(tmp_path, sums):
     path = tmp_path / "moments.safetensors"
     sums.save(path, progress={"fit": 3})
     with refusal("unfinished", "resume=True"):
@@ -107,7 +107,7 @@ def test_files_of_ours_that_hold_something_else(tmp_path, sums):
         serialization.load_calibration(tmp_path)
 
 
-def test_exit_rules_that_cannot_be():
+def test_invalid_exit_rules():
     with refusal("7 documents", "give another text"):
         split_documents_by_role(range(7), seed=0)
     with refusal("1.5", "from 0 to 1"):
@@ -124,18 +124,18 @@ def test_exit_rules_that_cannot_be():
         ({"penalty_weight": -0.5}, "penalty_weight of 0 or more, got -0.5"),
     ],
 )
-def test_recipes(changes, said):
+def test_invalid_recipes(changes, said):
     with refusal(said):
         Recipe(**changes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_where_there_is_none(tmp_path):
+def test_cuda_without_a_gpu(tmp_path):
     with refusal("no GPU", "cpu"):
         training_arguments(Recipe(), tmp_path, device="cuda")
 
 
-def test_lenses_that_no_other_tool_can_hold(tmp_path):
+def test_jumps_that_a_foreign_format_cannot_hold(tmp_path):
     tiny = lj.Model.wrap(tiny_model("gpt2", dtype=torch.float32), name="tiny")
     pair, known = (Site(1), FINAL), foreign_lenses.drawn(tiny, [(0, 3)]).provenance
     weight = torch.eye(foreign_lenses.D)
@@ -156,7 +156,7 @@ def test_lenses_that_no_other_tool_can_hold(tmp_path):
         lj.import_lens(tmp_path / "tuned", tiny)
 
 
-def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
+def test_a_bare_hugging_face_model_must_be_wrapped(model, text, jumps):
     bare = model.hf
     asked = {
         "fit": lambda: lj.fit(bare, text),
@@ -178,14 +178,14 @@ def test_a_bare_hugging_face_model_is_to_be_wrapped(model, text, jumps):
             ask()
 
 
-def test_a_linear_model_whose_cuts_are_no_numbers(tmp_path):
+def test_a_linear_model_whose_cuts_are_not_numbers(tmp_path):
     for cuts in ("1e999", '"ab"', "[1]", '{"a": 1}'):
         (tmp_path / LINEAR).write_text(f'{{"cuts": [[{cuts}, 2]]}}')
         with refusal("damaged", "prune again"):
             lj.load(tmp_path)
 
 
-def test_more_blocks_than_a_memory_holds(tmp_path):
+def test_a_config_with_too_many_blocks(tmp_path):
     tiny_model("gpt2", dtype=torch.float32).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for many in (2**31, 10**400):
@@ -209,7 +209,7 @@ def test_blocks_that_share_weights_cannot_be_dropped():
         lj.make_draft_model(grouped, "pydoc", 1)
 
 
-def test_items_that_are_none(tmp_path):
+def test_invalid_task_items(tmp_path):
     (boolq,) = select_tasks(["boolq"])
     (tmp_path / boolq.file).write_bytes(b"\xff\xfe{")
     with refusal("cannot be read", "correct the file"):
@@ -220,7 +220,7 @@ def test_items_that_are_none(tmp_path):
             load_task(tmp_path / "task.jsonl")
 
 
-def test_a_track_that_was_not_measured(tmp_path):
+def test_a_missing_training_record(tmp_path):
     good = {name: [{"step": 0, "loss": 1.5}, {"step": 9, "loss": None}] for name in _TABLES}
     path = tmp_path / "track.json"
     path.write_text(json.dumps(good))
@@ -247,7 +247,7 @@ def _items(*lenses: str):
 @pytest.mark.parametrize(
     "read", [("mat", "mat"), ("mat", "identity", "mat"), ()], ids=["twice", "thrice", "never"]
 )
-def test_a_key_in_which_no_two_lenses_can_be_compared(tmp_path, read):
+def test_a_key_without_complete_cases(tmp_path, read):
     (tmp_path / human_evaluation.KEY).write_text(human_evaluation.write_key(_items(*read), "model"))
     (tmp_path / human_evaluation.SHEET).write_text(
         human_evaluation.write_sheet(_items(*read)), "utf-8"
@@ -256,7 +256,7 @@ def test_a_key_in_which_no_two_lenses_can_be_compared(tmp_path, read):
         human_evaluation.read_marks(tmp_path)
 
 
-def test_a_sheet_with_a_cell_without_end(tmp_path):
+def test_a_sheet_with_an_unbounded_cell(tmp_path):
     (tmp_path / human_evaluation.KEY).write_text(
         human_evaluation.write_key(_items("mat", "identity"), "model")
     )
@@ -266,6 +266,6 @@ def test_a_sheet_with_a_cell_without_end(tmp_path):
         human_evaluation.read_marks(tmp_path)
 
 
-def test_settings_of_a_study_that_begin_with_calibrated():
+def test_calibrated_cannot_be_the_first_estimator_of_a_study():
     with refusal("mat,calibrated"):
         make_settings("ours", estimators=("calibrated", "mat"))

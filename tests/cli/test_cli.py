@@ -1,4 +1,4 @@
-"""The command line, as real processes: help without torch, one-line errors, JSON that parses."""
+"""The command line as processes: help without torch, one-line errors, valid JSON."""
 
 import json
 import subprocess
@@ -123,7 +123,7 @@ def test_a_binary_file_as_text_is_one_line(data_folder, tmp_path):
     assert "UTF-8" in done.stderr.splitlines()[-1]
 
 
-def test_fit_then_show_then_solve_again_without_the_model(data_folder, tmp_path):
+def test_fit_then_inspect_then_solve_again_without_the_model(data_folder, tmp_path):
     folder = str(tmp_path / "a")
     fitted = run(
         "fit",
@@ -168,12 +168,12 @@ def _wide():
     return os.environ | {"COLUMNS": "200"}
 
 
-def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
+def test_progress_in_a_log_is_a_line_per_interval(capsys, monkeypatch):
     from layerjump.cli import _options
 
     monkeypatch.setattr(_options, "LOG_INTERVAL", 0.0)
     with _options.progress_bar("collecting") as update:
-        update(900, 1000)  # a run that is taken up: these were done before
+        update(900, 1000)  # a resumed run: these were done before
         time.sleep(0.2)
         update(910, 1000)
         update(1, 10)  # another pass
@@ -187,7 +187,9 @@ def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_tuned_jumps_are_shown_with_their_kl_and_no_number_is_cut(capsys, monkeypatch, data_folder):
+def test_refined_jumps_are_printed_with_their_kl_and_no_number_is_cut(
+    capsys, monkeypatch, data_folder
+):
     from layerjump.cli.inspect import print_jumps
 
     model = layerjump.load(data_folder / "tiny-gpt2")

@@ -1,4 +1,4 @@
-"""`layerjump eval`: scores and settings in a file, and one line for what it cannot do."""
+"""`layerjump eval`: scores and settings in a file, one-line errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(data_folder, data):
 
 @pytest.fixture
 def command(monkeypatch, capsys, data_folder):
-    """A function: arguments of `layerjump eval MODEL` → exit code, what was said."""
+    """A function: arguments of `layerjump eval MODEL` → exit code, output."""
 
     def call(*arguments, model="tiny-gpt2"):
         line = ["layerjump", "eval", str(data_folder / model), *map(str, arguments)]
@@ -79,14 +79,14 @@ def test_bad_input_is_one_line(command, data, arguments, said):
     assert told.err.count("\n") == 1
 
 
-def test_an_encoder_is_one_line_too(command, data):
+def test_an_encoder_is_a_one_line_error(command, data):
     code, told = command("--tasks", "copa", "--data", data, model="tiny-bert")
     assert code == 1
     assert "masked model" in told.err
     assert told.err.count("\n") == 1
 
 
-def test_without_lm_eval_it_says_what_to_install(command, data, monkeypatch):
+def test_without_lm_eval_the_error_says_what_to_install(command, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     code, told = command("--tasks", "copa", "--data", data)
     assert code == 1

@@ -1,4 +1,4 @@
-"""`layerjump lens` as a real process: JSON, text that may be piped, one-line errors, jumps fitted once."""
+"""`layerjump lens` as a process: JSON, pipes, one-line errors, cached jumps."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def run(home):
     return call
 
 
-def test_json_is_the_trajectories_own_and_jumps_are_fitted_once(run, data_folder):
+def test_json_equals_the_trajectories_and_jumps_are_fitted_once(run, data_folder):
     folder, text = str(data_folder / "tiny-gpt2"), "Once upon a time, there was"
     settings = ["--compare", "identity,mat", "--top-k", "3", "--token", " a", "--json"]
     first = run(folder, text, *settings)
@@ -48,7 +48,7 @@ def test_json_is_the_trajectories_own_and_jumps_are_fitted_once(run, data_folder
     assert first.stdout.isascii()
 
 
-def test_piped_text_is_plain_whatever_the_prompt_holds(run, data_folder):
+def test_piped_output_has_no_control_characters(run, data_folder):
     prompt = "A\x1b[31m red\u202e ball\n\tשלום 👩‍🚀 <b>"
     done = run(str(data_folder / "tiny-gpt2"), prompt, "--compare", "identity")
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_a_folder_of_jumps_reads_sites_inside_blocks(run, data_folder, tmp_path)
         (["a", "--compare", "magic"], "no estimator 'magic'"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(arguments, message, run, data_folder):
+def test_bad_input_is_one_line(arguments, message, run, data_folder):
     done = run(str(data_folder / "tiny-gpt2"), *arguments)
     assert done.returncode == 1
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""An output folder has one writer at a time, and a killed one is in nobody's way."""
+"""One process writes an output folder at a time; the lock of a killed process does not block others."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def hold(folder, replaced):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_second_writer_is_refused_and_a_killed_one_is_not_in_the_way(replaced, tmp_path):
+def test_a_second_writer_is_refused_unless_the_first_was_killed(replaced, tmp_path):
     folder = tmp_path / "out"
     child = hold(folder, replaced)
     with (
@@ -153,7 +153,7 @@ def test_what_torch_cannot_write_is_one_line(tmp_path):
         raise RuntimeError("another")
 
 
-# What is there is not written over unasked
+# Results are not overwritten without --force
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_torch_cannot_write_is_one_line(tmp_path):
         ("export jumps --model {model} --format mat", "anything", "would be overwritten"),
     ],
 )
-def test_what_is_there_is_not_lost_unasked(command, left, said, data_folder, tmp_path):
+def test_results_are_not_overwritten_without_force(command, left, said, data_folder, tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / left).write_text("precious")
@@ -181,7 +181,7 @@ def test_what_is_there_is_not_lost_unasked(command, left, said, data_folder, tmp
     assert (folder / left).read_text() == "precious"
 
 
-def test_force_writes_over_it(data_folder, tmp_path):
+def test_force_overwrites(data_folder, tmp_path):
     words = ["fit", str(data_folder / "tiny-gpt2"), "--tokens", "2000", "-o", str(tmp_path / "out")]
     assert CliRunner().invoke(app, words).exit_code == 0
     first = (tmp_path / "out" / "jumps.safetensors").read_bytes()
@@ -191,7 +191,7 @@ def test_force_writes_over_it(data_folder, tmp_path):
     assert (tmp_path / "out" / "jumps.safetensors").read_bytes() != first
 
 
-def test_what_is_advised_works(data_folder, tmp_path):
+def test_the_advice_of_error_messages_works(data_folder, tmp_path):
     words = ["fit", str(data_folder / "tiny-gpt2"), "--tokens", "2000", "-o", str(tmp_path / "out")]
     assert CliRunner().invoke(app, words).exit_code == 0
     jumps = tmp_path / "out" / "jumps.safetensors"

@@ -1,4 +1,4 @@
-"""`layerjump prune` as a real process."""
+"""`layerjump prune` as a process."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def model(data_folder) -> str:
     return str(data_folder / "tiny-gpt2")
 
 
-def test_it_writes_a_checkpoint_that_it_can_read(model, tmp_path):
+def test_it_writes_a_checkpoint_that_other_commands_load(model, tmp_path):
     folder = tmp_path / "out"
     done = run(
         "prune", model, "--drop", "25%", *SMALL, "--distill-steps", "2", "--json", "-o", str(folder)
@@ -36,7 +36,7 @@ def test_it_writes_a_checkpoint_that_it_can_read(model, tmp_path):
     assert "--force" in again.stderr
 
 
-def test_generate_reads_base_and_jumps_too(model, tmp_path, monkeypatch, capsys):
+def test_generate_loads_a_model_with_attached_maps(model, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "linear"
     lj.prune(
         lj.load(model),

@@ -76,7 +76,7 @@ def refused(server, **changes):
     ],
     ids=lambda how: " ".join(map(str, how.values())),
 )
-def test_what_streams_is_what_the_library_generates(server, model, jumps, how):
+def test_streamed_tokens_equal_the_librarys(server, model, jumps, how):
     tokens, done = written(server, **how)
     made = lj.generate(model, jumps, PROMPT, max_new_tokens=24, do_sample=False, **how)
     assert [each["token"] for each in tokens] == done["ids"] == made.ids[0]
@@ -92,7 +92,7 @@ def test_what_streams_is_what_the_library_generates(server, model, jumps, how):
     assert 0 < done["seconds"] < 60
 
 
-def test_levels_are_read_as_they_stand_through_identity(server, model):
+def test_identity_reads_levels_with_the_logit_lens(server, model):
     tokens, _ = written(server, lens="identity", exit="gap:0.3")
     made = lj.generate(model, None, PROMPT, exit="gap:0.3", max_new_tokens=24, do_sample=False)
     assert [(each["token"], each["level"]) for each in tokens] == list(
@@ -101,7 +101,7 @@ def test_levels_are_read_as_they_stand_through_identity(server, model):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_the_calibrated_rule_is_the_one_beside_the_jumps(server, model, jumps, folder, verify):
+def test_the_calibrated_rule_is_that_of_the_jumps_folder(server, model, jumps, folder, verify):
     found = serialization.load_calibration(folder)
     tokens, _ = written(server, exit="calibrated", verify=verify)
     made = lj.generate(
@@ -120,7 +120,7 @@ def test_the_calibrated_rule_is_the_one_beside_the_jumps(server, model, jumps, f
     assert (status, "no calibrated rule for identity" in said) == (422, True)
 
 
-def test_models_say_what_they_can(server):
+def test_models_state_what_they_support(server):
     for name in ("tiny-gpt2", "tiny-bert"):
         server.patiently("/api/load", {"model": name})
     _, answer = server.ask("/api/models")
@@ -159,13 +159,13 @@ def test_models_say_what_they_can(server):
         ({"temperature": 2}, 422, "temperature"),
     ],
 )
-def test_bad_wishes_are_refused_in_a_sentence(server, changes, status, words):
+def test_invalid_requests_get_one_sentence(server, changes, status, words):
     found, said = refused(server, **changes)
     assert found == status
     assert words in said
 
 
-def test_other_sites_get_nothing_written(server):
+def test_cross_site_requests_are_refused(server):
     for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
         assert server.ask("/api/generate", wish(), headers=headers)[0] in (400, 403)
 
@@ -178,7 +178,7 @@ def long_text(server):
     return lambda: server.stream("/api/generate", body)
 
 
-def test_closing_the_connection_stops_the_writing(server, long_text):
+def test_closing_the_connection_stops_the_generation(server, long_text):
     with long_text() as (status, lines):
         assert status == 200
         start = time.monotonic()
@@ -193,7 +193,7 @@ def test_closing_the_connection_stops_the_writing(server, long_text):
         assert next(lines)["level"] == 64
 
 
-def test_one_who_left_before_a_token_came_is_not_written_for(server, long_text):
+def test_a_client_that_leaves_before_the_first_token_stops_the_generation(server, long_text):
     with long_text() as (_, lines):
         start = time.monotonic()
         for _ in range(20):
@@ -208,7 +208,7 @@ def test_one_who_left_before_a_token_came_is_not_written_for(server, long_text):
     assert server.seconds_until_free("slow") < each * MAX_NEW_TOKENS / 3
 
 
-def test_a_question_is_answered_between_two_tokens(server, long_text):
+def test_a_lens_request_is_answered_between_two_tokens(server, long_text):
     with long_text() as (_, lines):
         next(lines)
         question = {"model": "slow", "text": "A question in between"}
@@ -217,7 +217,7 @@ def test_a_question_is_answered_between_two_tokens(server, long_text):
         assert "token" in next(lines)
 
 
-def test_a_second_writer_is_told_its_place_and_then_has_its_turn(server, long_text):
+def test_a_second_generation_gets_its_position_and_then_runs(server, long_text):
     with ExitStack() as before:
         _, first = before.enter_context(long_text())
         next(first)
@@ -232,7 +232,7 @@ def test_a_second_writer_is_told_its_place_and_then_has_its_turn(server, long_te
             assert "token" in line
 
 
-def test_texts_written_and_read_at_once_do_not_mix(server, model, jumps):
+def test_concurrent_generations_and_readings_do_not_mix(server, model, jumps):
     prompts, results = [PROMPT, "Tom had a big", "One day, a cat"], {}
 
     def writer(prompt):
@@ -253,7 +253,7 @@ def test_texts_written_and_read_at_once_do_not_mix(server, model, jumps):
         assert [each["level"] for each in tokens] == done["levels"] == made.exit_levels[0]
 
 
-def test_the_server_ends_in_the_middle_of_a_text(slow, tmp_path):
+def test_the_server_shuts_down_during_a_generation(slow, tmp_path):
     with serving(slow, home=tmp_path) as running:
         body = {"model": "slow", "prompt": "a", "max_new_tokens": MAX_NEW_TOKENS}
         with running.stream("/api/generate", body) as (_, lines):
@@ -264,7 +264,7 @@ def test_the_server_ends_in_the_middle_of_a_text(slow, tmp_path):
     assert (code, said) == (0, "starting …\n")
 
 
-def test_pieces_are_the_text_however_tokens_share_it(model):
+def test_decoded_pieces_join_to_the_text(model):
     tokenizer = model.tokenization.tokenizer
     text = " naïve ☃ 👩‍👧 done"
     prompt, ids = tokenizer.encode("It was"), tokenizer.encode(text)
@@ -274,7 +274,7 @@ def test_pieces_are_the_text_however_tokens_share_it(model):
     assert "" in found  # a snowman's first bytes are no character
 
 
-def test_blanks_are_kept_where_a_tokenizer_drops_them_at_the_start(real_folder):
+def test_leading_blanks_that_a_tokenizer_drops_are_kept(real_folder):
     model = lj.load(real_folder("stories15M"))
     prompt = model.tokenization.generation_inputs(["Once upon a time,"])["input_ids"][0].tolist()
     ids = model.tokenization.encode(["there was a café"])[0]
@@ -282,7 +282,7 @@ def test_blanks_are_kept_where_a_tokenizer_drops_them_at_the_start(real_folder):
     assert "".join(pieces.add(token) for token in ids) == " there was a café"
 
 
-def test_the_answer_is_described_as_lines(server):
+def test_openapi_describes_the_answer_as_json_lines(server):
     _, described = server.ask("/api/openapi.json")
     route = described["paths"]["/api/generate"]["post"]
     assert list(route["responses"]["200"]["content"]) == ["application/x-ndjson"]

@@ -1,6 +1,6 @@
-"""The server is as its OpenAPI description says, whatever is asked: schemathesis makes the questions up.
+"""The server conforms to its OpenAPI description; schemathesis generates the requests.
 
-`make soak` asks more: EXAMPLES=1000 of each kind.
+`make soak` generates more: EXAMPLES=1000 of each kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def asked(operation, ask):
     SETTINGS(given(case=made)(ask))()
 
 
-def test_every_answer_is_one_that_is_described(described):
+def test_answers_conform_to_the_description(described):
     """No 500, no status or content that is not described, nothing answered that the description rules out.
 
     What it allows may still be refused: a rule in words, a token that is two, 3.0 for 3.
@@ -57,7 +57,7 @@ def test_every_answer_is_one_that_is_described(described):
         asked(operation, ask)
 
 
-def test_questions_that_reach_the_model_are_answered_as_described(described):
+def test_requests_that_reach_the_model_conform_to_the_description(described):
     """A name that is made up is no model's: here the names are real, and texts, rules and tokens are made up."""
 
     def ask(case):

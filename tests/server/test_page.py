@@ -1,4 +1,4 @@
-"""The page in a real Chromium, on a real server: what is typed, clicked, pinned and shared does what it says."""
+"""The page in Chromium, on a real server: prompts, clicks, pins and links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def server(data_folder, tmp_path_factory):
         yield running
 
 
-def test_a_prompt_becomes_a_grid(opened, server):
+def test_a_prompt_fills_the_grid(opened, server):
     page = opened()
     ask(page)
     wanted = reading(server)
@@ -45,7 +45,7 @@ def _same(wanted, level, column):
     return wanted["top"][level][column][0] == wanted["top"][-1][column][0]
 
 
-def test_a_click_shows_the_cells_best_tokens(opened, server):
+def test_a_click_shows_the_top_tokens_of_a_cell(opened, server):
     page = opened()
     ask(page)
     wanted = reading(server)
@@ -60,7 +60,7 @@ def test_a_click_shows_the_cells_best_tokens(opened, server):
     assert "at=1%2C4" in page.url
 
 
-def test_pinned_tokens_are_followed_through_the_levels(opened, server):
+def test_pinned_tokens_are_tracked_through_the_levels(opened, server):
     page = opened()
     ask(page)
     cell(page, 4, 5).click()
@@ -102,7 +102,7 @@ def test_two_lenses_side_by_side_move_together(opened):
 
 
 @pytest.mark.parametrize("strength", [0.05, 0.3, 0.62, 1.12])
-def test_the_slider_is_the_exit_rule(opened, server, strength):
+def test_the_slider_sets_the_exit_threshold(opened, server, strength):
     page = opened()
     ask(page)
     page.locator("#strength").fill(str(strength))
@@ -171,7 +171,7 @@ def test_back_forward_and_reload_keep_the_state(opened):
     assert page.input_value("#other") == "identity"
 
 
-def test_the_keyboard_is_enough(opened, server):
+def test_the_grid_works_with_the_keyboard(opened, server):
     page = opened()
     ask(page)
     for _ in range(40):

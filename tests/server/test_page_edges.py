@@ -1,4 +1,4 @@
-"""The page at its edges, in a real Chromium: hostile and endless text, a first use, small and dark screens."""
+"""The page in Chromium: hostile and long text, first use, small and dark screens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def server(data_folder, hostile, tmp_path_factory):
 
 
 @pytest.mark.parametrize("strength", [0.05, 0.3])
-def test_a_lens_of_some_levels_has_their_rows_and_leaves_at_them(opened, server, strength):
+def test_a_lens_of_some_levels_shows_and_exits_at_these(opened, server, strength):
     page = opened("model=tiny-gpt2&lens=some")
     ask(page, TEXT, "some")
     assert page.locator("tbody th").all_inner_texts() == ["4", "3", "1"]
@@ -88,7 +88,7 @@ def test_a_lens_of_some_levels_has_their_rows_and_leaves_at_them(opened, server,
     ],
     ids=["markup", "quotes", "scripts", "blank"],
 )
-def test_hostile_text_is_only_ever_text(opened, server, text):
+def test_hostile_text_is_never_markup(opened, server, text):
     page = opened("model=hostile&lens=identity")
     ask(page, text, "identity")
     title = (
@@ -112,7 +112,7 @@ def test_hostile_text_is_only_ever_text(opened, server, text):
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["typed", "asked"])
-def test_words_typed_before_the_server_has_said_anything_stay(opened, asked):
+def test_a_prompt_typed_before_the_server_answers_stays(opened, asked):
     held = []
 
     def hold(route):
@@ -139,7 +139,7 @@ def test_words_typed_before_the_server_has_said_anything_stay(opened, asked):
     assert page.input_value("#text") == TEXT
 
 
-def test_ten_thousand_characters_are_refused_in_words(opened):
+def test_too_long_a_text_is_refused_with_its_length(opened):
     page = opened(refused=422)
     ask(page)
     text = "word " * 2_000
@@ -176,8 +176,8 @@ def test_the_page_fits_the_screen_in_light_and_dark(opened, size, scheme):
     assert page.evaluate(colour) != first
 
 
-def test_text_stands_out_from_every_colour(opened):
-    """WCAG asks for a contrast of 4.5 between text and what is behind it."""
+def test_text_has_enough_contrast_on_every_colour(opened):
+    """WCAG asks for a contrast of 4.5 between text and background."""
     page = opened()
     contrasts = page.evaluate("""async () => {
         const { viridis } = await import('/page/colours.js');

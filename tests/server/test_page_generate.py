@@ -1,4 +1,4 @@
-"""The page's generate panel in a real Chromium: tokens arrive, in the colours of their levels, and only as text."""
+"""The generate panel in Chromium: tokens arrive, coloured by exit level, and only as text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def colours(page):
     )
 
 
-def test_tokens_come_in_the_colours_of_their_levels(opened, model, folder):
+def test_tokens_are_coloured_by_exit_level(opened, model, folder):
     page = opened(rule="gap:0.3", new=24)
     said = generate(page)
     jumps = lj.Jumps.from_pretrained(folder)
@@ -101,7 +101,7 @@ def test_tokens_come_in_the_colours_of_their_levels(opened, model, folder):
     assert f"{float(f'{100 * made.blocks_saved:.3g}'):g} % of blocks skipped" in said
 
 
-def test_lossless_text_is_verified_and_says_how_often_it_agreed(opened, model, folder):
+def test_lossless_text_is_verified_and_states_the_acceptance_rate(opened, model, folder):
     page = opened(rule="fixed:2", new=24)
     page.check("#lossless")
     assert page.is_disabled("#cache")
@@ -117,7 +117,7 @@ def test_lossless_text_is_verified_and_says_how_often_it_agreed(opened, model, f
     assert "lossless=yes" in page.url
 
 
-def test_controls_offer_what_there_is(opened):
+def test_controls_offer_what_the_lens_supports(opened):
     page = opened()
     names = "[...document.querySelectorAll('#rule option')].map(option => option.value)"
     assert page.evaluate(names) == ["never", "gap", "fixed", "calibrated"]
@@ -141,7 +141,7 @@ def test_controls_offer_what_there_is(opened):
     generate(page)
 
 
-def test_hover_and_arrow_keys_tell_a_tokens_level(opened):
+def test_hover_and_arrow_keys_show_a_tokens_exit_level(opened):
     page = opened(rule="fixed:2", new=6)
     generate(page)
     tokens = page.locator("#tokens [role=option]")
@@ -158,7 +158,7 @@ def test_hover_and_arrow_keys_tell_a_tokens_level(opened):
         assert page.locator("#tokens [aria-selected=true]").count() == 1
 
 
-def test_stop_stops_and_what_came_stays(opened, server):
+def test_stop_keeps_the_tokens_so_far(opened, server):
     page = opened(model="slow", lens="identity", new=256, rule="never", text="a")
     page.wait_for_selector("figure[data-lens=identity]")
     page.click("#write-button")
@@ -183,7 +183,7 @@ def test_a_masked_model_says_why_it_does_not_generate(opened):
     assert page.is_hidden("#cannot")
 
 
-def test_refusals_are_one_line_in_the_panel(opened):
+def test_errors_are_one_line_in_the_panel(opened):
     page = opened(refused=422, new=200)
     page.click("#write-button")
     page.wait_for_selector("#write-trouble:not([hidden])")
@@ -193,7 +193,7 @@ def test_refusals_are_one_line_in_the_panel(opened):
     assert page.is_hidden("#write-trouble")
 
 
-def test_markup_in_the_prompt_and_in_tokens_is_only_text(opened):
+def test_markup_in_prompt_and_tokens_is_only_text(opened):
     page = opened(text=f"{MARKUP} \u202eabc", new=4)
     generate(page)
     assert page.evaluate(
@@ -221,7 +221,7 @@ def test_the_panel_fits_the_screen(opened, size, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
 
 
-def test_a_long_text_is_read_whole_and_its_end_is_shown(opened, server):
+def test_a_long_text_is_read_in_full_and_its_end_is_shown(opened, server):
     text = "a b c d e " * 60
     page = opened(model="slow", lens="identity", text=text)
     page.wait_for_function("() => document.querySelectorAll('thead th').length > 100")

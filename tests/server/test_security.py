@@ -1,4 +1,4 @@
-"""The server has nothing for strangers: other hosts, other sites, other files, bodies without end."""
+"""The server refuses other hosts, other sites, other files, and unbounded or unfinished requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_foreign_host_is_refused(server, host):
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8417", "[::1]:99"])
-def test_this_machines_names_are_answered(server, host):
+def test_local_host_names_are_accepted(server, host):
     assert server.ask("/api/healthz", headers={"Host": host})[0] == 200
 
 
@@ -54,7 +54,7 @@ def test_this_machines_names_are_answered(server, host):
         },
     ],
 )
-def test_other_sites_are_refused(server, headers):
+def test_cross_site_requests_are_refused(server, headers):
     status, found, _ = server.raw("/api/models", headers=headers)
     assert status == 403
     assert not [name for name in found if name.startswith("access-control")]
@@ -66,7 +66,7 @@ def test_a_link_from_another_site_opens_the_page(server):
     assert server.raw("/", headers=followed | {"Sec-Fetch-Dest": "iframe"})[0] == 403
 
 
-def test_every_answer_forbids_what_the_page_does_not_need(server):
+def test_every_answer_has_security_headers(server):
     for path in ("/", "/page/main.js", "/api/models", "/nothing"):
         _, headers, _ = server.raw(path)
         assert headers["content-security-policy"].startswith("default-src 'self'")
@@ -110,13 +110,13 @@ def test_a_body_that_is_too_large_is_refused(server):
         "/api/jobs/x",
     ],
 )
-def test_no_other_file_can_be_had(server, path):
+def test_no_other_file_is_served(server, path):
     status, answer = server.ask(path)
     assert status == 404
     assert answer["error"]
 
 
-def test_the_pages_own_files_are_served_as_what_they_are(server):
+def test_page_files_are_served_with_their_types(server):
     kinds = {
         ".js": "text/javascript",
         ".css": "text/css",
@@ -130,7 +130,7 @@ def test_the_pages_own_files_are_served_as_what_they_are(server):
     assert server.raw("/")[2] == (PAGE / "index.html").read_bytes()
 
 
-def test_every_route_is_described_and_has_its_twin(server):
+def test_every_route_is_documented_with_its_command(server):
     _, described = server.ask("/api/openapi.json")
     twins = (lj_docs() / "page.md").read_text(encoding="utf-8")
     for path in described["paths"]:
@@ -149,8 +149,8 @@ SLOW = {
 }
 
 
-def test_who_never_finishes_a_question_is_let_go(server):
-    """And while they are there, others are answered."""
+def test_connections_without_a_complete_request_are_closed(server):
+    """Other requests are answered meanwhile."""
     slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
     for place, connection in enumerate(slow):
         connection.sendall(list(SLOW.values())[place % len(SLOW)])
@@ -169,7 +169,7 @@ def test_who_never_finishes_a_question_is_let_go(server):
         connection.close()
 
 
-def test_the_clock_starts_anew_with_every_question(server):
+def test_the_timeout_restarts_with_every_request(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.connect()
     first = connection.sock
@@ -183,7 +183,7 @@ def test_the_clock_starts_anew_with_every_question(server):
     connection.close()
 
 
-def test_a_port_that_is_taken_is_one_line(server, data_folder):
+def test_a_port_in_use_is_a_one_line_error(server, data_folder):
     command = [sys.executable, "-m", "layerjump", "serve", str(data_folder / "tiny-gpt2")]
     done = subprocess.run(
         [*command, "--no-browser", "--port", str(server.port)],

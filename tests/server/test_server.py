@@ -1,4 +1,4 @@
-"""The server, as a real process: right answers, clear refusals, a clean end."""
+"""The server as a process: answers equal the library's, errors are one sentence, shutdown is clean."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lens(server, **changes):
     return server.patiently("/api/lens", {"model": "tiny-gpt2", "text": TEXT} | changes)
 
 
-def test_answers_are_the_librarys(server, model, jumps):
+def test_answers_equal_the_librarys(server, model, jumps):
     status, answer = lens(server, lenses=["identity", "own"], k=7, tokens=[5, 9], js=True)
     assert status == 200
     lenses = {"identity": Lens(model), "own": Lens(model, lj.Jumps.from_pretrained(jumps))}
@@ -70,7 +70,7 @@ def test_a_masked_model_is_read_at_its_mask(server):
     assert [reading["tokens"][place]["text"] for place in reading["positions"]] == ["[MASK]"]
 
 
-def test_the_same_question_again_comes_from_the_cache(server):
+def test_a_repeated_request_is_answered_from_the_cache(server):
     body = {"model": "tiny-gpt2", "text": "A question asked twice", "lenses": ["identity"]}
     assert server.patiently("/api/lens", body)[0] == 200
     first, second = server.raw("/api/lens", body), server.raw("/api/lens", body)
@@ -80,7 +80,7 @@ def test_the_same_question_again_comes_from_the_cache(server):
     assert other[1]["x-layerjump-cache"] == "miss"
 
 
-def test_fitting_on_first_use_is_told_step_by_step_and_kept(server, data_folder, home):
+def test_a_fit_reports_progress_and_is_cached(server, data_folder, home):
     status, answer = lens(server, lenses=["mat"])
     assert (status, answer["unfitted"]) == (409, ["mat"])
     seen = server.fit("tiny-gpt2", ["mat", "affine"])
@@ -118,7 +118,7 @@ def _model(server, name="tiny-gpt2"):
     return next(model for model in answer["models"] if model["name"] == name)
 
 
-def test_models_go_by_name_and_say_what_they_have(server):
+def test_models_state_their_names_and_lenses(server):
     assert server.patiently("/api/load", {"model": "tiny-bert"})[0] == 200
     assert lens(server)[0] == 200
     gpt2, bert = _model(server), _model(server, "tiny-bert")
@@ -163,7 +163,7 @@ def test_models_go_by_name_and_say_what_they_have(server):
         ({"surprise": 1}, 422, "surprise"),
     ],
 )
-def test_bad_questions_are_refused_in_a_sentence(server, changes, status, words):
+def test_invalid_requests_get_one_sentence(server, changes, status, words):
     found, answer = lens(server, **changes)
     assert found == status
     assert words in answer["error"]
@@ -173,20 +173,20 @@ def test_bad_questions_are_refused_in_a_sentence(server, changes, status, words)
 @pytest.mark.parametrize(
     "body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000]
 )
-def test_what_is_no_question_is_refused(server, body):
+def test_bodies_that_are_not_json_objects_are_refused(server, body):
     status, answer = server.ask("/api/lens", body)
     assert status == 422 or status == 400
     assert answer["error"]
 
 
-def test_json_that_does_not_say_so_is_told_how(server):
+def test_a_missing_content_type_is_explained(server):
     plain = {"Content-Type": "application/x-www-form-urlencoded"}
     status, answer = server.ask("/api/lens", {"model": "tiny-gpt2"}, headers=plain)
     assert status == 422
     assert "Content-Type: application/json" in answer["error"]
 
 
-def test_many_clients_at_once_get_right_answers(server):
+def test_concurrent_clients_get_their_own_answers(server):
     texts = [f"{TEXT} {word} was happy." for word in ("Tom", "Ben", "Mia", "Sam", "Anna", "Tim")]
     wanted = {text: _facts(lens(server, text=text, k=3)[1]) for text in texts}
     wrong, ends = [], time.monotonic() + 4
@@ -211,13 +211,13 @@ def test_many_clients_at_once_get_right_answers(server):
 
 
 def _facts(answer):
-    """What an answer is known by. (Which of equally likely tokens comes first may depend on k.)"""
+    """The part of an answer that identifies it. (The order of equally probable tokens may depend on k.)"""
     reading = answer["lenses"]["identity"]
     best = [[cell[:3] for cell in row] for row in reading["probability"]]
     return reading["tokens"], reading["entropy"], best
 
 
-def test_a_model_that_cannot_be_loaded_is_an_answer(server):
+def test_a_failed_load_is_an_answer(server):
     status, answer = server.patiently("/api/load", {"model": "broken"})
     assert status == 422
     assert "broken" in answer["error"]
@@ -241,7 +241,7 @@ def test_bad_jumps_are_one_line(given, words):
     assert "\n" not in str(caught.value)
 
 
-def test_models_of_one_name_get_numbers(data_folder):
+def test_duplicate_model_names_get_numbers(data_folder):
     folder = str(data_folder / "tiny-gpt2")
     registry = ModelRegistry([folder, "someone/tiny-gpt2", folder], {})
     assert list(registry.models) == ["tiny-gpt2", "someone/tiny-gpt2", "tiny-gpt2 (2)"]

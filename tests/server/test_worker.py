@@ -1,4 +1,4 @@
-"""The line before a model: one thing at a time, in order, nothing twice, nothing for nobody."""
+"""The worker runs one task at a time, in order; repeated requests run once, abandoned ones not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerjump.server.worker import Answer, AnswerCache, Worker, encode, error_a
 
 @pytest.fixture
 def held():
-    """A queue whose first piece of work lasts until the event is set."""
+    """A worker whose first task runs until the event is set."""
     queue, release = Worker(AnswerCache()), threading.Event()
     first = queue.submit(
         "first", lambda: release.wait(10) and Answer(200, b"first"), label="a long one"
@@ -23,7 +23,7 @@ def held():
     release.set()
 
 
-def test_work_is_done_one_at_a_time_in_the_order_asked():
+def test_tasks_run_one_at_a_time_in_order():
     queue, running, seen = Worker(AnswerCache()), [], []
 
     def work(name):
@@ -39,7 +39,7 @@ def test_work_is_done_one_at_a_time_in_the_order_asked():
     assert seen == list(range(20))
 
 
-def test_the_place_in_line_counts_what_is_before(held):
+def test_position_counts_the_tasks_before(held):
     queue, release, first = held
     for name in "abc":
         queue.submit(name, lambda: Answer(200, b""))
@@ -49,7 +49,7 @@ def test_the_place_in_line_counts_what_is_before(held):
     assert first.result(10).body == b"first"
 
 
-def test_the_same_question_keeps_its_place_and_is_answered_once(held):
+def test_a_repeated_request_keeps_its_place_and_runs_once(held):
     queue, release, _ = held
     calls = []
     one = queue.submit("a", lambda: calls.append(1) or Answer(200, b"a"))
@@ -62,7 +62,7 @@ def test_the_same_question_keeps_its_place_and_is_answered_once(held):
     assert queue.cache.get("a").body == b"a"
 
 
-def test_what_nobody_asks_for_again_is_not_done(held, monkeypatch):
+def test_an_abandoned_request_is_dropped(held, monkeypatch):
     queue, release, _ = held
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.05)
     calls = []
@@ -75,7 +75,7 @@ def test_what_nobody_asks_for_again_is_not_done(held, monkeypatch):
     assert calls == ["job", "last"]
 
 
-def test_long_work_lets_one_question_in_between_two_steps():
+def test_long_work_runs_one_short_task_between_two_steps():
     queue, done, ready = Worker(AnswerCache()), [], threading.Event()
 
     def write():
@@ -97,10 +97,10 @@ def test_long_work_lets_one_question_in_between_two_steps():
     assert done == [0, "a", 1, "b", 2, "another long one"]
     assert first.result(10).body == b"written"
     assert queue.cache.get("a").is_ok
-    assert queue.cache.get("write") is None  # only the one who asked wants it
+    assert queue.cache.get("write") is None  # only its own client wants it
 
 
-def test_work_that_is_begun_is_never_forgotten(monkeypatch):
+def test_a_started_task_is_never_dropped(monkeypatch):
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.05)
     queue = Worker(AnswerCache())
 
@@ -113,7 +113,7 @@ def test_work_that_is_begun_is_never_forgotten(monkeypatch):
     assert queue.position("write") == 0
 
 
-def test_what_is_still_wanted_keeps_its_place(held, monkeypatch):
+def test_keep_alive_keeps_a_place(held, monkeypatch):
     queue, release, _ = held
     monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.2)
     wanted = queue.submit("wanted", lambda: Answer(200, b"wanted"))
@@ -125,7 +125,7 @@ def test_what_is_still_wanted_keeps_its_place(held, monkeypatch):
     assert wanted.result(10).body == b"wanted"
 
 
-def test_a_line_that_is_too_long_turns_away(held, monkeypatch):
+def test_a_full_queue_refuses_new_requests(held, monkeypatch):
     queue, _, _ = held
     monkeypatch.setattr(worker, "MAX_QUEUE", 3)
     assert all(queue.submit(name, lambda: Answer(200, b"")) for name in "ab")
@@ -146,7 +146,7 @@ def test_errors_become_answers_and_the_desk_goes_on():
     assert queue.submit("good", lambda: Answer(200, b"")).result(10).is_ok
 
 
-def test_the_cache_lets_go_of_the_least_used():
+def test_the_cache_drops_the_least_recently_used():
     cache = AnswerCache(100)
     for name in "abc":
         cache.put(name, Answer(200, name.encode() * 30))
@@ -158,7 +158,7 @@ def test_the_cache_lets_go_of_the_least_used():
     assert cache.get("huge") is None
 
 
-def test_errors_are_kept_for_a_moment_and_what_a_fit_changes_never(monkeypatch):
+def test_errors_expire_and_answers_that_a_fit_changes_are_not_cached(monkeypatch):
     cache = AnswerCache()
     cache.put("later", error_answer(409, "not fitted"))
     assert cache.get("later") is None

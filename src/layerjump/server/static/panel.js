@@ -27,7 +27,7 @@ function lensPart(name, reading, level, column, pins, pin) {
   const facts = [
     ["entropy", number(reading.entropy[level][column])],
     ["KL to the model", number(reading.kl[level][column])],
-    ["confidence gap", number(reading.confidence[level][column])],
+    ["top-2 gap", number(reading.confidence[level][column])],
     ["next-token loss", number(reading.cross_entropy[level][column])],
     ["settled at level", reading.levels[reading.decided_at[column] ?? last]],
   ];
