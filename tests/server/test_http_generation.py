@@ -117,7 +117,7 @@ def test_the_calibrated_rule_is_that_of_the_jumps_folder(server, model, jumps, f
     assert [each["token"] for each in tokens] == made.ids[0]
     assert [each["level"] for each in tokens] == made.exit_levels[0]
     status, said = refused(server, exit="calibrated", lens="identity")
-    assert (status, "no calibrated rule for identity" in said) == (422, True)
+    assert (status, "identity has no calibrated exit rule" in said) == (422, True)
 
 
 def test_models_state_what_they_support(server):
