@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import layerjump as lj
-from layerjump.generation.calibration.calibrate import Calibration
+from layerjump.generation.calibration.serialization import Calibration
 from layerjump.generation.generate import Generated
 from layerjump.metrics.timing import describe_machine
 from layerjump.studies import early_exit
@@ -93,7 +93,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
         log=lambda line: print(line, flush=True),
     )
     print(found)
-    print("cost on select documents over the full model's:", found.about["select_cost"])
+    print("cost on select documents over the full model's:", found.report.selection_cost)
     bound(model, found)
     assistants = shorter(model, text, options)
     for size in (1, 8):
@@ -149,7 +149,7 @@ def bound(model: lj.Model, found: Calibration) -> None:
     print(
         f"a token reads {(weights + head) / 1e6:.0f} MB of weights; summing the vocabulary matrix goes at "
         f"{rate / 1e9:.1f} GB/s, so at that rate {1e3 * (weights + head) / rate:.1f} ms a token; measured parts: "
-        f"{found.about['costs']}"
+        f"{found.report.costs}"
     )
 
 

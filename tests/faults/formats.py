@@ -23,8 +23,8 @@ from faults.mutate import Way
 from faults.small import D, model
 from layerjump import io
 from layerjump.generation.calibration import serialization as calibration_file
-from layerjump.generation.calibration.calibrate import Calibration
-from layerjump.generation.calibration.search import Probes, RuleCandidate
+from layerjump.generation.calibration.search import FittedProbes, RuleCandidate
+from layerjump.generation.calibration.serialization import Calibration, CalibrationReport
 from layerjump.jumps import serialization
 from layerjump.jumps.collect import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
@@ -131,24 +131,35 @@ def _read_moments(path: Path) -> None:
 
 def _make_exit(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
-    gate = {level: torch.randn(D + 3, generator=draw) for level in (1, 2)}
-    probes = Probes(gate, {level: torch.randn(3, generator=draw) for level in (1, 2)})
-    first, second = (
-        RuleCandidate("two-stage", (1, 2), probes, 0.5),
-        RuleCandidate("gate", (1,), probes),
+    weights = {level: torch.randn(D + 3, generator=draw) for level in (1, 2)}
+    combination = {level: torch.randn(3, generator=draw) for level in (1, 2)}
+    probes = FittedProbes(weights, combination)
+    exits = (
+        RuleCandidate("two-stage", (1, 2), probes, 0.5).exit_config(0.9),
+        RuleCandidate("probe", (1,), probes).exit_config(0.8, 0.3),
     )
-    test = {"agreement": 0.9, "low": 0.8, "high": 0.95, "blocks_saved": 0.3, "cost": 0.7}
-    about = {
+    report = {
         "target": 0.9,
+        "confidence": 0.95,
+        "model": "tiny",
         "fingerprint": fingerprint(model().hf),
         "kind": "two-stage",
-        "rule": first.record(0.9),
-        "lossless": second.record(0.8) | {"least": 0.3},
+        "rule": {"kind": "two-stage", "levels": [1, 2], "threshold": 0.9, "worth": 0.5},
+        "lossless": {"kind": "gate", "levels": [1], "threshold": 0.8, "worth": 0.0, "least": 0.3},
         "unverified": 4,
-        "test": test,
+        "text": "text",
+        "text_sha256": "0",
+        "positions": {"gates": 9, "select": 9, "thresholds": 9, "test": 9},
+        "seed": 0,
+        "costs": {"block": 1.0, "waiting": 0.1, "head": 1.0, "gate": 0.01},
+        "select_cost": {"two-stage": 0.7, "gate": 0.8},
+        "lossless_cost": 0.9,
+        "test": {"agreement": 0.9, "low": 0.8, "high": 0.95, "blocks_saved": 0.3, "cost": 0.7}
+        | {"heads": 1.0, "gates": 2.0},
+        "gate_curves": {"1": [{"predicted": 0.5, "found": 0.4, "n": 9}]},
     }
-    exits = first.exit_config(0.9), second.exit_config(0.8, 0.3)
-    calibration_file.save_calibration(Calibration(*exits, 4, about), folder)
+    validated = CalibrationReport.model_validate_json(json.dumps(report))
+    calibration_file.save_calibration(Calibration(*exits, validated), folder)
 
 
 def _read_exit(path: Path) -> None:

@@ -15,7 +15,7 @@ from helpers.tiny_models import tiny_model
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
 from layerjump.generation.calibration import serialization
-from layerjump.generation.calibration.calibrate import calibrate
+from layerjump.generation.calibration.calibrate import calibrate, calibration_curve
 from layerjump.generation.calibration.cost_model import Costs, measure_costs
 from layerjump.generation.calibration.dataset import (
     OPENING,
@@ -24,13 +24,12 @@ from layerjump.generation.calibration.dataset import (
     unseen_documents,
 )
 from layerjump.generation.loop import ACCEPTANCE_WINDOW
-from layerjump.generation.probes import calibration_curve
 from layerjump.generation.rules import ExitConfig, Fixed, Never
 from layerjump.models.model import Model
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
 
-COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01)
+COSTS = Costs(block=1.0, queued_token=0.1, unembedding=1.0, probe=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +58,17 @@ def test_documents_of_the_fit_are_left_out(model, jumps):
     assert set(free).isdisjoint(lj.split_documents(300, "80/10/10", seed=0).fit)
     assert len(free) == 60
     assert unseen_documents(jumps, stories(40, seed=5)) == tuple(range(40))
-    dealt = split_documents_by_role(free, 0)
-    assert sorted(document for part in dealt.values() for document in part) == sorted(free)
+    roles = split_documents_by_role(free, 0)
+    parts = roles.probes, roles.selection, roles.thresholds, roles.test
+    assert sorted(document for part in parts for document in part) == sorted(free)
 
 
 def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
-    about = found.about
-    assert about["test"]["agreement"] >= 0.87
+    report = found.report
+    assert report.test.agreement >= 0.87
     assert set(found.exit.rule.levels or ()) <= {0, 1, 2, 3}
-    assert about["test"]["cost"] <= 1
-    assert about["positions"]["thresholds"] == 540
+    assert report.test.cost <= 1
+    assert report.positions.thresholds == 540
     made = lj.generate(model, jumps, "One day, Tom went to the", exit=found.exit, max_new_tokens=12)
     assert made.n_tokens <= 12
 
@@ -76,7 +76,7 @@ def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
 def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
     serialization.save_calibration(found, tmp_path)
     again = serialization.load_calibration(tmp_path, model=model)
-    assert again.about == found.about
+    assert again.report == found.report
     assert again.exit.rule.levels == found.exit.rule.levels
     assert again.verified_exit.min_acceptance == found.verified_exit.min_acceptance
     settings = {"max_new_tokens": 20, "do_sample": False}
@@ -99,9 +99,9 @@ def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
 def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
     jumps.save_pretrained(tmp_path)
     serialization.save_calibration(found, tmp_path)
-    assert serialization.load_calibration(tmp_path).about == found.about
+    assert serialization.load_calibration(tmp_path).report == found.report
     jumps.save_pretrained(tmp_path)  # the same again
-    assert serialization.load_calibration(tmp_path).about == found.about
+    assert serialization.load_calibration(tmp_path).report == found.report
     other_jumps().save_pretrained(tmp_path)
     with pytest.raises(BadArtifact, match="calibrated with other jumps than those in it now"):
         serialization.load_calibration(tmp_path)
@@ -125,24 +125,24 @@ def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
 def test_a_rule_is_found_on_the_models_own_text(model, jumps):
     text = stories(500, seed=7)
     found = calibrate(model, jumps, text, target=0.9, costs=COSTS, self_generated_tokens=12)
-    assert found.about["own"] == 12
-    assert found.about["positions"]["thresholds"] == 300
-    assert found.about["test"]["agreement"] >= 0.85
+    assert found.report.self_generated_tokens == 12
+    assert found.report.positions.thresholds == 300
+    assert found.report.test.agreement >= 0.85
     with pytest.raises(BadExit, match="what its context holds"):
         calibrate(model, jumps, text, target=0.9, costs=COSTS, self_generated_tokens=10_000)
 
 
 def test_gates_are_measured_on_test_text(found):
-    for rows in found.about["gate_curves"].values():
-        assert all(0 <= row["predicted"] <= 1 for row in rows)
+    for points in found.report.probe_curves.values():
+        assert all(0 <= point.predicted <= 1 for point in points)
     curve = calibration_curve(
         torch.tensor([0.1, 0.9, 0.8, 0.2]), torch.tensor([0, 1, 1, 0]), bins=2
     )
-    assert [row["found"] for row in curve] == [0, 1]
+    assert [point.observed for point in curve] == [0, 1]
 
 
 def test_where_verifying_does_not_pay_it_is_off(model, jumps):
-    dear = Costs(block=1, waiting=1, head=5, gate=0)
+    dear = Costs(block=1, queued_token=1, unembedding=5, probe=0)
     text = stories(500, seed=2, name="other")
     assert isinstance(
         calibrate(model, jumps, text, target=0.9, costs=dear).verified_exit.rule, Never
@@ -151,8 +151,8 @@ def test_where_verifying_does_not_pay_it_is_off(model, jumps):
 
 def test_measured_costs_are_positive(model, jumps):
     costs = measure_costs(model, jumps)
-    assert min(costs.block, costs.head, costs.gate) > 0
-    assert costs.full(4) == pytest.approx(4 * costs.block + costs.head)
+    assert min(costs.block, costs.unembedding, costs.probe) > 0
+    assert costs.full_model(4) == pytest.approx(4 * costs.block + costs.unembedding)
 
 
 def test_costs_are_measured_within_the_models_positions():
@@ -166,7 +166,7 @@ def test_what_cannot_be_calibrated_is_one_line(model, jumps):
         calibrate(model, jumps, stories(60, seed=3), costs=COSTS)
     with pytest.raises(BadExit, match="between 0 and 1"):
         calibrate(model, jumps, stories(60, seed=3), target=1.0)
-    with pytest.raises(BadExit, match="gap, gate, two-stage"):
+    with pytest.raises(BadExit, match="gap, probe, two-stage"):
         calibrate(model, jumps, stories(60, seed=3), rule_types=("magic",))
 
 

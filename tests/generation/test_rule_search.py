@@ -12,14 +12,14 @@ from layerjump.generation.calibration.calibrate import binomial_tail, loosest_th
 from layerjump.generation.calibration.cost_model import Costs
 from layerjump.generation.calibration.dataset import CalibrationSet, candidate_levels
 from layerjump.generation.calibration.search import (
-    Probes,
-    Replayed,
+    FittedProbes,
+    Replay,
     RuleCandidate,
-    at_one_level,
-    break_even,
-    cheapest,
-    cheapest_drafts,
+    break_even_acceptance,
     draft_cost,
+    search_drafts,
+    search_rule,
+    single_level_candidates,
 )
 from layerjump.generation.probes import Probe, fit_logistic, probe_features
 from layerjump.generation.rules import LevelReading
@@ -69,7 +69,7 @@ def test_a_gate_reads_the_state_alone():
 
     look = LevelReading(2, states, position, read)
     assert torch.equal(gate.should_exit(look), features @ weights[0] >= 0)
-    alone = [gate.odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
+    alone = [gate.log_odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
     assert torch.allclose(torch.cat(alone), features @ weights[0], rtol=1e-4, atol=1e-4)
     assert look.probe_evaluations == 1
 
@@ -85,7 +85,7 @@ def test_the_binomial_tail_is_the_binomials():
 def test_the_guarantee_holds_as_often_as_stated():
     """Of many calibrations of the same rule, at most about 1 − confidence end below the target."""
     contender = RuleCandidate(
-        "gap", (1, 2), Probes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {})
+        "gap", (1, 2), FittedProbes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {})
     )
     truth = contender.replay(evidence(60_000, 0.7, seed=999), 3)
     below, loose = 0, 0
@@ -104,21 +104,21 @@ def test_a_replayed_rule_counts_what_it_costs():
     features = torch.cat([torch.logit(gap, eps=1e-6)[..., None], torch.ones(2, 3, 1)], -1)
     seen = CalibrationSet((1, 2), right, gap, features, torch.arange(3))
     same = torch.tensor([1.0, 0.0]).double()  # a gate that says what the gap says
-    probes = Probes(
+    probes = FittedProbes(
         {1: same, 2: same},
         {1: torch.tensor([0.0, 1, 0]).double()} | {2: torch.tensor([0.0, 1, 0]).double()},
     )
     for kind, heads, gates in (
         ("gap", [1, 2, 3], [0, 0, 0]),
-        ("gate", [1, 1, 1], [1, 2, 2]),
+        ("probe", [1, 1, 1], [1, 2, 2]),
         ("two-stage", [1, 1, 1], [1, 2, 2]),
     ):
-        made = RuleCandidate(kind, (1, 2), probes, worth=0.5).replay(seen, 4)(0.8)
-        assert made.left.tolist() == [1, 2, 4]
-        assert made.right.tolist() == [True, False, True]
-        assert made.heads.tolist() == heads
-        assert made.gates.tolist() == gates
-    costs = Costs(block=10, waiting=1, head=3, gate=0.5)
+        made = RuleCandidate(kind, (1, 2), probes, unembed_above=0.5).replay(seen, 4)(0.8)
+        assert made.exit_levels.tolist() == [1, 2, 4]
+        assert made.correct.tolist() == [True, False, True]
+        assert made.unembeddings.tolist() == heads
+        assert made.probe_evaluations.tolist() == gates
+    costs = Costs(block=10, queued_token=1, unembedding=3, probe=0.5)
     assert made.cost(costs, 4) == pytest.approx(
         ((10 + 3 + 3.5) + (20 + 2 + 3 + 1) + (40 + 3 + 1)) / 3
     )
@@ -126,49 +126,53 @@ def test_a_replayed_rule_counts_what_it_costs():
 
 def test_levels_that_do_not_pay_are_not_checked():
     seen = evidence(right=0.3)
-    probes = Probes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
-    dear = Costs(block=1, waiting=0, head=100, gate=0)
-    assert cheapest("gap", probes, seen, dear, 3, 0.9)[0].levels == ()
-    cheap = Costs(block=1, waiting=0, head=0.001, gate=0)
-    assert cheapest("gap", probes, seen, cheap, 3, 0.9)[0].levels != ()
+    probes = FittedProbes(
+        {1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {}
+    )
+    dear = Costs(block=1, queued_token=0, unembedding=100, probe=0)
+    assert search_rule("gap", probes, seen, dear, 3, 0.9)[0].levels == ()
+    cheap = Costs(block=1, queued_token=0, unembedding=0.001, probe=0)
+    assert search_rule("gap", probes, seen, cheap, 3, 0.9)[0].levels != ()
 
 
 def test_what_drafts_cost():
-    costs = Costs(block=1, waiting=0.5, head=2, gate=0)
+    costs = Costs(block=1, queued_token=0.5, unembedding=2, probe=0)
     none = torch.zeros(4).long()
-    whole = Replayed(none + 10, none == 0, none + 1, none)
+    whole = Replay(none + 10, none == 0, none + 1, none)
     assert draft_cost(costs, 10, whole, 4) == 12
     # Three drafts at level 4 (4 blocks and a product each), then a token that goes to 10 with them all.
     left, heads = torch.tensor([4, 4, 4, 10]), torch.tensor([1, 1, 1, 1])
     right = torch.tensor([True, True, True, True])
-    played = Replayed(left, right, heads, none)
+    played = Replay(left, right, heads, none)
     assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 4
     wrong = torch.tensor([True, False, True, True])
-    played = Replayed(left, wrong, heads, none)
+    played = Replay(left, wrong, heads, none)
     assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 2
 
 
 def test_drafts_are_made_where_they_are_cheapest():
     seen = evidence(right=0.6)
-    probes = Probes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
-    tries = at_one_level(("gap", "gate"), probes, (1, 2))
-    costs = Costs(block=1, waiting=0.02, head=0.5, gate=0.001)
-    found = cheapest_drafts(tries, seen, costs, 20)
-    assert found.contender.levels == (
+    probes = FittedProbes(
+        {1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {}
+    )
+    tries = single_level_candidates(("gap", "probe"), probes, (1, 2))
+    costs = Costs(block=1, queued_token=0.02, unembedding=0.5, probe=0.001)
+    found = search_drafts(tries, seen, costs, 20)
+    assert found.candidate.levels == (
         1,
     )  # both levels are right as often, and the first comes sooner
-    assert found.cost < 0.7 * costs.full(20)
+    assert found.cost < 0.7 * costs.full_model(20)
     assert found.threshold is not None
     assert found.threshold < 0.8  # bolder than any rule that keeps 95 %
-    dear = Costs(block=1, waiting=1, head=9, gate=0)
-    assert cheapest_drafts(tries, seen, dear, 3).threshold is None
+    dear = Costs(block=1, queued_token=1, unembedding=9, probe=0)
+    assert search_drafts(tries, seen, dear, 3).threshold is None
 
 
 def test_what_a_draft_must_achieve():
-    costs = Costs(block=1, waiting=0.5, head=2, gate=0)
+    costs = Costs(block=1, queued_token=0.5, unembedding=2, probe=0)
     left, none = torch.tensor([4, 4, 10]), torch.zeros(3).long()
-    played = Replayed(left, none == 0, none + 1, none)
-    assert break_even(costs, 10, played) == pytest.approx((4 + 6 * 0.5 + 2) / 12)
+    played = Replay(left, none == 0, none + 1, none)
+    assert break_even_acceptance(costs, 10, played) == pytest.approx((4 + 6 * 0.5 + 2) / 12)
 
 
 def test_candidates_are_levels_below_the_last():

@@ -13,14 +13,14 @@ from layerjump.errors import BadArtifact, BadExit
 from layerjump.evaluation.early_exit import TeacherForcedExit
 from layerjump.generation.calibration import dataset, serialization
 from layerjump.generation.calibration.calibrate import calibrate
-from layerjump.generation.calibration.cost_model import Costs, measure_costs, replay_cost
+from layerjump.generation.calibration.cost_model import Costs, exit_cost, measure_costs
 from layerjump.generation.calibration.dataset import build_calibration_set, build_shortlist
 from layerjump.generation.rules import ExitConfig, Fixed, MaxProb, Shortlist
 from layerjump.models.activations import capture_states
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
 
-COSTS = Costs(block=1.0, waiting=0.1, head=1.0, gate=0.01, short=0.1)
+COSTS = Costs(block=1.0, queued_token=0.1, unembedding=1.0, probe=0.01, shortlist_unembedding=0.1)
 SETTINGS = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
 PROMPTS = ["One day, Tom", "The cat saw a big dog and"]
 
@@ -97,10 +97,10 @@ def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
             ("few", Shortlist(few)),
         )
     }
-    assert torch.equal(read["whole"].right, read["all"].right)
+    assert torch.equal(read["whole"].correct, read["all"].correct)
     torch.testing.assert_close(read["whole"].gap, read["all"].gap)
     assert (read["few"].gap >= read["whole"].gap - 1e-5).float().mean() > 0.6
-    assert read["few"].right.sum() < read["whole"].right.sum()
+    assert read["few"].correct.sum() < read["whole"].correct.sum()
 
 
 def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
@@ -143,7 +143,7 @@ def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypa
     monkeypatch.setattr(dataset, "SHORTLIST_LENGTH", 60)
     text = stories(500, seed=2, name="other")
     found = calibrate(model, jumps, text, target=0.9, costs=COSTS)
-    assert found.about["shortlist"] == 60
+    assert found.report.shortlist_tokens == 60
     assert len(found.exit.shortlist.tokens) == 60
     path = serialization.save_calibration(found, tmp_path)
     again = serialization.load_calibration(tmp_path, model=model)
@@ -170,8 +170,8 @@ def test_a_list_of_tokens_that_the_model_does_not_have_is_refused(model, jumps):
 def test_looks_at_a_list_cost_what_they_cost(model, jumps, few):
     left, heads, gates = torch.tensor([1, 4]), torch.tensor([2, 2]), torch.tensor([0, 0])
     # Two short looks; one short look and the whole product.
-    assert replay_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx(
+    assert exit_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx(
         [1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1]
     )
-    assert measure_costs(model, jumps).short is None
-    assert measure_costs(model, jumps, Shortlist(few)).short > 0
+    assert measure_costs(model, jumps).shortlist_unembedding is None
+    assert measure_costs(model, jumps, Shortlist(few)).shortlist_unembedding > 0

@@ -41,9 +41,9 @@ def test_an_example_that_leaves_is_right_as_the_lens_is(study_setup):
     test = probes._calibration_set(study_setup, "mat", "test")
     readings = study_setup.lens_scores()
     place = readings.lenses.index("mat")
-    assert torch.equal(test.right, readings.hits(1)[place][:-1])
+    assert torch.equal(test.correct, readings.hits(1)[place][:-1])
     torch.testing.assert_close(test.gap, readings.confidence[place][:-1].float())
-    assert torch.equal(test.document, readings.document)
+    assert torch.equal(test.documents, readings.document)
 
 
 def test_without_documents_to_fit_on_there_are_none(study_setup):

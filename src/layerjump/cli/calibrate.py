@@ -22,7 +22,7 @@ from layerjump.cli._options import (
 from layerjump.cli._output_dir import locks_output
 
 if TYPE_CHECKING:
-    from layerjump.generation.calibration.calibrate import Calibration
+    from layerjump.generation.calibration.serialization import Calibration
 
 
 @locks_output("run the same command again", option="jumps")
@@ -35,8 +35,8 @@ def calibrate(
     ] = 0.95,
     confidence: Annotated[float, typer.Option(help="Confidence level of the guarantee.")] = 0.95,
     rule_types: Annotated[
-        str, typer.Option(help="Candidate rules: gap, gate, two-stage.")
-    ] = "gap,gate,two-stage",
+        str, typer.Option(help="Candidate rules: gap, probe, two-stage.")
+    ] = "gap,probe,two-stage",
     self_generated_tokens: Annotated[
         int | None,
         typer.Option(
@@ -72,7 +72,7 @@ def calibrate(
         load_text(text, column=column),
         target=target,
         confidence=confidence,
-        rule_types=tuple(name.strip() for name in rule_types.split(",")),
+        rule_types=[name.strip() for name in rule_types.split(",")],  # type: ignore[misc]
         documents=documents,
         self_generated_tokens=self_generated_tokens,
         seed=seed,
@@ -84,7 +84,7 @@ def calibrate(
 
 
 def _rows(calibration: Calibration) -> list[dict[str, Any]]:
-    about = calibration.about
+    about = calibration.report.model_dump(mode="json", by_alias=True)
     rows = [
         {"what": f"{rule} {name}", "value": about[rule][name]}
         for rule in ("rule", "lossless")

@@ -17,7 +17,13 @@ import torch
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
-from layerjump.generation.calibration.search import THRESHOLDS, Probes, RuleCandidate, fit_probes
+from layerjump.generation.calibration.search import (
+    THRESHOLDS,
+    FittedProbes,
+    RuleCandidate,
+    RuleType,
+    fit_probes,
+)
 from layerjump.studies.charts import (
     Panel,
     colours,
@@ -35,7 +41,7 @@ from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of,
 from layerjump.studies.results import Interval, Result, Study
 from layerjump.studies.setup import Setup
 
-RULES = {"gate": "gate", "both": "two-stage"}
+RULES: dict[str, RuleType] = {"gate": "probe", "both": "two-stage"}
 """Exit rules of the generation package, by their names in this study."""
 NAMES = {"gate": "probe", "both": "probe and lead"}
 MAX_POSITIONS = 12_000
@@ -78,8 +84,8 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     tables = Tables([], [])
     for lens in setup.lenses():
         select, test = (_calibration_set(setup, lens, part) for part in ("select", "test"))
-        half = every_second_document(select.document)
-        probes = fit_probes(_subset(select, half), _subset(select, ~half))
+        half = every_second_document(select.documents)
+        probes = fit_probes(select.select(half), select.select(~half))
         for kind, rule in RULES.items():
             points = _replay(setup, rule, probes, test)
             tables.curves.extend(
@@ -93,7 +99,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
                 for threshold, point in zip(THRESHOLDS, points, strict=True)
             )
             tables.saved.extend(
-                saved_row(lens, kind, points, target, test.document, setup)
+                saved_row(lens, kind, points, target, test.documents, setup)
                 for target in setup.settings.targets
             )
     facts = {"n_select": len(select), "n_test": len(test)}
@@ -119,21 +125,11 @@ def every_second_document(documents: torch.Tensor) -> torch.Tensor:
     return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
-def _subset(examples: CalibrationSet, rows: torch.Tensor) -> CalibrationSet:
-    return CalibrationSet(
-        examples.levels,
-        examples.right[:, rows],
-        examples.gap[:, rows],
-        examples.features[:, rows],
-        examples.document[rows],
-    )
-
-
-def _replay(setup: Setup, rule: str, probes: Probes, examples: CalibrationSet) -> list[Exits]:
+def _replay(setup: Setup, rule: RuleType, probes: FittedProbes, examples: CalibrationSet) -> list[Exits]:
     """Return where the examples exit under every threshold."""
     n_blocks = setup.model.n_blocks
     replay = RuleCandidate(rule, tuple(range(1, n_blocks)), probes).replay(examples, n_blocks)
-    return [Exits(outcome.left, outcome.right) for outcome in map(replay, THRESHOLDS)]
+    return [Exits(outcome.exit_levels, outcome.correct) for outcome in map(replay, THRESHOLDS)]
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:

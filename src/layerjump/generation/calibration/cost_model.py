@@ -1,12 +1,12 @@
-"""Measured cost of blocks, unembeddings and probes, and the cost of a rule."""
+"""Measured cost of blocks, unembeddings and probes, and the cost of exits that a rule makes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from layerjump.generation.block_runner import BlockRunner
@@ -17,88 +17,103 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 
-CONTEXT = 64
-"""Tokens before those that are timed, where the model has so many positions."""
-TURNS = 15
-TOGETHER = 4
-"""Tokens that go through the blocks at once when the cost of waiting ones is measured."""
+_CONTEXT = 64
+"""Tokens in the KV cache before those that are timed, if the model has that many positions."""
+_REPEATS = 15
+_JOINT_TOKENS = 4
+"""Tokens that run through the blocks together to measure what a queued token adds."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Milliseconds at batch 1."""
+def file_record(**keys: str) -> ConfigDict:
+    """The pydantic configuration of a record in the calibration file: frozen, strict, with these fields' keys
+    there."""
+    return ConfigDict(
+        frozen=True,
+        strict=True,
+        populate_by_name=True,
+        alias_generator=lambda name: keys.get(name, name),
+    )
+
+
+class Costs(BaseModel):
+    """Milliseconds at batch size 1."""
+
+    model_config = file_record(
+        queued_token="waiting", unembedding="head", probe="gate", shortlist_unembedding="short"
+    )
 
     block: float
     """One block, one token."""
-    waiting: float
-    """What a waiting token adds when it goes through a block together with another."""
-    head: float
-    """One look at a level: the jump, norm, vocabulary product, softmax."""
-    gate: float
-    short: float | None = None
-    """A look at the tokens of a shortlist; None: there is none."""
+    queued_token: float
+    """What a queued token adds when it runs through a block together with another."""
+    unembedding: float
+    """One reading of a level: jump, final norm, unembedding, softmax."""
+    probe: float
+    shortlist_unembedding: float | None = None
+    """One reading of a level with a shortlist; None: there is no shortlist."""
 
     @property
-    def look(self) -> float:
-        """A look at a level before the last."""
-        return self.head if self.short is None else self.short
-
-    def full(self, n_blocks: int) -> float:
-        """A token for which the whole model runs."""
-        return n_blocks * self.block + self.head
-
-    def __str__(self) -> str:
-        names = {
-            "block": "a block",
-            "waiting": "a waiting token",
-            "head": "a look",
-            "gate": "a gate",
-        }
-        told = [f"{words} {getattr(self, name):.3g}" for name, words in names.items()]
-        return ", ".join(
-            [*told, *([] if self.short is None else [f"a short look {self.short:.3g}"])]
+    def early_unembedding(self) -> float:
+        """One reading of a level before the last."""
+        return (
+            self.unembedding if self.shortlist_unembedding is None else self.shortlist_unembedding
         )
 
-    def record(self) -> dict[str, float | None]:
-        return asdict(self)
+    def full_model(self, n_blocks: int) -> float:
+        """One token for which the full model runs."""
+        return n_blocks * self.block + self.unembedding
+
+    def __str__(self) -> str:
+        costs = self.model_dump(exclude_none=True)
+        return ", ".join(f"{name.replace('_', ' ')} {cost:.3g}" for name, cost in costs.items())
 
 
 @torch.no_grad()
 def measure_costs(model: Model, jumps: Jumps | None, shortlist: Shortlist | None = None) -> Costs:
-    """Time the parts of a step, in turns, and take medians."""
-    context = max(1, min(CONTEXT, model.max_positions - TOGETHER))
+    """Time the parts of a decode step in turns; the medians."""
+    context = max(1, min(_CONTEXT, model.max_positions - _JOINT_TOKENS))
     runner = BlockRunner(choose_blocks(model), model.hf.config, None, torch.arange(context)[None])
-    ids = torch.full((1, context + TOGETHER), 1, device=model.device)
+    ids = torch.full((1, context + _JOINT_TOKENS), 1, device=model.device)
     _run_all_blocks(runner, ids[:, :context])
     lens = Lens(pack_unembedding(model), jumps)
-    level = min(lens.levels, key=lambda each: abs(each - model.n_blocks // 2))
+    level = min(lens.levels, key=lambda level: abs(level - model.n_blocks // 2))
     state = torch.randn(1, model.d_model, device=model.device, dtype=model.hf.dtype)
     position = torch.tensor([context], device=model.device)
-    gate = Probe(torch.randn(1, model.d_model + 3), (level,), 0.5)
+    probe = Probe(torch.randn(1, model.d_model + 3), (level,), 0.5)
 
-    def blocks(tokens: int) -> Callable[[], object]:
+    def run_blocks(tokens: int) -> Callable[[], object]:
         return lambda: _run_all_blocks(runner, ids[:, : context + tokens])
 
-    def look(lens: Lens) -> Callable[[], object]:
+    def unembed(lens: Lens) -> Callable[[], object]:
         return lambda: LevelReading(level, state, position, lens.logits).gap
 
-    def ask() -> object:
-        return gate.should_exit(LevelReading(level, state, position, lens.logits))
+    def evaluate_probe() -> object:
+        return probe.should_exit(LevelReading(level, state, position, lens.logits))
 
-    parts = {"one": blocks(1), "some": blocks(TOGETHER), "head": look(lens), "gate": ask}
+    parts = {
+        "one token": run_blocks(1),
+        "joint tokens": run_blocks(_JOINT_TOKENS),
+        "unembedding": unembed(lens),
+        "probe": evaluate_probe,
+    }
     if shortlist is not None:
-        parts["short"] = look(Lens(shortlist.restrict(model), jumps))
-    found: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(TURNS):
-        for name, part in parts.items():
+        parts["shortlist"] = unembed(Lens(shortlist.restrict(model), jumps))
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(_REPEATS):
+        for name, run in parts.items():
             start = time.perf_counter()
-            part()
-            found[name].append(1e3 * (time.perf_counter() - start))
+            run()
+            times[name].append(1e3 * (time.perf_counter() - start))
             runner.rollback(context)
-    middle = {name: sorted(times)[TURNS // 2] for name, times in found.items()}
-    block = middle["one"] / model.n_blocks
-    waiting = max(0.0, middle["some"] - middle["one"]) / (TOGETHER - 1) / model.n_blocks
-    return Costs(block, waiting, middle["head"], middle["gate"], middle.get("short"))
+    median = {name: sorted(values)[_REPEATS // 2] for name, values in times.items()}
+    added = max(0.0, median["joint tokens"] - median["one token"]) / (_JOINT_TOKENS - 1)
+    return Costs(
+        block=median["one token"] / model.n_blocks,
+        queued_token=added / model.n_blocks,
+        unembedding=median["unembedding"],
+        probe=median["probe"],
+        shortlist_unembedding=median.get("shortlist"),
+    )
 
 
 def _run_all_blocks(runner: BlockRunner, ids: Tensor) -> None:
@@ -107,12 +122,18 @@ def _run_all_blocks(runner: BlockRunner, ids: Tensor) -> None:
         runner.run(block)
 
 
-def replay_cost(costs: Costs, n_blocks: int, left: Tensor, heads: Tensor, gates: Tensor) -> Tensor:
-    """The cost of examples that left at these levels after so many looks and gates; blocks are made up for later.
+def exit_cost(
+    costs: Costs,
+    n_blocks: int,
+    exit_levels: Tensor,
+    unembeddings: Tensor,
+    probe_evaluations: Tensor,
+) -> Tensor:
+    """The cost of each token, in milliseconds; the blocks that it skips run later, as a queued token.
 
-    `heads` counts all vocabulary products, the one that gives the token among them.
+    `unembeddings` counts all of a token, with the one that gives it.
     """
-    waited = (n_blocks - left) * min(costs.waiting, costs.block)
-    whole = (left == n_blocks).to(heads)
-    looks = whole * costs.head + (heads - whole) * costs.look
-    return left * costs.block + waited + looks + gates * costs.gate
+    queued = (n_blocks - exit_levels) * min(costs.queued_token, costs.block)
+    full = (exit_levels == n_blocks).to(unembeddings)
+    reading = full * costs.unembedding + (unembeddings - full) * costs.early_unembedding
+    return exit_levels * costs.block + queued + reading + probe_evaluations * costs.probe

@@ -1,17 +1,15 @@
-"""The calibration set: what each level predicts on real or self-generated text.
+"""The calibration set: what each level predicts at positions of real or self-generated text.
 
-Text that the model writes itself: what an exit rule meets in generation, which real documents do not show.
-
-Behind its own tokens a model is surer, and its early levels are right more often, than behind real text: a threshold
-found on documents is stricter there than it need be.
-
-What levels say about positions of text, beside what the model says: the evidence that rules are chosen on.
+After its own tokens a model is more confident, and its early levels are right more often, than after real text. A
+threshold found on documents is therefore stricter than generation needs; `generate_text` supplies self-generated
+text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,27 +19,163 @@ from torch.nn.utils.rnn import pad_sequence
 
 from layerjump.data.batches import Batch
 from layerjump.data.corpus import Corpus, split_documents
-from layerjump.errors import BadExit, TextTooShort
+from layerjump.errors import BadExit, TextTooShort, argument
 from layerjump.generation.generate import generate
 from layerjump.generation.probes import probe_features
-from layerjump.generation.rules import Shortlist
+from layerjump.generation.rules import LevelReading, Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
-from layerjump.metrics.logits import chunk_rows, chunks, top_two
+from layerjump.metrics.logits import chunk_rows, chunks
 from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 from layerjump.models.unembedding import can_restrict
 
+T = TypeVar("T")
+MAX_CANDIDATE_LEVELS = 10
+"""Levels at which exiting is considered."""
 SHORTLIST_LENGTH = 2048
 """Tokens of a shortlist at most."""
-MIN_VOCAB_RATIO = 4
+_MIN_VOCAB_RATIO = 4
 """A vocabulary smaller than this many shortlists is read in full."""
-COUNTED_DOCUMENTS = 4_000
+_COUNTED_DOCUMENTS = 4_000
 """Documents in which tokens are counted."""
 OPENING = 12
-"""Tokens of a document that the model goes on with."""
-TOGETHER = 64
-"""Texts that are written side by side."""
+"""Tokens of a document that the model continues."""
+_GENERATION_BATCH = 64
+"""Documents that are continued in one batch."""
+
+
+@dataclass(frozen=True)
+class ByRole(Generic[T]):
+    """One value for each use of the calibration documents."""
+
+    probes: T
+    """Probes are fitted on these documents."""
+    selection: T
+    """The rule type, its levels and the probes' regularisation are selected on these."""
+    thresholds: T
+    """The threshold is tested on these, one position per document."""
+    test: T
+    """The reported numbers come from these."""
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """The predictions of some levels at some positions; tensors are (levels, positions) unless they say otherwise."""
+
+    levels: tuple[int, ...]
+    correct: Tensor
+    """Whether the level's top token is the full model's."""
+    gap: Tensor
+    """The difference between the level's two largest probabilities."""
+    features: Tensor
+    """(levels, positions, d_model + 3), the probes' features."""
+    documents: Tensor
+    """(positions,) document indices."""
+    shortlist: Shortlist | None = None
+    """The shortlist that the levels were read with; None: the full vocabulary."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def select(self, rows: Tensor) -> CalibrationSet:
+        """The same for some of the positions, given as booleans or indices."""
+        return CalibrationSet(
+            self.levels,
+            self.correct[:, rows],
+            self.gap[:, rows],
+            self.features[:, rows],
+            self.documents[rows],
+            self.shortlist,
+        )
+
+
+@torch.no_grad()
+def build_calibration_set(
+    model: Model,
+    jumps: Jumps | None,
+    batches: Iterable[Batch],
+    levels: Sequence[int],
+    shortlist: Shortlist | None = None,
+) -> CalibrationSet:
+    """Read the picked positions of the batches at these levels, as an exit rule would."""
+    lens = Lens(model if shortlist is None else shortlist.restrict(model), jumps)
+    last = model.n_blocks
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for batch in batches:
+        states = next(iter(capture_states(model, [batch], [*levels, last])))
+        for rows in chunks(batch.n_picks, chunk_rows(model)):
+            full_model = model.logits(states[last][rows]).argmax(-1)
+            positions = batch.position[rows].to(full_model.device)
+            columns = []
+            for level in levels:
+                reading = LevelReading(level, states[level][rows], positions, lens.logits)
+                tokens = reading.top_token
+                if shortlist is not None:
+                    tokens = shortlist.tokens.to(tokens.device)[tokens]
+                features = probe_features(reading.states, positions).float()
+                columns.append((tokens == full_model, reading.gap, features))
+            correct, gap, features = (
+                torch.stack(part).cpu() for part in zip(*columns, strict=True)
+            )
+            parts.append((correct, gap, features, batch.document[rows]))
+    correct, gap, features = (torch.cat([part[i] for part in parts], 1) for i in range(3))
+    documents = torch.cat([part[3] for part in parts])
+    return CalibrationSet(tuple(levels), correct, gap, features, documents, shortlist)
+
+
+def candidate_levels(levels: Sequence[int]) -> tuple[int, ...]:
+    """The levels at which exiting is considered: all if they are few, else ten, denser where most is saved."""
+    last = len(levels) - 1
+    if last < MAX_CANDIDATE_LEVELS:
+        return tuple(levels)
+    n = MAX_CANDIDATE_LEVELS
+    indices = {0, 1} | {round(2 * (last / 2) ** (step / (n - 3))) for step in range(n - 2)}
+    return tuple(levels[index] for index in sorted(indices))
+
+
+def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
+    """The documents of a corpus that these jumps were not fitted on."""
+    documents = tuple(range(len(corpus.documents)))
+    if jumps is None or jumps.provenance.text_sha256 != corpus.sha256:
+        return documents
+    provenance = jumps.provenance
+    fitted = set(split_documents(len(documents), provenance.split, seed=provenance.seed).fit)
+    return tuple(document for document in documents if document not in fitted)
+
+
+def split_documents_by_role(documents: Sequence[int], seed: int) -> ByRole[list[int]]:
+    """Split documents between probes, selection, thresholds and test.
+
+    Thresholds get most of them: they may use only one position of each, and more documents make a tighter guarantee.
+    """
+    if len(documents) < 8:
+        raise TextTooShort(
+            f"calibration needs 8 documents that the jumps were not fitted on, got {len(documents)} documents; "
+            f"give another text"
+        )
+    split = split_documents(len(documents), "30/60/10", seed=seed)
+    n_selection = 3 * len(split.fit) // 8
+    return ByRole(
+        probes=[documents[index] for index in split.fit[n_selection:]],
+        selection=[documents[index] for index in split.fit[:n_selection]],
+        thresholds=[documents[index] for index in split.select],
+        test=[documents[index] for index in split.test],
+    )
+
+
+def build_shortlist(model: Model, corpus: Corpus, documents: Sequence[int]) -> Shortlist | None:
+    """The most frequent tokens of these documents; None where a shorter unembedding is impossible or saves little."""
+    vocab_size = model.structure.vocab_size
+    if not can_restrict(model.structure) or vocab_size < _MIN_VOCAB_RATIO * SHORTLIST_LENGTH:
+        return None
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    texts = [corpus.documents[index] for index in documents[:_COUNTED_DOCUMENTS]]
+    for ids in model.tokenization.encode(texts):
+        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
+    order = counts.argsort(descending=True, stable=True)
+    n_tokens = max(2, min(SHORTLIST_LENGTH, int((counts > 0).sum())))
+    return Shortlist(order[:n_tokens].sort().values)
 
 
 def generate_text(
@@ -53,175 +187,71 @@ def generate_text(
     picks: int,
     seed: int = 0,
 ) -> list[Batch]:
-    """Documents' first tokens and what the model says next, greedily; so many picks a document where it predicts.
+    """Continue each document's opening greedily; batches with `picks` positions per document, where the model wrote.
 
-    Where to look is drawn first, and no document is gone on with further than that.
+    The positions are drawn first, and no document is continued further than the last of its own.
     """
-    room = model.tokenization.max_length - len(model.tokenization.wrap([])) - OPENING
-    if not 1 <= tokens <= room:
+    most = model.tokenization.max_length - len(model.tokenization.wrap([])) - OPENING
+    if not 1 <= tokens <= most:
         raise BadExit(
-            f"{tokens} tokens of the model's own were asked for behind each opening; give 1 to {room}, which is what "
-            f"its context holds"
+            f"{argument('self_generated_tokens')} must be 1 to {most}, which is what its context holds after an "
+            f"opening of {OPENING}, got {tokens}"
         )
-    orders = {each: np.random.default_rng([seed, each]).permutation(tokens) for each in documents}
-    lengths = {each: 1 + int(order[:picks].max()) for each, order in orders.items()}
-    queue = sorted(documents, key=lambda each: lengths[each])
-    groups = [queue[start : start + TOGETHER] for start in range(0, len(queue), TOGETHER)]
+    orders = {
+        index: np.random.default_rng([seed, index]).permutation(tokens) for index in documents
+    }
+    lengths = {index: 1 + int(order[:picks].max()) for index, order in orders.items()}
+    queue = sorted(documents, key=lambda index: lengths[index])
+    groups = [
+        queue[start : start + _GENERATION_BATCH]
+        for start in range(0, len(queue), _GENERATION_BATCH)
+    ]
     return [
-        _written(
+        _continue_documents(
             model,
             corpus,
-            {each: orders[each] for each in group},
-            most=lengths[group[-1]],
+            {index: orders[index] for index in group},
+            new_tokens=lengths[group[-1]],
             picks=picks,
         )
         for group in groups
     ]
 
 
-def _written(
-    model: Model, corpus: Corpus, orders: Mapping[int, NDArray[np.int64]], *, most: int, picks: int
+def _continue_documents(
+    model: Model,
+    corpus: Corpus,
+    orders: Mapping[int, NDArray[np.int64]],
+    *,
+    new_tokens: int,
+    picks: int,
 ) -> Batch:
-    texts = model.tokenization.encode([corpus.documents[document] for document in orders])
-    openings = [model.tokenization.wrap(ids[:OPENING]) for ids in texts]
-    said = generate(
+    """One batch of continued openings; `orders` gives for each document the order in which positions are picked."""
+    tokenization = model.tokenization
+    texts = tokenization.encode([corpus.documents[document] for document in orders])
+    openings = [tokenization.wrap(ids[:OPENING]) for ids in texts]
+    continuations = generate(
         model,
         None,
-        model.tokenization.left_padded(openings),
+        tokenization.left_padded(openings),
         do_sample=False,
-        max_new_tokens=most,
-        pad_token_id=model.tokenization.pad,
+        max_new_tokens=new_tokens,
+        pad_token_id=tokenization.pad,
     ).ids
-    rows = [opening + new for opening, new in zip(openings, said, strict=True)]
-    ids = _right_padded(rows, model.tokenization.pad)
-    attention = _right_padded([[1] * len(row) for row in rows], 0)
-    row, position = [], []
-    for place, (new, order) in enumerate(zip(said, orders.values(), strict=True)):
-        # The first of an order that fall into a text which ended early are as random as if drawn from it alone.
-        drawn = np.sort(order[order < len(new)][:picks])
-        row += [place] * len(drawn)
-        # The state at a position tells the next token, so the first is the opening's last.
-        position += (len(openings[place]) - 1 + drawn).tolist()
-    rows_at, positions = torch.tensor(row), torch.tensor(position)
-    document = torch.tensor(list(orders))[rows_at]
-    return Batch(ids, attention, rows_at, positions, document, ids[rows_at, positions])
+    sequences = [opening + new for opening, new in zip(openings, continuations, strict=True)]
+    ids = _pad_right(sequences, tokenization.pad)
+    mask = _pad_right([[1] * len(sequence) for sequence in sequences], 0)
+    rows, positions = [], []
+    for row, (new, order) in enumerate(zip(continuations, orders.values(), strict=True)):
+        # Of a text that ended early, the first positions of the order that it has are a uniform draw too.
+        picked = np.sort(order[order < len(new)][:picks])
+        rows += [row] * len(picked)
+        # The state at a position predicts the next token, so the opening's last position predicts the first new one.
+        positions += (len(openings[row]) - 1 + picked).tolist()
+    row_index, position = torch.tensor(rows), torch.tensor(positions)
+    document = torch.tensor(list(orders))[row_index]
+    return Batch(ids, mask, row_index, position, document, ids[row_index, position])
 
 
-def _right_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+def _pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
-
-
-CANDIDATES = 10
-"""Levels at which stopping is considered."""
-
-
-@dataclass(frozen=True)
-class CalibrationSet:
-    """Positions of some documents, read at some levels; tensors are (levels, positions) unless said."""
-
-    levels: tuple[int, ...]
-    right: Tensor
-    """Whether the level's best token is the model's own."""
-    gap: Tensor
-    features: Tensor
-    """(levels, positions, d + 3), what gates read."""
-    document: Tensor
-    """(positions,)."""
-    tokens: Tensor | None = None
-    """The shortlist that levels were read through; None: the whole vocabulary."""
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-
-def candidate_levels(levels: Sequence[int]) -> tuple[int, ...]:
-    """Those worth considering: all if they are few, else ten from first to last, closest where most is saved."""
-    last = len(levels) - 1
-    if last < CANDIDATES:
-        return tuple(levels)
-    steps = (step / (CANDIDATES - 3) for step in range(CANDIDATES - 2))
-    places = {0, 1} | {round(2 * (last / 2) ** step) for step in steps}
-    return tuple(levels[place] for place in sorted(places))
-
-
-def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
-    """Documents of a text that these jumps were not fitted on."""
-    everything = tuple(range(len(corpus.documents)))
-    if jumps is None or jumps.provenance.text_sha256 != corpus.sha256:
-        return everything
-    known = jumps.provenance
-    seen = set(split_documents(len(everything), known.split, seed=known.seed).fit)
-    return tuple(document for document in everything if document not in seen)
-
-
-def split_documents_by_role(documents: Sequence[int], seed: int) -> dict[str, list[int]]:
-    """Deal documents out: to fit gates, to choose levels, to test thresholds, to show the outcome.
-
-    Thresholds get most, since they may use one position of each: the more there are, the less the guarantee costs.
-    """
-    if len(documents) < 8:
-        raise TextTooShort(
-            f"{len(documents)} documents are left that the jumps have not seen, too few to calibrate on; give another "
-            f"text"
-        )
-    first = split_documents(len(documents), "30/60/10", seed=seed)
-    some = 3 * len(first.fit) // 8
-    dealt = {
-        "gates": first.fit[some:],
-        "select": first.fit[:some],
-        "thresholds": first.select,
-        "test": first.test,
-    }
-    return {name: [documents[place] for place in places] for name, places in dealt.items()}
-
-
-@torch.no_grad()
-def build_calibration_set(
-    model: Model,
-    jumps: Jumps | None,
-    batches: Iterable[Batch],
-    levels: Sequence[int],
-    shortlist: Shortlist | None = None,
-) -> CalibrationSet:
-    """Read the batches' picks at levels."""
-    lens, last = (
-        Lens(model if shortlist is None else shortlist.restrict(model), jumps),
-        model.n_blocks,
-    )
-    tokens = None if shortlist is None else shortlist.tokens
-    rows = chunk_rows(model)
-    parts: list[tuple[Tensor, ...]] = []
-    for batch in batches:
-        at = next(iter(capture_states(model, [batch], [*levels, last])))
-        for part in chunks(batch.n_picks, rows):
-            own = model.logits(at[last][part]).argmax(-1)
-            seen = [_look(lens, level, at[level][part], own, tokens) for level in levels]
-            place = batch.position[part].to(own.device)
-            features = torch.stack([probe_features(at[level][part], place) for level in levels])
-            right, gap = (torch.stack(column) for column in zip(*seen, strict=True))
-            parts.append((right.cpu(), gap.cpu(), features.float().cpu(), batch.document[part]))
-    columns = [list(column) for column in zip(*parts, strict=True)]
-    right, gap, features = (torch.cat(column, 1) for column in columns[:3])
-    return CalibrationSet(tuple(levels), right, gap, features, torch.cat(columns[3]), tokens)
-
-
-def _look(
-    lens: Lens, level: int, state: Tensor, own: Tensor, tokens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    logits = lens.logits(level, state)
-    ids, probability = top_two(logits)
-    top = ids[:, 0] if tokens is None else tokens.to(own.device)[ids[:, 0]]
-    return top == own, probability[:, 0] - probability[:, 1]
-
-
-def build_shortlist(model: Model, corpus: Corpus, documents: Sequence[int]) -> Shortlist | None:
-    """The most frequent tokens of these documents; None where a shorter unembedding is impossible or saves little."""
-    vocab_size = model.structure.vocab_size
-    if not can_restrict(model.structure) or vocab_size < MIN_VOCAB_RATIO * SHORTLIST_LENGTH:
-        return None
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    texts = [corpus.documents[index] for index in documents[:COUNTED_DOCUMENTS]]
-    for ids in model.tokenization.encode(texts):
-        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
-    order = counts.argsort(descending=True, stable=True)
-    return Shortlist(order[: max(2, min(SHORTLIST_LENGTH, int((counts > 0).sum())))].sort().values)

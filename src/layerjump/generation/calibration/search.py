@@ -1,299 +1,316 @@
-"""Search over exit rules and draft settings by replay on the calibration set.
+"""Search over exit rules and draft settings, by replay on the calibration set.
 
-Kinds of rules that calibration lets compete: where each would stop on given evidence, and what that costs.
-
-Verified generation made as cheap as it gets: where to draft, how sure of a draft to be, how many may wait.
-
-A wrong draft costs time and nothing else, so drafts may be bolder than tokens that nobody checks: they have levels
-and a threshold of their own.
+A rejected draft costs time and nothing else, so drafts may be bolder than tokens that nobody verifies: they have
+levels and a threshold of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from layerjump.generation.calibration.cost_model import Costs, replay_cost
+from layerjump.generation.calibration.cost_model import Costs, exit_cost
 from layerjump.generation.calibration.dataset import CalibrationSet
 from layerjump.generation.probes import (
     Probe,
     TwoStage,
+    combination_features,
     fit_logistic,
     log_loss,
     log_odds,
-    mixed_features,
 )
 from layerjump.generation.rules import ExitConfig, Never, Rule, Shortlist, constant_gap
 
-STRENGTHS = (1e-3, 1e-2, 1e-1)
-"""Penalties of gates that are tried."""
+RuleType = Literal["gap", "probe", "two-stage"]
 THRESHOLDS = tuple(1 - 0.001 * 1.2**step for step in range(0, 38))
-"""From strict to loose: the order in which they are tested, fixed beforehand."""
-WORTH = (0.3, 0.5, 0.7, 0.85)
-"""Gate probabilities from which a vocabulary product may be worth making."""
+"""From strict to loose: the order in which thresholds are tested, fixed beforehand."""
+_STRENGTHS = (1e-3, 1e-2, 1e-1)
+"""Regularisation strengths of probes that are tried."""
+_UNEMBED_ABOVE = (0.3, 0.5, 0.7, 0.85)
+"""Probe probabilities from which an unembedding may be worth its cost, for two-stage rules."""
+_DRAFT_TOKENS = (1, 2, 4, 8)
+"""Numbers of drafts that may wait for verification."""
+_REPLAYED_POSITIONS = 2_000
+"""Positions on which draft settings are replayed, one after another."""
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What a rule does on evidence; every field is (positions,)."""
+class Replay:
+    """What a rule does on a calibration set; every field is (positions,)."""
 
-    left: Tensor
-    right: Tensor
-    heads: Tensor
-    gates: Tensor
-
-    def cost(self, costs: Costs, n_blocks: int) -> float:
-        return float(
-            replay_cost(costs, n_blocks, self.left, self.heads, self.gates).double().mean()
-        )
+    exit_levels: Tensor
+    correct: Tensor
+    """Whether the token at the exit level is the full model's."""
+    unembeddings: Tensor
+    """Readings of a level, with the one that gives the token."""
+    probe_evaluations: Tensor
 
     @property
     def agreement(self) -> float:
-        return float(self.right.double().mean())
+        """The share of tokens that are the full model's."""
+        return float(self.correct.double().mean())
+
+    def cost(self, costs: Costs, n_blocks: int) -> float:
+        """The mean cost of a token, in milliseconds."""
+        work = self.exit_levels, self.unembeddings, self.probe_evaluations
+        return float(exit_cost(costs, n_blocks, *work).double().mean())
+
+    def select(self, rows: Tensor) -> Replay:
+        """The same for some of the positions."""
+        return Replay(
+            self.exit_levels[rows],
+            self.correct[rows],
+            self.unembeddings[rows],
+            self.probe_evaluations[rows],
+        )
+
+    def early_unembeddings(self, n_blocks: int) -> Tensor:
+        """Readings of levels below L, (positions,)."""
+        return self.unembeddings - (self.exit_levels == n_blocks).to(self.unembeddings)
 
 
 @dataclass(frozen=True)
-class Probes:
-    """Fitted gates and second stages: level → weights."""
+class FittedProbes:
+    """The weights of probes and second stages, by level."""
 
-    gate: Mapping[int, Tensor]
-    mix: Mapping[int, Tensor]
-    tokens: Tensor | None = None
-    """The shortlist that gaps were taken over, if they were."""
+    probe: Mapping[int, Tensor]
+    """Level → (d_model + 3,)."""
+    combination: Mapping[int, Tensor]
+    """Level → (3,)."""
+    shortlist: Shortlist | None = None
+    """The shortlist that the gaps were computed with."""
 
 
-def fit_probes(train: CalibrationSet, held: CalibrationSet) -> Probes:
-    """Gates on one set of documents, their penalty and the second stages on another."""
-    gate, mix = {}, {}
-    for place, level in enumerate(train.levels):
-        tries = [
-            fit_logistic(train.features[place], train.right[place], strength)
-            for strength in STRENGTHS
+def fit_probes(train: CalibrationSet, validation: CalibrationSet) -> FittedProbes:
+    """Fit probes on one set; choose their regularisation and fit the second stages on the other."""
+    probe, combination = {}, {}
+    for index, level in enumerate(train.levels):
+        features, correct = validation.features[index], validation.correct[index]
+        fits = [
+            fit_logistic(train.features[index], train.correct[index], strength)
+            for strength in _STRENGTHS
         ]
-        losses = [log_loss(held.features[place], held.right[place], weights) for weights in tries]
-        gate[level] = tries[losses.index(min(losses))]
-        odds = held.features[place].double() @ gate[level]
-        mix[level] = fit_logistic(mixed_features(odds, held.gap[place]), held.right[place], 1e-3)
-    return Probes(gate, mix, train.tokens)
+        losses = [log_loss(features, correct, weights) for weights in fits]
+        probe[level] = fits[losses.index(min(losses))]
+        odds = features.double() @ probe[level]
+        inputs = combination_features(odds, validation.gap[index])
+        combination[level] = fit_logistic(inputs, correct, 1e-3)
+    return FittedProbes(probe, combination, train.shortlist)
 
 
 @dataclass(frozen=True)
 class RuleCandidate:
-    """A kind of rule with its levels; the threshold is still open."""
+    """A type of rule with its levels; its threshold is still open."""
 
-    kind: str
-    """gap, gate or two-stage."""
+    rule_type: RuleType
     levels: tuple[int, ...]
-    probes: Probes
-    worth: float = 0.0
+    probes: FittedProbes
+    unembed_above: float = 0.0
+    """Two-stage rules: the probe probability from which an unembedding is worth its cost."""
 
     def exit_config(self, threshold: float | None, min_acceptance: float = 0.0) -> ExitConfig:
-        """The rule with its shortlist; `Never` without a threshold or without levels."""
+        """The rule with this threshold and its shortlist; `Never` without a threshold or without levels."""
         if threshold is None or not self.levels:
             return ExitConfig(Never())
-        tokens = self.probes.tokens
-        shortlist = None if tokens is None else Shortlist(tokens)
-        return ExitConfig(self._rule(threshold), shortlist, min_acceptance)
+        return ExitConfig(self._rule(threshold), self.probes.shortlist, min_acceptance)
 
     def _rule(self, threshold: float) -> Rule:
-        if self.kind == "gap":
+        if self.rule_type == "gap":
             return constant_gap(threshold, self.levels, strict=False)
-        weights = torch.stack([self.probes.gate[level] for level in self.levels]).float()
-        if self.kind == "gate":
+        weights = torch.stack([self.probes.probe[level] for level in self.levels]).float()
+        if self.rule_type == "probe":
             return Probe(weights, self.levels, threshold)
-        mix = torch.stack([self.probes.mix[level] for level in self.levels]).float()
-        return TwoStage(Probe(weights, self.levels, self.worth), mix, threshold)
+        combination = torch.stack([self.probes.combination[level] for level in self.levels]).float()
+        return TwoStage(Probe(weights, self.levels, self.unembed_above), combination, threshold)
 
-    def record(self, threshold: float | None) -> dict[str, Any]:
-        """The rule in plain words, without its weights."""
-        return {
-            "kind": self.kind,
-            "levels": list(self.levels),
-            "threshold": threshold,
-            "worth": self.worth,
-        }
+    def replay(self, calibration_set: CalibrationSet, n_blocks: int) -> Callable[[float], Replay]:
+        """A function from a threshold to the rule's replay; what does not depend on the threshold is computed
+        once."""
+        indices = [calibration_set.levels.index(level) for level in self.levels]
+        gap = calibration_set.gap[indices].double() if indices else calibration_set.gap[:0]
+        unembeds = torch.ones(len(indices), len(calibration_set), dtype=torch.bool)
+        score = torch.logit(gap, eps=1e-12)  # (levels, positions) log-odds of a correct token
+        if self.rule_type != "gap" and indices:
+            odds = torch.stack([self.probe_odds(calibration_set, level) for level in self.levels])
+            if self.rule_type == "probe":
+                unembeds, score = ~unembeds, odds
+            else:
+                unembeds = odds >= log_odds(self.unembed_above)
+                combined = [
+                    combination_features(odds[row], gap[row]) @ self.probes.combination[level]
+                    for row, level in enumerate(self.levels)
+                ]
+                score = torch.stack(combined).masked_fill(~unembeds, -torch.inf)
+        correct = calibration_set.correct[indices]
+        return lambda threshold: self._exits(score, unembeds, correct, threshold, n_blocks)
 
-    def replay(self, evidence: CalibrationSet, n_blocks: int) -> Callable[[float], Replayed]:
-        """threshold → what the rule does at every position. What does not depend on the threshold is made once."""
-        places = [evidence.levels.index(level) for level in self.levels]
-        odds = [
-            evidence.features[place].double() @ self.probes.gate[level]
-            for place, level in zip(places, self.levels, strict=True)
-        ]
-        gap = evidence.gap[places].double() if places else evidence.gap[:0]
-        looked = torch.ones(len(places), len(evidence), dtype=torch.bool)
-        score = torch.logit(gap, eps=1e-12)
-        if self.kind == "gate":
-            looked, score = ~looked, torch.stack(odds) if odds else score
-        elif self.kind == "two-stage" and odds:
-            looked = torch.stack(odds) >= log_odds(self.worth)
-            both = [
-                mixed_features(odd, gap[row]) @ self.probes.mix[level]
-                for row, (odd, level) in enumerate(zip(odds, self.levels, strict=True))
-            ]
-            score = torch.stack(both).masked_fill(~looked, -torch.inf)
-        right = evidence.right[places]
-        return lambda threshold: self._stops(score, looked, right, threshold, n_blocks)
+    def probe_odds(self, calibration_set: CalibrationSet, level: int) -> Tensor:
+        """The probe's log-odds at a level, (positions,)."""
+        features = calibration_set.features[calibration_set.levels.index(level)]
+        return features.double() @ self.probes.probe[level]
 
-    def _stops(
-        self, score: Tensor, looked: Tensor, right: Tensor, threshold: float, n_blocks: int
-    ) -> Replayed:
-        n = right.shape[1]
-        never = torch.ones(1, n, dtype=torch.bool)
-        stops = torch.cat([score >= log_odds(threshold), never])
-        first = stops.int().argmax(0)
+    def _exits(
+        self, score: Tensor, unembeds: Tensor, correct: Tensor, threshold: float, n_blocks: int
+    ) -> Replay:
+        always = torch.ones(1, correct.shape[1], dtype=torch.bool)  # level L always exits
+        exits = torch.cat([score >= log_odds(threshold), always])
+        first = exits.int().argmax(0)  # (positions,) index of the exit level
         levels = torch.tensor([*self.levels, n_blocks])
-        asked = torch.arange(len(self.levels))[:, None] <= first
-        whole = first == len(self.levels)
-        # A gate alone has to look once where it stops; the others have looked there already.
-        heads = (asked & looked).sum(0) + (whole | (self.kind == "gate"))
-        gates = asked.sum(0) * (self.kind != "gap")
-        hit = torch.cat([right, never]).gather(0, first[None])[0]
-        return Replayed(levels[first], hit, heads, gates)
+        checked = torch.arange(len(self.levels))[:, None] <= first
+        is_full = first == len(self.levels)
+        # A probe alone unembeds once, where it exits; the other rules have unembedded there already.
+        unembeddings = (checked & unembeds).sum(0) + (is_full | (self.rule_type == "probe"))
+        probe_evaluations = checked.sum(0) * (self.rule_type != "gap")
+        hits = torch.cat([correct, always]).gather(0, first[None])[0]
+        return Replay(levels[first], hits, unembeddings, probe_evaluations)
 
 
-def cheapest(
-    kind: str, probes: Probes, evidence: CalibrationSet, costs: Costs, n_blocks: int, target: float
+def search_rule(
+    rule_type: RuleType,
+    probes: FittedProbes,
+    selection: CalibrationSet,
+    costs: Costs,
+    n_blocks: int,
+    target: float,
 ) -> tuple[RuleCandidate, float]:
-    """The kind's best levels (added one at a time while that pays) and its cost at the target, on the select
-    split."""
-    best = RuleCandidate(kind, (), probes), costs.full(n_blocks)
-    for worth in WORTH if kind == "two-stage" else (0.0,):
-        chosen: tuple[int, ...] = ()
-        spent = costs.full(n_blocks)
-        while True:
-            tries = [
-                (_cost_at(made, evidence, costs, n_blocks, target), made)
-                for level in evidence.levels
-                if level not in chosen
-                for made in [RuleCandidate(kind, tuple(sorted((*chosen, level))), probes, worth)]
+    """The levels of a rule type that cost least at the target agreement, added greedily, and that cost."""
+    best = RuleCandidate(rule_type, (), probes), costs.full_model(n_blocks)
+    for unembed_above in _unembed_above(rule_type):
+        levels: tuple[int, ...] = ()
+        cost = costs.full_model(n_blocks)
+        while remaining := [level for level in selection.levels if level not in levels]:
+            extended = [
+                RuleCandidate(rule_type, tuple(sorted((*levels, level))), probes, unembed_above)
+                for level in remaining
             ]
-            found = min(tries, key=lambda pair: pair[0], default=None)
-            if found is None or found[0] >= spent:
+            tried = [_cost_at(rule, selection, costs, n_blocks, target) for rule in extended]
+            if min(tried) >= cost:
                 break
-            spent, made = found
-            chosen = made.levels
-            if spent < best[1]:
-                best = made, spent
+            cost = min(tried)
+            candidate = extended[tried.index(cost)]
+            levels = candidate.levels
+            if cost < best[1]:
+                best = candidate, cost
     return best
+
+
+def _unembed_above(rule_type: RuleType) -> tuple[float, ...]:
+    return _UNEMBED_ABOVE if rule_type == "two-stage" else (0.0,)
 
 
 def _cost_at(
-    contender: RuleCandidate, evidence: CalibrationSet, costs: Costs, n_blocks: int, target: float
+    candidate: RuleCandidate,
+    selection: CalibrationSet,
+    costs: Costs,
+    n_blocks: int,
+    target: float,
 ) -> float:
-    """The least cost among thresholds that reach the target on this evidence; of the whole model if none does."""
-    replay = contender.replay(evidence, n_blocks)
-    found = [made for made in map(replay, THRESHOLDS) if made.agreement >= target]
-    return min((made.cost(costs, n_blocks) for made in found), default=costs.full(n_blocks))
-
-
-UNVERIFIED = (1, 2, 4, 8)
-PLAYED = 2_000
-"""Positions that a try is played through, one after another."""
+    """The least cost of the thresholds that reach the target agreement; the full model's if none does."""
+    replays = map(candidate.replay(selection, n_blocks), THRESHOLDS)
+    passing = [replay.cost(costs, n_blocks) for replay in replays if replay.agreement >= target]
+    return min(passing, default=costs.full_model(n_blocks))
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """How to draft."""
+class DraftSettings:
+    """How to draft for verification."""
 
-    contender: RuleCandidate
+    candidate: RuleCandidate
     threshold: float | None
-    """None: not at all, since it does not pay."""
-    unverified: int
-    """How many may wait."""
+    """None: no drafts, since they do not pay."""
+    max_draft_tokens: int
     cost: float
-    """Milliseconds a verified token, on the evidence they were chosen on."""
-    least: float = 0.0
-    """The share of drafts that must be right to pay for them."""
+    """Milliseconds per verified token on the calibration set."""
+    min_acceptance: float = 0.0
+    """The share of drafts that must be accepted to pay for them all."""
 
     @property
     def exit(self) -> ExitConfig:
-        return self.contender.exit_config(self.threshold, self.least)
-
-    def record(self) -> dict[str, Any]:
-        return self.contender.record(self.threshold) | {"least": self.least}
+        """The configuration to generate with."""
+        return self.candidate.exit_config(self.threshold, self.min_acceptance)
 
 
-def cheapest_drafts(
-    contenders: Iterable[RuleCandidate], evidence: CalibrationSet, costs: Costs, n_blocks: int
-) -> Drafts:
-    """The contender, threshold and number of waiting tokens that cost least; none, if none pays."""
-    contenders = [contender for contender in contenders if contender.levels]
-    order = torch.randperm(len(evidence), generator=torch.Generator().manual_seed(0))[:PLAYED]
-    nothing = RuleCandidate("gap", (), Probes({}, {}))
-    best = Drafts(nothing, None, 1, costs.full(n_blocks))
-    for contender in contenders:
-        replay = contender.replay(evidence, n_blocks)
+def search_drafts(
+    candidates: Iterable[RuleCandidate], selection: CalibrationSet, costs: Costs, n_blocks: int
+) -> DraftSettings:
+    """The candidate, threshold and number of waiting drafts that cost least; no drafts if none pay."""
+    order = torch.randperm(len(selection), generator=torch.Generator().manual_seed(0))
+    order = order[:_REPLAYED_POSITIONS]
+    none = RuleCandidate("gap", (), FittedProbes({}, {}))
+    best = DraftSettings(none, None, 1, costs.full_model(n_blocks))
+    for candidate in candidates:
+        if not candidate.levels:
+            continue
+        replay_at = candidate.replay(selection, n_blocks)
         for threshold in THRESHOLDS[::3]:
-            made = replay(threshold)
-            played = Replayed(*(part[order] for part in astuple(made)))
-            for most in UNVERIFIED:
-                cost = draft_cost(costs, n_blocks, played, most)
+            replay = replay_at(threshold).select(order)
+            for max_draft_tokens in _DRAFT_TOKENS:
+                cost = draft_cost(costs, n_blocks, replay, max_draft_tokens)
                 if cost < best.cost:
-                    least = break_even(costs, n_blocks, played)
-                    best = Drafts(contender, threshold, most, cost, least)
+                    least = break_even_acceptance(costs, n_blocks, replay)
+                    best = DraftSettings(candidate, threshold, max_draft_tokens, cost, least)
     return best
 
 
-def break_even(costs: Costs, n_blocks: int, played: Replayed) -> float:
-    """What a draft costs over what a token does: the share that must be right, since only a right one saves a token.
-
-    Looks and gates that came to nothing are paid for by the drafts.
-    """
-    drafts = played.left < n_blocks
-    level = float(played.left[drafts].double().mean())
-    asked = looks_of(played, n_blocks) * costs.look + played.gates * costs.gate
-    spent = level * costs.block + (n_blocks - level) * costs.waiting
-    return (spent + float(asked.double().sum()) / int(drafts.sum())) / costs.full(n_blocks)
-
-
-def looks_of(played: Replayed, n_blocks: int) -> Tensor:
-    """Products made at levels below L."""
-    return played.heads - (played.left == n_blocks).to(played.heads)
-
-
-def at_one_level(
-    kinds: Sequence[str], probes: Probes, levels: Sequence[int]
+def single_level_candidates(
+    rule_types: Sequence[RuleType], probes: FittedProbes, levels: Sequence[int]
 ) -> list[RuleCandidate]:
-    """Every kind of rule at every single level."""
+    """Every type of rule at every single level."""
     return [
-        RuleCandidate(kind, (level,), probes, worth)
-        for kind in kinds
+        RuleCandidate(rule_type, (level,), probes, unembed_above)
+        for rule_type in rule_types
         for level in levels
-        for worth in (WORTH if kind == "two-stage" else (0.0,))
+        for unembed_above in _unembed_above(rule_type)
     ]
 
 
-def draft_cost(costs: Costs, n_blocks: int, played: Replayed, most: int) -> float:
-    """Milliseconds a verified token, if examples came one after another in this order.
+def break_even_acceptance(costs: Costs, n_blocks: int, replay: Replay) -> float:
+    """The cost of a draft over that of a token, which is the share to be accepted: only those save a token.
 
-    Drafts gather until one example goes to level L or `most` wait; then all of them go up together, and what follows
-    the first wrong one has been for nothing.
+    Drafts also pay for the readings and probes that did not lead to one.
     """
-    spent, kept, looks_made = 0.0, 0, looks_of(played, n_blocks)
-    waiting: list[tuple[int, bool]] = []
-    for level, good, looks, gated in zip(
-        played.left.tolist(),
-        played.right.tolist(),
-        looks_made.tolist(),
-        played.gates.tolist(),
+    is_draft = replay.exit_levels < n_blocks
+    level = float(replay.exit_levels[is_draft].double().mean())
+    checks = (
+        replay.early_unembeddings(n_blocks) * costs.early_unembedding
+        + replay.probe_evaluations * costs.probe
+    )
+    blocks = level * costs.block + (n_blocks - level) * costs.queued_token
+    per_draft = blocks + float(checks.double().sum()) / int(is_draft.sum())
+    return per_draft / costs.full_model(n_blocks)
+
+
+def draft_cost(costs: Costs, n_blocks: int, replay: Replay, max_draft_tokens: int) -> float:
+    """Milliseconds per verified token, if the replayed positions followed one another.
+
+    Drafts queue until a token goes to level L or `max_draft_tokens` wait. Then all run through the remaining blocks
+    together, and everything after the first rejected draft is lost.
+    """
+    cost, n_tokens = 0.0, 0
+    queue: list[tuple[int, bool]] = []  # (exit level, whether the draft is correct)
+    for level, correct, unembeddings, probe_evaluations in zip(
+        replay.exit_levels.tolist(),
+        replay.correct.tolist(),
+        replay.early_unembeddings(n_blocks).tolist(),
+        replay.probe_evaluations.tolist(),
         strict=True,
     ):
-        asked = len(waiting) < most
-        drafts = level < n_blocks and asked
-        spent += (level if drafts else n_blocks) * costs.block
-        spent += asked * (gated * costs.gate + looks * costs.look)
-        if drafts:
-            waiting.append((level, good))
+        may_exit = len(queue) < max_draft_tokens
+        is_draft = level < n_blocks and may_exit
+        cost += (level if is_draft else n_blocks) * costs.block
+        if may_exit:
+            cost += probe_evaluations * costs.probe + unembeddings * costs.early_unembedding
+        if is_draft:
+            queue.append((level, correct))
             continue
-        spent += costs.head  # one product for all rows that are held against the model
-        spent += sum(n_blocks - at for at, _ in waiting) * costs.waiting
-        first_wrong = next((i for i, (_, fine) in enumerate(waiting) if not fine), None)
-        # The wrong draft itself is replaced by the right token; the token that went deep comes only after no wrong one.
-        kept += len(waiting) + 1 if first_wrong is None else first_wrong + 1
-        waiting = []
-    return spent / kept if kept else float("inf")
+        cost += costs.unembedding  # one product verifies all drafts
+        cost += sum(n_blocks - exit_level for exit_level, _ in queue) * costs.queued_token
+        first_rejected = next((i for i, (_, right) in enumerate(queue) if not right), None)
+        # A rejected draft is replaced by the right token. The token at level L counts only if no draft was rejected.
+        n_tokens += len(queue) + 1 if first_rejected is None else first_rejected + 1
+        queue = []
+    return cost / n_tokens if n_tokens else float("inf")

@@ -1,147 +1,279 @@
-"""Save and load a calibration file."""
+"""The calibration file: exit rules, with the report of how they were found, next to the jumps they belong to.
+
+`exit.safetensors` holds the probes' weights and the shortlist as tensors, and the report as JSON in its metadata.
+"""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer
 from torch import Tensor
 
 from layerjump import io
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
-from layerjump.generation.calibration.calibrate import RULE_TYPES, Calibration
-from layerjump.generation.calibration.search import Probes, RuleCandidate
+from layerjump.generation.calibration.cost_model import Costs, file_record
+from layerjump.generation.calibration.search import FittedProbes, RuleCandidate, RuleType
 from layerjump.generation.probes import Probe, TwoStage
-from layerjump.generation.rules import ExitConfig, Never
+from layerjump.generation.rules import ExitConfig, Never, Shortlist
 from layerjump.jumps.serialization import TENSORS
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model
 
 FILE_NAME, FORMAT_VERSION = "exit.safetensors", 1
-SHORTLIST = "shortlist"
+_METADATA_KEY = "exit"
+_SHORTLIST = "shortlist"
+
+
+def _check_rising(levels: tuple[int, ...]) -> tuple[int, ...]:
+    if list(levels) != sorted(set(levels)):
+        raise ValueError("levels must be strictly increasing")
+    return levels
+
+
+def _in_file(names: dict[str, str]) -> tuple[BeforeValidator, PlainSerializer]:
+    """Translate values from and to their names in the file."""
+    from_file = {name: value for value, name in names.items()}
+    return (
+        BeforeValidator(lambda name: from_file.get(name, name) if isinstance(name, str) else name),
+        PlainSerializer(lambda value: names.get(value, value)),
+    )
+
+
+_TypeInFile = Annotated[RuleType, *_in_file({"probe": "gate"})]
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class RuleRecord(BaseModel):
+    """A rule without its weights."""
+
+    model_config = file_record(rule_type="kind", unembed_above="worth")
+
+    rule_type: _TypeInFile
+    levels: Annotated[tuple[int, ...], AfterValidator(_check_rising)]
+    threshold: _Share | None
+    """None: never exit."""
+    unembed_above: _Share
+
+
+class DraftRuleRecord(RuleRecord):
+    """A rule for verified generation, without its weights."""
+
+    model_config = file_record(rule_type="kind", unembed_above="worth", min_acceptance="least")
+
+    min_acceptance: float = Field(0.0, ge=0)
+    """The share of drafts that must be accepted to pay for them all."""
+
+
+class PositionCounts(BaseModel):
+    """Positions used in each role."""
+
+    model_config = file_record(probes="gates", selection="select")
+
+    probes: int
+    selection: int
+    thresholds: int
+    test: int
+
+
+class HeldOutResult(BaseModel):
+    """The rule on documents that nothing was chosen on; costs are relative to the full model's."""
+
+    model_config = file_record(unembeddings="heads", probe_evaluations="gates")
+
+    agreement: float
+    low: float
+    high: float
+    """The 95 % bootstrap interval of the agreement."""
+    blocks_saved: float
+    cost: float
+    unembeddings: float
+    """Per token."""
+    probe_evaluations: float
+    """Per token."""
+
+
+class CurvePoint(BaseModel):
+    """Examples of similar predicted probability."""
+
+    model_config = file_record(observed="found")
+
+    predicted: float
+    """Their mean predicted probability of the full model's token."""
+    observed: float
+    """The share that gave it."""
+    n: int
+
+
+class CalibrationReport(BaseModel):
+    """How a calibration was made and what it achieves."""
+
+    model_config = file_record(
+        rule_type="kind",
+        verified_rule="lossless",
+        max_draft_tokens="unverified",
+        shortlist_tokens="shortlist",
+        self_generated_tokens="own",
+        selection_cost="select_cost",
+        verified_cost="lossless_cost",
+        probe_curves="gate_curves",
+    )
+
+    target: float
+    confidence: float
+    model: str
+    fingerprint: str
+    rule_type: Annotated[Literal[RuleType, "never"], *_in_file({"probe": "gate"})]
+    rule: RuleRecord
+    verified_rule: DraftRuleRecord
+    max_draft_tokens: int = Field(ge=1)
+    text: str
+    text_sha256: str
+    shortlist_tokens: int | None = None
+    """Tokens of the shortlist; None: early levels are read with the full vocabulary."""
+    positions: PositionCounts
+    seed: int
+    self_generated_tokens: int | None = None
+    """Tokens that the model wrote after each document's opening; None: the documents themselves were used."""
+    costs: Costs
+    selection_cost: dict[_TypeInFile, float]
+    """Each rule type's cost on the selection documents, relative to the full model's."""
+    verified_cost: float
+    """The same of verified generation."""
+    test: HeldOutResult
+    probe_curves: dict[int, list[CurvePoint]]
+    """Level → the probe's calibration curve on the test documents."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibrated exit configurations, and the report of how they were found."""
+
+    exit: ExitConfig
+    """The cheapest that keeps the target agreement."""
+    verified_exit: ExitConfig
+    """The cheapest with `verify`; its rule is `Never` where drafts do not pay on this machine."""
+    report: CalibrationReport = field(repr=False)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Drafts that may wait for verification."""
+        return self.report.max_draft_tokens
+
+    def __str__(self) -> str:
+        test = self.report.test
+        no_drafts = isinstance(self.verified_exit.rule, Never)
+        return (
+            f"{self.report.rule_type} at levels {list(self.exit.rule.levels or ())}: agreement {test.agreement:.3f} "
+            f"({test.low:.3f} to {test.high:.3f}), {test.blocks_saved:.1%} of blocks saved, "
+            f"{test.cost:.2f} of the full model's cost; verified: "
+            f"{'no drafts' if no_drafts else f'up to {self.max_draft_tokens} drafts'}"
+        )
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> Path:
-    """Write a calibration into a folder."""
+    """Write the calibration file of a folder of jumps."""
     path = Path(folder).expanduser() / FILE_NAME
     with io.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    about = calibration.about | {"jumps_sha256": _jumps_here(path.parent)}
-    said = io.dump_json({"format_version": FORMAT_VERSION, **about}, path)
-    io.write_tensors(path, _tensors(calibration), {"exit": said})
+    header = {
+        "format_version": FORMAT_VERSION,
+        **calibration.report.model_dump(mode="json", by_alias=True),
+        "jumps_sha256": _jumps_sha256(path.parent),
+    }
+    tensors = _weights("rule", calibration.exit) | _weights("lossless", calibration.verified_exit)
+    io.write_tensors(path, tensors, {_METADATA_KEY: io.dump_json(header, path)})
     return path
 
 
 def load_calibration(folder: str | Path, *, model: Model | None = None) -> Calibration:
-    """Read the calibration in a folder, made for the jumps there; with a model, check that it was for its weights."""
+    """Read the calibration file of a folder; with a model, check that it was calibrated for these weights."""
     path = Path(folder).expanduser() / FILE_NAME
     if not path.is_file():
         raise BadArtifact(
             f"{folder} holds no calibrated exit rule ({FILE_NAME}); make one with `layerjump calibrate`"
         )
     tensors, metadata = io.read_tensors(path)
-    if "exit" not in metadata:
-        raise BadArtifact(f"{path} is layerjump's, but holds no exit rule; give another folder")
-    about = io.parse_json(metadata["exit"], path)
-    version = about.pop("format_version", None)
+    if _METADATA_KEY not in metadata:
+        raise BadArtifact(f"{path} is a file of layerjump, but holds no exit rule")
+    header = io.parse_json(metadata[_METADATA_KEY], path)
+    version = header.get("format_version")
     if version != FORMAT_VERSION:
         raise NewerFormat(
-            f"{path} has format {str(version)[:50]}, but this library reads {FORMAT_VERSION}; use a newer layerjump"
+            f"{path} has format {str(version)[:50]}, but this library reads {FORMAT_VERSION}; upgrade layerjump"
         )
-    if model is not None and fingerprint(model.hf) != about.get("fingerprint"):
+    if model is not None and fingerprint(model.hf) != header.get("fingerprint"):
         raise WrongModel(
             f"the exit rule in {folder} was calibrated for other weights than those of {model.name}; calibrate again"
         )
-    said, here = about.pop("jumps_sha256", None), _jumps_here(path.parent)
-    if said and here and said != here:
+    # Files of earlier versions do not name their jumps.
+    expected, actual = header.get("jumps_sha256"), _jumps_sha256(path.parent)
+    if expected and actual and expected != actual:
         raise BadArtifact(
             f"the exit rule in {folder} was calibrated with other jumps than those in it now; calibrate again"
         )
     try:
         _check_tensors(tensors, None if model is None else model.d_model)
-        return _calibration(about, {name: tensor.clone() for name, tensor in tensors.items()})
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        report = CalibrationReport.model_validate_json(metadata[_METADATA_KEY])
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        return Calibration(
+            _exit_config("rule", report.rule, copies),
+            _exit_config("lossless", report.verified_rule, copies),
+            report,
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BadArtifact(
-            f"{path} does not hold together ({type(error).__name__} {one_line(error)}); make it again with "
+            f"{path} is not a valid calibration file ({type(error).__name__} {one_line(error)}); make it again with "
             f"`layerjump calibrate`"
         ) from error
 
 
-def _jumps_here(folder: Path) -> str | None:
-    """Which jumps the folder holds: a promise made for others means nothing."""
+def _jumps_sha256(folder: Path) -> str | None:
+    """The hash of the folder's jumps: a rule keeps its target only with those it was calibrated with."""
     jumps = folder / TENSORS
     return io.file_sha256(jumps) if jumps.is_file() else None
 
 
-def _tensors(calibration: Calibration) -> dict[str, Tensor]:
-    """Gates and second stages of whichever rules have them."""
-    tensors = {}
-    for name, exit in (("rule", calibration.exit), ("lossless", calibration.verified_exit)):
-        rule = exit.rule
-        if exit.shortlist is not None:
-            tensors[SHORTLIST] = exit.shortlist.tokens
-        if isinstance(rule, Probe):
-            tensors[f"{name}.gate"] = rule.weights
-        if isinstance(rule, TwoStage):
-            tensors |= {f"{name}.gate": rule.gate.weights, f"{name}.mix": rule.mix}
+def _weights(name: str, exit: ExitConfig) -> dict[str, Tensor]:
+    """The tensors of a configuration, under their names in the file."""
+    tensors = {} if exit.shortlist is None else {_SHORTLIST: exit.shortlist.tokens}
+    match exit.rule:
+        case Probe(weights=weights):
+            tensors[f"{name}.gate"] = weights
+        case TwoStage(probe=probe, combination=combination):
+            tensors |= {f"{name}.gate": probe.weights, f"{name}.mix": combination}
     return tensors
 
 
-def _calibration(about: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
-    def rule(name: str) -> ExitConfig:
-        said = about[name]
-        if said["threshold"] is None:
-            return ExitConfig(Never())
-        _check_rule(said)
-        levels = tuple(said["levels"])
-        by_level = {
-            part: dict(zip(levels, tensors[f"{name}.{part}"], strict=True))
-            if f"{name}.{part}" in tensors
-            else {}
-            for part in ("gate", "mix")
-        }
-        probes = Probes(**by_level, tokens=tensors.get(SHORTLIST))
-        made = RuleCandidate(said["kind"], levels, probes, said["worth"])
-        return made.exit_config(said["threshold"], said.get("least", 0.0))
+def _exit_config(name: str, record: RuleRecord, tensors: dict[str, Tensor]) -> ExitConfig:
+    def by_level(part: str) -> dict[int, Tensor]:
+        weights = tensors.get(f"{name}.{part}")
+        return {} if weights is None else dict(zip(record.levels, weights, strict=True))
 
-    if type(about["unverified"]) is not int or about["unverified"] < 1:
-        raise ValueError("unverified is no number of tokens")
-    found = Calibration(rule("rule"), rule("lossless"), about["unverified"], about)
-    str(found)  # says what the test documents gave, which must be there for it
-    return found
+    shortlist = Shortlist(tensors[_SHORTLIST]) if _SHORTLIST in tensors else None
+    probes = FittedProbes(by_level("gate"), by_level("mix"), shortlist)
+    candidate = RuleCandidate(record.rule_type, record.levels, probes, record.unembed_above)
+    min_acceptance = record.min_acceptance if isinstance(record, DraftRuleRecord) else 0.0
+    return candidate.exit_config(record.threshold, min_acceptance)
 
 
-def _check_rule(said: dict[str, Any]) -> None:
-    """A rule is first used at some token of some text; what would fail there is noticed here."""
-    levels, kind = said["levels"], said["kind"]
-    if kind not in RULE_TYPES:
-        raise ValueError(f"there is no kind of rule {str(kind)[:50]!r}")
-    whole = isinstance(levels, list) and all(type(level) is int for level in levels)
-    if not whole or levels != sorted(set(levels)):
-        raise ValueError("its levels are not rising numbers")
-    for name, most in (("threshold", 1.0), ("worth", 1.0), ("least", math.inf)):
-        value = said.get(name, 0.0)
-        if type(value) not in (int, float) or not 0 <= value <= most:
-            raise ValueError(f"{name} is {str(value)[:50]}, which is no share")
-
-
-def _check_tensors(tensors: dict[str, Tensor], width: int | None) -> None:
+def _check_tensors(tensors: dict[str, Tensor], d_model: int | None) -> None:
     for name, tensor in tensors.items():
-        if name == SHORTLIST:
+        if name == _SHORTLIST:
             _check_shortlist(tensor)
             continue
-        # A gate reads a state, its size, its position and a one; a second stage reads three numbers.
-        wanted = 3 if name.endswith(".mix") else None if width is None else width + 3
-        shaped = tensor.dim() == 2 and wanted in (None, tensor.shape[1])
-        if not shaped or not tensor.is_floating_point():
-            raise ValueError(f"{name} holds no row of weights for each level")
+        width = 3 if name.endswith(".mix") else None if d_model is None else d_model + 3
+        has_rows = tensor.dim() == 2 and width in (None, tensor.shape[1])
+        if not has_rows or not tensor.is_floating_point():
+            raise ValueError(f"{name} must hold a row of weights for each level")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds NaN or infinite values")
 
 
 def _check_shortlist(tokens: Tensor) -> None:
-    rising = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 1
-    if not rising or int(tokens[0]) < 0 or not bool((tokens.diff() > 0).all()):
-        raise ValueError("the shortlist holds no rising token ids")
+    is_list = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 1
+    if not is_list or int(tokens[0]) < 0 or not bool((tokens.diff() > 0).all()):
+        raise ValueError("the shortlist must hold strictly increasing token ids")
