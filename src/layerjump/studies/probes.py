@@ -125,7 +125,9 @@ def every_second_document(documents: torch.Tensor) -> torch.Tensor:
     return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
-def _replay(setup: Setup, rule: RuleType, probes: FittedProbes, examples: CalibrationSet) -> list[Exits]:
+def _replay(
+    setup: Setup, rule: RuleType, probes: FittedProbes, examples: CalibrationSet
+) -> list[Exits]:
     """Return where the examples exit under every threshold."""
     n_blocks = setup.model.n_blocks
     replay = RuleCandidate(rule, tuple(range(1, n_blocks)), probes).replay(examples, n_blocks)
