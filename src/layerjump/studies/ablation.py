@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -86,28 +86,31 @@ class Variants:
         """The document of every example."""
         return torch.cat(self._documents).numpy()
 
-    def examples(self, name: Hashable, field: Literal["place", "surprisal", "kl"]) -> np.ndarray:
-        """Return one score of a variant, example by example."""
-        parts = [getattr(scores, field) for scores in self._agreements[name]]
-        return torch.cat(parts).double().numpy()
+    def kl(self, name: Hashable) -> Tensor:
+        """Return the KL divergence of a variant from the model, example by example."""
+        return torch.cat([scores.kl for scores in self._agreements[name]]).double()
 
     def mean_kl(self, name: Hashable) -> float:
         """Return the mean KL divergence of a variant from the model."""
-        return float(self.examples(name, "kl").mean())
+        return float(self.kl(name).mean())
+
+    def hits(self, name: Hashable, k: int = 1) -> Tensor:
+        """Return whether the best token of a variant is among the model's k best, example by example."""
+        return torch.cat([scores.place < k for scores in self._agreements[name]])
 
     def precision(self, name: Hashable, k: int = 1) -> float:
         """Return how often the best token of a variant is among the model's k best."""
-        return float((self.examples(name, "place") < k).mean())
+        return float(self.hits(name, k).double().mean())
 
     def scores(self, name: Hashable, *, seed: int = 0) -> VariantScores:
         """Return the mean scores of a variant; the interval resamples documents."""
-        hits = self.examples(name, "place") < 1
-        mean, low, high = mean_interval(hits, self.documents, seed=seed)
+        surprisal = torch.cat([scores.surprisal for scores in self._agreements[name]]).double()
+        mean, low, high = mean_interval(self.hits(name).numpy(), self.documents, seed=seed)
         return VariantScores(
             p1=Interval(float(mean), float(low), float(high)),
             p5=self.precision(name, 5),
             p10=self.precision(name, 10),
-            surprisal=float(self.examples(name, "surprisal").mean()),
+            surprisal=float(surprisal.mean()),
             kl=self.mean_kl(name),
         )
 

@@ -138,14 +138,16 @@ def line_chart(
     x: str,
     y: str = "",
     dashed: Container[str] = (),
+    dotted: Container[str] = (),
     paint: Mapping[str, str] | None = None,
+    height: int = HEIGHT,
 ) -> go.Figure:
     """Return a figure with one line through the points (x, y) for each name; `paint` gives other colours by name."""
-    figure = empty_figure(safe(title), x=safe(x), y=safe(y))
+    figure = empty_figure(safe(title), x=safe(x), y=safe(y), height=height)
     paint = paint or colours(list(lines))
     for name, points in lines.items():
         at, values = [point[0] for point in points], [point[1] for point in points]
-        dash = "dash" if name in dashed else "solid"
+        dash = "dash" if name in dashed else "dot" if name in dotted else "solid"
         draw_line(figure, at, values, name=name, colour=paint[name], dash=dash, hover=x)
     return figure
 

@@ -8,7 +8,7 @@ fixed level, and an oracle that exits at the first level whose best token is the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -23,12 +23,13 @@ from layerjump.metrics.bootstrap import mean_interval, statistic_interval
 from layerjump.studies.charts import (
     GREY,
     Panel,
+    Value,
     colours,
     draw_bars,
-    draw_line,
     empty_figure,
     html_table,
     identity_last,
+    line_chart,
     listed,
     number,
     percent,
@@ -247,7 +248,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
         "Blocks saved",
         saved_sentence(result),
         ("saved",),
-        [_saved_chart(saved, target) for target in targets],
+        [saved_chart(saved, target, RULES) for target in targets],
         html=_saved_table(saved),
     )
     return [agreement, savings]
@@ -260,23 +261,24 @@ def _targets(saved: Sequence[SavedRow]) -> list[float]:
 def _curves_chart(
     rows: Sequence[CurveRow], targets: Sequence[float], title: str, span: tuple[float, float]
 ) -> go.Figure:
-    figure = empty_figure(title, x="blocks run, mean", y="agreement", height=360)
     lenses = identity_last(row.lens for row in rows)
-    palette = colours(lenses)
+    lines: dict[str, list[tuple[float, Value]]] = {}
+    paint = {}
     for lens in lenses:
-        for kind, dash in (("dynamic", "solid"), ("fixed", "dot")):
-            curve = [row for row in rows if (row.lens, row.kind) == (lens, kind)]
-            curve.sort(key=lambda row: row.blocks)
-            draw_line(
-                figure,
-                [row.blocks for row in curve],
-                [row.agreement for row in curve],
-                name=f"{lens}, {RULES[kind]}",
-                colour=palette[lens],
-                dash=dash,
-                band=kind == "dynamic",
-                hover="blocks",
-            )
+        curves = sorted((r for r in rows if r.lens == lens), key=lambda row: row.blocks)
+        dynamic, fixed = (f"{lens}, {RULES[kind]}" for kind in ("dynamic", "fixed"))
+        lines[dynamic] = [(r.blocks, r.agreement) for r in curves if r.kind == "dynamic"]
+        lines[fixed] = [(r.blocks, r.agreement.mean) for r in curves if r.kind == "fixed"]
+        paint[dynamic] = paint[fixed] = colours(lenses)[lens]
+    figure = line_chart(
+        title,
+        lines,
+        x="blocks run, mean",
+        y="agreement",
+        dotted=[name for name in lines if name.endswith(RULES["fixed"])],
+        paint=paint,
+        height=360,
+    )
     for target in targets:
         figure.add_hline(
             y=target,
@@ -309,27 +311,23 @@ def _half_cost(rows: Sequence[CurveRow]) -> str:
     )
 
 
-def _saved_chart(rows: Sequence[SavedRow], target: float) -> go.Figure:
+def saved_chart(rows: Sequence[SavedRow], target: float, labels: Mapping[str, str]) -> go.Figure:
+    """Draw the blocks saved at a target agreement (or always), one group of bars for each kind of rule."""
     figure = empty_figure(f"at {percent(target)} agreement", x="blocks saved, mean", height=270)
     lenses = identity_last(row.lens for row in rows)
-    palette = colours(lenses)
     for lens in lenses:
         bars = [row for row in rows if row.lens == lens and row.target in (target, None)]
         draw_bars(
             figure,
-            [RULES[row.kind] for row in bars],
+            [labels[row.kind] for row in bars],
             [Interval(row.blocks_saved, row.low, row.high) for row in bars],
             name=lens,
-            colour=palette[lens],
+            colour=colours(lenses)[lens],
         )
     figure.update_layout(barmode="group", bargap=0.3)
     figure.update_xaxes(rangemode="tozero")
-    return figure.update_yaxes(
-        categoryorder="array",
-        categoryarray=[*RULES.values()],
-        autorange="reversed",
-        showgrid=False,
-    )
+    order = {"categoryorder": "array", "categoryarray": [*labels.values()]}
+    return figure.update_yaxes(**order, autorange="reversed", showgrid=False)
 
 
 def _saved_table(rows: Sequence[SavedRow]) -> str:

@@ -42,11 +42,9 @@ from layerjump.studies.ablation import (
 from layerjump.studies.charts import (
     Panel,
     Value,
-    colours,
     draw_heat_map,
-    draw_line,
-    empty_figure,
     level_axis,
+    line_chart,
     number,
     percent,
     unique,
@@ -387,23 +385,14 @@ def _rule_chart(
     rows: Sequence[ScheduleRow], title: str, score: Callable[[ScheduleRow], Value]
 ) -> go.Figure:
     """Draw, for every rule and number of blocks run, the schedule with the highest precision@1."""
-    figure = empty_figure(title, x="blocks run", height=360)
-    rules = unique(row.rule for row in rows)
-    palette = colours(rules)
-    for rule in rules:
+    lines: dict[str, list[tuple[float, Value]]] = {}
+    for rule in unique(row.rule for row in rows):
         best: dict[int, ScheduleRow] = {}
         of_rule = [row for row in rows if row.rule == rule]
         for row in sorted(of_rule, key=lambda row: -row.scores.p1.mean):
             best.setdefault(row.blocks_run, row)
-        draw_line(
-            figure,
-            sorted(best),
-            [score(best[count]) for count in sorted(best)],
-            name=rule,
-            colour=palette[rule],
-            dash="dot" if rule == "round robin" else "solid",
-            hover="blocks run",
-        )
+        lines[rule] = [(count, score(best[count])) for count in sorted(best)]
+    figure = line_chart(title, lines, x="blocks run", dotted=["round robin"], height=360)
     return level_axis(figure, [row.blocks_run for row in rows])
 
 

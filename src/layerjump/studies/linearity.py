@@ -9,7 +9,7 @@ state that dominates a variance-weighted score, so every score is given with and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -37,9 +37,8 @@ from layerjump.studies.charts import (
     Panel,
     Value,
     draw_heat_map,
-    draw_line,
-    empty_figure,
     level_axis,
+    line_chart,
     mean,
     number,
     unit_axis,
@@ -350,12 +349,19 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 def _stack_panels(tables: StackTables, headline: StackHeadline, stack: str) -> list[Panel]:
     title = stack and " of the encoder"
+    every = {row.block: row.all for row in tables.blocks}
+    later = {row.block: row.later for row in tables.blocks}
     return [
         Panel(
             f"How linear each block{title} is",
             _scores_reading(tables.blocks, headline),
             (f"{stack}blocks",),
-            _score_charts(tables.blocks),
+            [
+                _score_chart("with residual, all positions", every, residual=True),
+                _score_chart("with residual, without position 0", later, residual=True),
+                _score_chart("without residual, all positions", every, residual=False),
+                _score_chart("without residual, without position 0", later, residual=False),
+            ],
         ),
         _step_panel(tables.blocks, f"How much each block{title} changes", f"{stack}blocks"),
         _angle_panel(tables.angles, f"Angles between the levels{title}", f"{stack}angles"),
@@ -363,57 +369,40 @@ def _stack_panels(tables: StackTables, headline: StackHeadline, stack: str) -> l
     ]
 
 
-def _score_charts(rows: Sequence[BlockRow]) -> list[go.Figure]:
-    def chart(
-        title: str,
-        in_sample: Sequence[float],
-        held_out: Sequence[Value],
-        chance_floor: Sequence[float],
-        identity: Sequence[float] | None = None,
-    ) -> go.Figure:
-        blocks = [row.block for row in rows]
-        figure = empty_figure(title, x="block", y="R², weighted by variance")
-        lines: list[tuple[Sequence[Value] | None, str, str, str]] = [
-            (in_sample, "in sample (as in the paper)", BLUE, "solid"),
-            (held_out, "held out", GREEN, "solid"),
-            (identity, "identity", ORANGE, "dash"),
-            (chance_floor, "score of pure noise", GREY, "dot"),
-        ]
-        for values, name, colour, dash in lines:
-            if values is not None:
-                draw_line(
-                    figure, blocks, values, name=name, colour=colour, dash=dash, hover="block"
-                )
-        return unit_axis(level_axis(figure, blocks), [*in_sample, *held_out])
+def _score_chart(
+    title: str, scores: Mapping[int, Scores | LaterScores], *, residual: bool
+) -> go.Figure:
+    """Draw the scores of all blocks, with or without the residual stream."""
+    lines: dict[str, list[tuple[float, Value]]] = {
+        name: [(block, value(of_block)) for block, of_block in scores.items()]
+        for name, value in (_WITH_RESIDUAL if residual else _WITHOUT_RESIDUAL).items()
+    }
+    figure = line_chart(
+        title,
+        lines,
+        x="block",
+        y="R², weighted by variance",
+        dashed=["identity"],
+        dotted=[_NOISE],
+        paint={_IN_SAMPLE: BLUE, _HELD_OUT: GREEN, "identity": ORANGE, _NOISE: GREY},
+    )
+    values = [value for name in (_IN_SAMPLE, _HELD_OUT) for _, value in lines[name]]
+    return unit_axis(level_axis(figure, list(scores)), values)
 
-    return [
-        chart(
-            "with residual, all positions",
-            [row.all.with_residual for row in rows],
-            [row.all.with_residual_held_out for row in rows],
-            [row.all.chance_floor for row in rows],
-            [row.all.identity for row in rows],
-        ),
-        chart(
-            "with residual, without position 0",
-            [row.later.with_residual for row in rows],
-            [row.later.with_residual_held_out for row in rows],
-            [row.later.chance_floor for row in rows],
-            [row.later.identity for row in rows],
-        ),
-        chart(
-            "without residual, all positions",
-            [row.all.without_residual for row in rows],
-            [row.all.without_residual_held_out for row in rows],
-            [row.all.chance_floor for row in rows],
-        ),
-        chart(
-            "without residual, without position 0",
-            [row.later.without_residual for row in rows],
-            [row.later.without_residual_held_out for row in rows],
-            [row.later.chance_floor for row in rows],
-        ),
-    ]
+
+_IN_SAMPLE, _HELD_OUT, _NOISE = "in sample (as in the paper)", "held out", "score of pure noise"
+_Series = dict[str, Callable[[Scores | LaterScores], Value]]
+_WITH_RESIDUAL: _Series = {
+    _IN_SAMPLE: lambda scores: scores.with_residual,
+    _HELD_OUT: lambda scores: scores.with_residual_held_out,
+    "identity": lambda scores: scores.identity,
+    _NOISE: lambda scores: scores.chance_floor,
+}
+_WITHOUT_RESIDUAL: _Series = {
+    _IN_SAMPLE: lambda scores: scores.without_residual,
+    _HELD_OUT: lambda scores: scores.without_residual_held_out,
+    _NOISE: lambda scores: scores.chance_floor,
+}
 
 
 def _scores_reading(rows: Sequence[BlockRow], headline: StackHeadline) -> str:
@@ -436,11 +425,11 @@ def _step_panel(rows: Sequence[BlockRow], title: str, table: str) -> Panel:
         f"input, at most {number(longest.step.relative_norm)} times (block {longest.block}). Block {least.block} "
         f"changes the direction of the residual stream least (influence {number(least.step.influence)})."
     )
-    blocks = [row.block for row in rows]
-    norms, influences = zip(*[(r.step.relative_norm, r.step.influence) for r in rows], strict=True)
+    norms = [(row.block, row.step.relative_norm) for row in rows]
+    influences = [(row.block, row.step.influence) for row in rows]
     figures = [
-        _single_line("norm of the step over norm of the stream", "block", blocks, norms, BLUE),
-        _single_line("block influence: 1 − cosine", "block", blocks, influences, GREEN),
+        _single_line("norm of the step over norm of the stream", "block", norms, BLUE),
+        _single_line("block influence: 1 − cosine", "block", influences, GREEN),
     ]
     return Panel(title, reading, (table,), figures)
 
@@ -476,25 +465,22 @@ def _shape_panel(rows: Sequence[LevelRow], title: str, table: str) -> Panel:
         f"highest intrinsic dimension at level {widest.level} ({number(widest.intrinsic_dimension)}). Their mean norm "
         f"goes from {number(rows[0].mean_norm)} to {number(rows[-1].mean_norm)}."
     )
-    levels = [row.level for row in rows]
+    dimensions = [(row.level, row.intrinsic_dimension) for row in rows]
     figures = [
-        _single_line("mean norm", "level", levels, [r.mean_norm for r in rows], AMBER),
-        _single_line("anisotropy", "level", levels, [r.anisotropy for r in rows], PURPLE),
-        _single_line(
-            "intrinsic dimension", "level", levels, [r.intrinsic_dimension for r in rows], BLUE
-        ),
+        _single_line("mean norm", "level", [(row.level, row.mean_norm) for row in rows], AMBER),
+        _single_line("anisotropy", "level", [(row.level, row.anisotropy) for row in rows], PURPLE),
+        _single_line("intrinsic dimension", "level", dimensions, BLUE),
     ]
     return Panel(title, reading, (table,), figures)
 
 
 def _single_line(
-    title: str, axis: str, x: Sequence[int], y: Sequence[float], colour: str
+    title: str, axis: str, points: Sequence[tuple[float, float]], colour: str
 ) -> go.Figure:
-    figure = empty_figure(title, x=axis)
-    draw_line(figure, x, y, name=title, colour=colour, hover=axis)
+    figure = line_chart(title, {title: points}, x=axis, paint={title: colour})
     figure.update_traces(showlegend=False)
     figure.update_yaxes(rangemode="tozero")
-    return level_axis(figure, x)
+    return level_axis(figure, [at for at, _ in points])
 
 
 def finding(result: Result[Tables, Headline]) -> Finding:

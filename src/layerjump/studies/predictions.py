@@ -17,11 +17,9 @@ import plotly.graph_objects as go
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.studies.charts import (
     Panel,
-    colours,
-    draw_line,
-    empty_figure,
     identity_last,
     level_axis,
+    line_chart,
     listed,
     mean,
     number,
@@ -140,24 +138,11 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 def _chart(
     rows: Sequence[LevelRow], title: str, score: Callable[[LevelRow], Interval]
 ) -> go.Figure:
-    figure = empty_figure(title, x="level")
     lenses = identity_last(row.lens for row in rows)
-    palette = colours(lenses)
-    for index, lens in enumerate(lenses):
-        # Fitted lenses are often so close that one would hide the other if both were solid.
-        dash = "dash" if lens == "identity" else ("solid", "dashdot", "dot")[index % 3]
-        of_lens = [row for row in rows if row.lens == lens]
-        draw_line(
-            figure,
-            [row.level for row in of_lens],
-            [score(row) for row in of_lens],
-            name=lens,
-            colour=palette[lens],
-            dash=dash,
-            hover="level",
-        )
-    figure.update_yaxes(rangemode="tozero")
-    return level_axis(figure, [row.level for row in rows])
+    lines = {lens: [(row.level, score(row)) for row in rows if row.lens == lens] for lens in lenses}
+    # Fitted lenses are often so close that one would hide the other if both were solid.
+    figure = line_chart(title, lines, x="level", dashed=["identity"], dotted=lenses[1:-1:2])
+    return level_axis(figure.update_yaxes(rangemode="tozero"), [row.level for row in rows])
 
 
 def finding(result: Result[Tables, Headline]) -> Finding:

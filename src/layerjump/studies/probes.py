@@ -27,7 +27,6 @@ from layerjump.generation.calibration.search import (
 from layerjump.studies.charts import (
     Panel,
     colours,
-    draw_bars,
     draw_line,
     empty_figure,
     identity_last,
@@ -37,8 +36,15 @@ from layerjump.studies.charts import (
     unique,
     unit_axis,
 )
-from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of, saved_row
-from layerjump.studies.results import Interval, Result, Study
+from layerjump.studies.early_exit import (
+    Exits,
+    Headline,
+    SavedRow,
+    headline_of,
+    saved_chart,
+    saved_row,
+)
+from layerjump.studies.results import Result, Study
 from layerjump.studies.setup import Setup
 
 RULES: dict[str, RuleType] = {"gate": "probe", "both": "two-stage"}
@@ -167,23 +173,8 @@ def _curve_panel(rows: Sequence[CurveRow]) -> Panel:
 
 
 def _saved_panel(rows: Sequence[SavedRow]) -> Panel:
-    lenses = identity_last(row.lens for row in rows)
     targets = unique(row.target for row in rows if row.target is not None)
-    charts = []
-    for target in targets:
-        figure = empty_figure(f"at {percent(target)} agreement", x="blocks saved, mean", height=270)
-        for lens in lenses:
-            group = [row for row in rows if (row.lens, row.target) == (lens, target)]
-            draw_bars(
-                figure,
-                [NAMES[row.kind] for row in group],
-                [Interval(row.blocks_saved, row.low, row.high) for row in group],
-                name=lens,
-                colour=colours(lenses)[lens],
-            )
-        figure.update_layout(barmode="group", bargap=0.3)
-        figure.update_xaxes(rangemode="tozero")
-        charts.append(figure.update_yaxes(autorange="reversed", showgrid=False))
+    charts = [saved_chart(rows, target, NAMES) for target in targets]
     parts = [
         f"{NAMES[row.kind]} with {row.lens} {number(row.blocks_saved)} ({number(row.low)} to {number(row.high)})"
         for row in rows

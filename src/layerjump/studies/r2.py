@@ -20,13 +20,10 @@ from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.scoring import r2
 from layerjump.models.structure import Site
 from layerjump.studies.charts import (
-    BLUE,
-    ORANGE,
     Panel,
     draw_heat_map,
-    draw_line,
-    empty_figure,
     level_axis,
+    line_chart,
     mean,
     number,
     unit_axis,
@@ -205,19 +202,14 @@ def _pairs_panel(
 
 
 def _composed_panel(estimator: str, rows: Sequence[ComposedRow]) -> Panel:
-    levels = [row.source for row in rows]
-
     def chart(title: str, direct: list[float], composed: list[float]) -> go.Figure:
-        figure = empty_figure(title, x="from level", y="R² at the last level")
-        draw_line(figure, levels, direct, name="direct", colour=BLUE, hover="from level")
-        draw_line(
-            figure,
-            levels,
-            composed,
-            name="composed",
-            colour=ORANGE,
-            dash="dash",
-            hover="from level",
+        levels = [row.source for row in rows]
+        lines = {
+            name: list(zip(levels, values, strict=True))
+            for name, values in (("direct", direct), ("composed", composed))
+        }
+        figure = line_chart(
+            title, lines, x="from level", y="R² at the last level", dashed=["composed"]
         )
         return unit_axis(level_axis(figure, levels), direct + composed)
 
