@@ -1,17 +1,17 @@
-"""What a penalty during pretraining changes: none, cosine, mse and jump, same architecture, data, steps and seeds.
+"""Effect of a penalty during pretraining: none, cosine, mse and jump, with equal architecture, data, steps and seeds.
 
     python benchmarks/penalties.py [--quick] [--seeds 3] [--steps 600] [--keep FOLDER]
 
-A Mistral (as in "Your Transformer is Secretly Linear", arXiv 2405.12250) of 6 blocks, width 128, vocabulary 1,024, on
-TinyStories (the train sample and stories sampled from stories15M); held out: the validation sample, for over-fitting to
-show. The strengths are the paper's 0.5 for cosine and mse; 0.5 for jump is ours.
-  linearity    without residual by block and on average, held-out text (the paper's score is in sample: given too)
+A Mistral (as in "Your Transformer is Secretly Linear", arXiv 2405.12250) of 6 blocks, width 128 and 1,024 tokens is
+trained on TinyStories (the train sample and stories sampled from stories15M). The held-out text is the validation
+sample, so that over-fitting shows. The penalty weights are the paper's 0.5 for cosine and mse; 0.5 for jump is ours.
+  linearity    without residual, by block and on average, on held-out text (and in sample, as in the paper)
   perplexity   of held-out text, and the training loss at the end
-  accuracy     COPA and BoolQ items through lm-eval, its own prompts (guessing: 0.5)
-  stories      sampled at temperature 1: perplexity under stories15M, and distinct 1- and 2-grams. A stand-in for the
-               paper's judge; real stories are measured in the same way for scale
+  accuracy     COPA and BoolQ items through lm-eval with its own prompts (chance: 0.5)
+  stories      sampled at temperature 1: perplexity under stories15M, and distinct 1- and 2-grams, in place of the
+               paper's judge; real stories are measured in the same way for comparison
   jump strength, mean agreement of the lens over levels
-Each penalty is held against none, seed by seed: a difference is called real if its mean is more than 4.3 times (3
+Each penalty is compared with none, seed by seed: a difference is significant if its mean is more than 4.3 times (3
 seeds; Student's t, 95 %) the standard error. Last line: JSON, penalty → measure → mean, sd.
 """
 
@@ -44,10 +44,10 @@ STORIES = SHARED / "text/tinystories"
 TRAIN = [STORIES / f"tinystories_{name}.txt" for name in ("train_sample", "sampled")]
 HELD_OUT = STORIES / "tinystories_valid_sample.txt"
 JUDGE = SHARED / "models/stories15M"
-TASKS, QUESTIONS = "copa,boolq", SHARED / "text/eval"
-ITEMS = 200
-"""Of each task, at most."""
-STRENGTHS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
+TASKS, TASK_DATA = "copa,boolq", SHARED / "text/eval"
+MAX_ITEMS = 200
+"""Largest number of items of each task."""
+PENALTY_WEIGHTS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
 FULL = Recipe(
     arch="mistral",
     shape=ModelShape(layers=6, hidden_size=128, heads=4, max_positions=128),
@@ -65,8 +65,8 @@ QUICK = replace(
     steps=200,
     learning_rate=3e-3,
 )
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-"""95 % points of t for so many paired differences."""
+T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Number of paired differences → 95 % quantile of t."""
 
 Measures = dict[str, float]
 
@@ -76,7 +76,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, 200 steps, two seeds")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--keep", type=Path, help="keep the models here, and use those that are")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder to keep the models in; models that are there are not trained again",
+    )
     options = parser.parse_args()
     recipe = QUICK if options.quick else FULL
     steps = options.steps or recipe.steps
@@ -86,25 +90,27 @@ def main() -> None:
     text = join_corpora([lj.load_text(path) for path in TRAIN])
     judge, held_out = lj.load(JUDGE), lj.load_text(HELD_OUT)
     stories = 8 if options.quick else 60
-    real = whole_stories(text, stories)
-    print(f"real stories: {judged(judge, real)}")
+    real = long_stories(text, stories)
+    print(f"real stories: {judge_stories(judge, real)}")
     found: dict[str, list[Measures]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or Path(temporary)
         for seed in range(seeds):
-            for penalty, strength in STRENGTHS.items():
-                one = replace(recipe, penalty=penalty, penalty_weight=strength, seed=seed)
+            for penalty, weight in PENALTY_WEIGHTS.items():
+                one = replace(recipe, penalty=penalty, penalty_weight=weight, seed=seed)
                 folder = place / f"{penalty}-{seed}"
-                record = trained(text, held_out, one, folder)
-                measures = measured(record, folder, judge, stories)
+                record = train_or_load(text, held_out, one, folder)
+                measures = measure(record, folder, judge, stories)
                 found.setdefault(penalty, []).append(measures)
-                print(f"seed {seed} {penalty:<7} {said(measures)}", flush=True)
-    show(found)
-    print(json.dumps(summed(found)))
+                print(f"seed {seed} {penalty:<7} {format_measures(measures)}", flush=True)
+    print_table(found)
+    print(json.dumps(summarise(found)))
 
 
-def trained(text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path) -> PretrainingRecord:
-    """The record of a training, done now or before."""
+def train_or_load(
+    text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path
+) -> PretrainingRecord:
+    """Train a model, or use the one in the folder; return its record."""
     if not folder.exists():
         pretrain(text, folder, recipe, held_out=held_out)
     record = PretrainingRecord.load(folder)
@@ -114,8 +120,8 @@ def trained(text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path) -> Pre
     return record
 
 
-def measured(record: PretrainingRecord, folder: Path, judge: Model, stories: int) -> Measures:
-    """All that is asked of one model."""
+def measure(record: PretrainingRecord, folder: Path, judge: Model, stories: int) -> Measures:
+    """Return all measures of one model."""
     last = record.tables.steps[-1]
     measures: Measures = {
         name: value
@@ -128,18 +134,18 @@ def measured(record: PretrainingRecord, folder: Path, judge: Model, stories: int
         value = row["without residual held out"]
         if row["step"] == step and value is not None:
             measures[f"without residual held out, block {row['block']}"] = value
-    return measures | task_accuracy(folder) | judged(judge, sampled(folder, stories))
+    return measures | task_accuracy(folder) | judge_stories(judge, sample_stories(folder, stories))
 
 
 def task_accuracy(folder: Path) -> Measures:
-    """The share of right answers, as lm-eval scores them."""
-    found = evaluate(lj.load(folder), TASKS, QUESTIONS, limit=ITEMS, batch_size=8)
+    """Return the accuracy on each task, as lm-eval scores it."""
+    found = evaluate(lj.load(folder), TASKS, TASK_DATA, limit=MAX_ITEMS, batch_size=8)
     return {f"accuracy {row.task}": row.value for row in found.scores if row.metric == "acc"}
 
 
 @torch.no_grad()
-def sampled(folder: Path, count: int) -> list[str]:
-    """Stories from the end-of-text token on, at temperature 1, as long as the model goes."""
+def sample_stories(folder: Path, count: int) -> list[str]:
+    """Sample stories from the end-of-text token at temperature 1, as long as the model's context."""
     model = lj.load(folder)
     hf: Any = model.hf
     end = model.tokenization.tokenizer.eos_token_id
@@ -155,12 +161,12 @@ def sampled(folder: Path, count: int) -> list[str]:
     return [text.strip() for text in texts if len(text.split()) > 3]
 
 
-def whole_stories(text: Corpus, count: int) -> list[str]:
+def long_stories(text: Corpus, count: int) -> list[str]:
     return [document for document in text.documents if len(document.split()) > 60][:count]
 
 
-def judged(judge: Model, texts: list[str]) -> Measures:
-    """How likely a larger model finds the stories, and how varied they are."""
+def judge_stories(judge: Model, texts: list[str]) -> Measures:
+    """Return the perplexity of stories under a larger model, and their share of distinct n-grams."""
     if not texts:
         return {"judge's perplexity": math.nan, "distinct 1": math.nan, "distinct 2": math.nan}
     corpus = Corpus("samples", tuple(texts), "")
@@ -179,8 +185,8 @@ def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
-def summed(found: dict[str, list[Measures]]) -> dict[str, dict[str, dict[str, float | None]]]:
-    """Penalty → measure → mean and sd over seeds."""
+def summarise(found: dict[str, list[Measures]]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Return penalty → measure → mean and sd over seeds."""
     return {
         penalty: {
             name: {"mean": round(average, 5), "sd": round(spread, 5)}
@@ -195,22 +201,22 @@ def mean_sd(values: list[float]) -> tuple[float, float]:
     return mean(values), stdev(values) if len(values) > 1 else 0.0
 
 
-def show(found: dict[str, list[Measures]]) -> None:
-    """One line a measure; a star where a penalty's difference from none exceeds noise."""
+def print_table(found: dict[str, list[Measures]]) -> None:
+    """Print one line a measure, with a star where the difference from no penalty is significant."""
     names = list(found)
     print(f"{'mean ± sd over seeds':<38}" + "".join(f"{name:>22}" for name in names))
     for measure in found["none"][0]:
         cells = []
         for name in names:
             average, spread = mean_sd([run[measure] for run in found[name]])
-            star = "*" if name != "none" and real_difference(found, name, measure) else " "
+            star = "*" if name != "none" and is_significant(found, name, measure) else " "
             cells.append(f"{average:>12.4g} ± {spread:<6.2g}{star}")
         print(f"{measure:<38}" + "".join(cells))
     ours, plain = (
         mean_sd([run["without residual held out"] for run in found[name]])[0]
         for name in ("cosine", "none")
     )
-    sure = real_difference(found, "cosine", "without residual held out")
+    sure = is_significant(found, "cosine", "without residual held out")
     verdict = "reproduced" if ours < plain else "contradicted"
     print(
         f"The paper: a cosine penalty lowers linearity without residual. Here {plain:.3f} → {ours:.3f}: "
@@ -218,18 +224,18 @@ def show(found: dict[str, list[Measures]]) -> None:
     )
 
 
-def real_difference(found: dict[str, list[Measures]], name: str, measure: str) -> bool:
-    """Whether the mean of the differences from no penalty, seed by seed, exceeds noise."""
+def is_significant(found: dict[str, list[Measures]], name: str, measure: str) -> bool:
+    """Return whether the mean of the differences from no penalty, seed by seed, is significant."""
     pairs = zip(found[name], found["none"], strict=True)
     differences = [ours[measure] - plain[measure] for ours, plain in pairs]
     if len(differences) < 2:
         return False
     average, spread = mean_sd(differences)
-    student = STUDENT.get(len(differences), 2.6)
+    student = T_QUANTILES.get(len(differences), 2.6)
     return abs(average) > student * spread / math.sqrt(len(differences))
 
 
-def said(measures: Measures) -> str:
+def format_measures(measures: Measures) -> str:
     shown = ["perplexity", "without residual held out", "jump strength", "agreement map"]
     shown += ["accuracy copa", "judge's perplexity"]
     return ", ".join(f"{name} {measures[name]:.3f}" for name in shown)
