@@ -236,8 +236,8 @@ def measure_speed(pruned: Pruned) -> None:
     tokens_per_second = {name: 32 / min(times) for name, times in seconds.items()}
     gain = ratio(seconds["original"], seconds["exported"])
     print(
-        f"  exported {tokens_per_second['exported']:.1f} tokens/s, original {tokens_per_second['original']:.1f}: {gain:.2f}×; its logits "
-        f"differ by {difference:.1e} from those in memory"
+        f"  exported {tokens_per_second['exported']:.1f} tokens/s, original "
+        f"{tokens_per_second['original']:.1f}: {gain:.2f}×; its logits differ by {difference:.1e} from those in memory"
     )
 
 

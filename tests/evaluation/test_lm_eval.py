@@ -1,4 +1,4 @@
-"""`layerjump.evaluation`: lm-eval's own numbers, item for item, and what exit rules and maps make of them."""
+"""`layerjump.evaluation` gives lm-eval's own numbers, item for item, and those of early exit and replaced parts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def plain(tiny, data):
     return evaluate(tiny, "all", data)
 
 
-def theirs(folder, data, names):
-    """The same tasks through lm-eval's `hf`, which loads the checkpoint itself."""
+def run_hf_model(folder, data, names):
+    """Run the same tasks with lm-eval's `hf` model, which loads the checkpoint itself."""
     from lm_eval.evaluator import evaluate as run
     from lm_eval.models.huggingface import HFLM
 
@@ -54,26 +54,28 @@ def theirs(folder, data, names):
     return run(model, tasks, bootstrap_iters=1000)
 
 
-def same_items(found, theirs) -> None:
-    for name, items in found.items.items():
-        samples = theirs["samples"][name]
+def same_items(evaluation, hf_results) -> None:
+    for name, items in evaluation.items.items():
+        samples = hf_results["samples"][name]
         assert [(item.loglikelihoods, item.greedy) for item in items] == [
             tuple(map(list, zip(*sample["filtered_resps"], strict=True))) for sample in samples
         ]
 
 
-def likelihoods(found) -> dict:
-    return {name: [item.loglikelihoods for item in items] for name, items in found.items.items()}
+def likelihoods(evaluation) -> dict:
+    return {
+        name: [item.loglikelihoods for item in items] for name, items in evaluation.items.items()
+    }
 
 
-def test_every_task_is_lm_evals_hf_item_for_item(data_folder, data, plain):
-    found = theirs(data_folder / "tiny-gpt2", data, TASKS)
-    same_items(plain, found)
+def test_every_task_equals_lm_evals_hf_model_item_for_item(data_folder, data, plain):
+    evaluation = run_hf_model(data_folder / "tiny-gpt2", data, TASKS)
+    same_items(plain, evaluation)
     assert {name: len(items) for name, items in plain.items.items()} == {
         name: len(LINES[task.file]) for name, task in TASKS.items()
     }
     for row in plain.scores:
-        scores = found["results"][row.task]
+        scores = evaluation["results"][row.task]
         assert row.value == pytest.approx(scores[f"{row.metric},none"], rel=1e-12)
         if row.stderr is not None:
             assert row.stderr == pytest.approx(scores[f"{row.metric}_stderr,none"], abs=1e-12)
@@ -81,22 +83,22 @@ def test_every_task_is_lm_evals_hf_item_for_item(data_folder, data, plain):
     assert plain.mean_level is None
 
 
-def test_a_real_checkpoint_too(real_folder, data):
+def test_a_real_checkpoint_equals_lm_evals_hf_model(real_folder, data):
     folder, names = real_folder("stories15M"), ("arc_easy", "lambada", "boolq")
-    found = evaluate(lj.load(folder), names, data)
-    same_items(found, theirs(folder, data, names))
-    correct = next(row for row in found.scores if row.task == "lambada")
+    evaluation = evaluate(lj.load(folder), names, data)
+    same_items(evaluation, run_hf_model(folder, data, names))
+    correct = next(row for row in evaluation.scores if row.task == "lambada")
     assert correct.value > 0  # a trained model ends at least one of the stories as they end
 
 
-def test_batches_change_nothing_but_the_last_digits(tiny, data, plain):
-    found = likelihoods(evaluate(tiny, "all", data, batch_size=4))
+def test_the_batch_size_changes_rounding_only(tiny, data, plain):
+    evaluation = likelihoods(evaluate(tiny, "all", data, batch_size=4))
     for name, items in likelihoods(plain).items():
-        for ours, alone in zip(found[name], items, strict=True):
+        for ours, alone in zip(evaluation[name], items, strict=True):
             assert ours == pytest.approx(alone, abs=1e-4)
 
 
-def test_a_rule_that_never_stops_is_the_plain_model(tiny, jumps, data, plain):
+def test_a_rule_that_never_exits_is_the_whole_model(tiny, jumps, data, plain):
     never = evaluate(tiny, "all", data, variant=EarlyExitModel(jumps, "never"))
     assert never.items == plain.items
     unreachable = evaluate(tiny, "all", data, variant=EarlyExitModel(jumps, "maxprob:1.1"))
@@ -105,21 +107,21 @@ def test_a_rule_that_never_stops_is_the_plain_model(tiny, jumps, data, plain):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_fixed_level_is_what_the_lens_reads_there(tiny, jumps, data, batch_size):
+def test_a_fixed_exit_level_equals_the_lens(tiny, jumps, data, batch_size):
     names = ("copa", "lambada", "winograd")
-    found = evaluate(
+    evaluation = evaluate(
         tiny, names, data, variant=EarlyExitModel(jumps, "fixed:2"), batch_size=batch_size
     )
-    assert found.mean_level == 2
+    assert evaluation.mean_level == 2
     lens, tokenizer = lj.Lens(tiny, jumps), tiny.tokenizer
     for name in names:
-        for item, seen in zip(load_items(TASKS[name], data), found.items[name], strict=True):
+        for item, scored in zip(load_items(TASKS[name], data), evaluation.items[name], strict=True):
             expected = [_read(tiny, lens, tokenizer, *pair) for pair in _pairs(item)]
-            assert seen.loglikelihoods == pytest.approx(expected, abs=1e-4)
+            assert scored.loglikelihoods == pytest.approx(expected, abs=1e-4)
 
 
 def _pairs(item):
-    """(context, continuation) as lm-eval asks for them."""
+    """Return the (context, continuation) pairs of lm-eval's requests."""
     if item.context is None:
         return [(context, f" {item.target}") for context in item.choices]
     if item.choices is None:
@@ -136,7 +138,7 @@ def _read(model, lens, tokenizer, context, continuation) -> float:
     return sum(float(scores[place - 1, whole[place]]) for place in range(start, len(whole)))
 
 
-def test_a_level_as_lm_evals_arguments_give_it(tiny, data_folder, jumps, data, plain, tmp_path):
+def test_a_level_in_lm_evals_model_arguments(tiny, data_folder, jumps, data, plain, tmp_path):
     from lm_eval.api.registry import get_model
     from lm_eval.evaluator import evaluate as run
 
@@ -156,71 +158,71 @@ def test_a_level_as_lm_evals_arguments_give_it(tiny, data_folder, jumps, data, p
     assert scored("level=2") == likelihoods(early)["copa"]
 
 
-def test_a_rule_stops_each_position_by_itself(tiny, jumps, data, plain):
-    """A rule between never and always: every position is read where its own confidence says, not its neighbour's."""
-    found = evaluate(tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"))
-    assert 1 < found.mean_level < tiny.n_blocks
+def test_every_position_has_its_own_exit_level(tiny, jumps, data, plain):
+    """With a rule between never and always, the batch size does not change the exit levels."""
+    evaluation = evaluate(tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"))
+    assert 1 < evaluation.mean_level < tiny.n_blocks
     batched = evaluate(
         tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"), batch_size=5
     )
-    assert batched.mean_level == found.mean_level
-    assert likelihoods(found) != {"arc_easy": likelihoods(plain)["arc_easy"]}
+    assert batched.mean_level == evaluation.mean_level
+    assert likelihoods(evaluation) != {"arc_easy": likelihoods(plain)["arc_easy"]}
 
 
-def test_generation_stops_early_too(tiny, jumps):
+def test_generation_uses_early_exit(tiny, jumps):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     from layerjump.evaluation.lm_eval import LayerjumpLM
 
     def written(model):
-        asked = ("Once upon a time", {"until": ["\n"], "max_gen_toks": 8, "do_sample": False})
-        return model.generate_until([Instance("generate_until", {}, asked, 0)], disable_tqdm=True)
+        request = ("Once upon a time", {"until": ["\n"], "max_gen_toks": 8, "do_sample": False})
+        return model.generate_until([Instance("generate_until", {}, request, 0)], disable_tqdm=True)
 
     whole = written(HFLM(tiny.hf, tokenizer=tiny.tokenizer))
     assert written(LayerjumpLM(tiny, jumps=jumps, exit="maxprob:1.1")) == whole
     early = written(LayerjumpLM(tiny, jumps=jumps, exit="fixed:1"))
-    made = lj.generate(tiny, jumps, "Once upon a time", exit="fixed:1", max_new_tokens=8)
-    assert early == [made.text[0].split("\n")[0]]
+    generated = lj.generate(tiny, jumps, "Once upon a time", exit="fixed:1", max_new_tokens=8)
+    assert early == [generated.text[0].split("\n")[0]]
 
 
-def test_parts_are_replaced_and_put_back(tiny, data, plain):
+def test_parts_are_replaced_and_restored(tiny, data, plain):
     pairs = "2.ffn.in:2.ffn.out,3.ffn.in:3.ffn.out"
     maps = lj.fit(tiny, stories(200), pairs=pairs, tokens=6_000)
-    found = evaluate(tiny, "copa", data, variant=LinearizedModel(maps, "ffn", (2, 3)))
+    evaluation = evaluate(tiny, "copa", data, variant=LinearizedModel(maps, "ffn", (2, 3)))
     with lj.linearize(tiny, maps, parts="ffn", blocks=[2, 3]):
         inside = evaluate(tiny, "copa", data)
-    assert found.items == inside.items
-    assert found.items["copa"] != plain.items["copa"]
+    assert evaluation.items == inside.items
+    assert evaluation.items["copa"] != plain.items["copa"]
     assert evaluate(tiny, "copa", data).items["copa"] == plain.items["copa"]
 
 
-def test_a_folder_that_prune_wrote_as_base_and_jumps(tiny, data, tmp_path):
+def test_a_pruned_folder_with_linear_replacements(tiny, data, tmp_path):
     pruned = lj.prune(
         tiny, stories(200), drop=1, method="linear", criterion="deepest", tokens=6_000
     )
     pruned.save(tmp_path / "linear")
-    found = evaluate(lj.load(tmp_path / "linear"), "copa,lambada", data)
-    assert found.items == evaluate(pruned.model, "copa,lambada", data).items
+    evaluation = evaluate(lj.load(tmp_path / "linear"), "copa,lambada", data)
+    assert evaluation.items == evaluate(pruned.model, "copa,lambada", data).items
 
 
-def test_what_is_too_long_is_counted(tiny, data, tmp_path):
+def test_truncated_requests_are_counted(tiny, data, tmp_path):
     folder = write_questions(tmp_path)
     long = {**LINES["copa.jsonl"][0], "query": "Lily was sad. " * 60 + "She cried, because"}
     (folder / "copa.jsonl").write_text(json.dumps(long))
     assert evaluate(tiny, "copa", folder).truncated == 2
 
 
-def test_the_tokenizer_is_left_as_it_was(tiny, data):
+def test_the_tokenizer_is_not_changed(tiny, data):
     before = tiny.tokenizer.pad_token
     evaluate(tiny, "copa", data, limit=1)
     assert tiny.tokenizer.pad_token == before
 
 
 def test_progress_counts_requests(tiny, data):
-    seen = []
-    evaluate(tiny, "copa", data, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    scored = []
+    evaluate(tiny, "copa", data, progress=lambda done, total: scored.append((done, total)))
+    assert scored == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_wilsons_interval():
@@ -231,7 +233,7 @@ def test_wilsons_interval():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"exit": "soon"}, "gap:0.9"),
         ({"exit": "fixed:9"}, "level 9"),
@@ -241,12 +243,12 @@ def test_wilsons_interval():
         ({"blocks": "2"}, "pass parts"),
     ],
 )
-def test_settings_that_make_no_sense(tiny, settings, said):
-    with pytest.raises(LayerjumpError, match=said):
+def test_bad_settings_are_refused(tiny, settings, message):
+    with pytest.raises(LayerjumpError, match=message):
         make_variant(tiny, **settings).make_reader(tiny)
 
 
-def test_blocks_are_named_as_numbers_and_ranges(tiny, jumps):
+def test_blocks_are_numbers_and_ranges(tiny, jumps):
     assert parse_blocks("3-5,1") == (3, 4, 5, 1)
     with pytest.raises(BadEvaluation, match="3-5"):
         parse_blocks("three")
@@ -261,7 +263,7 @@ def test_an_encoder_is_refused(data_folder, data):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{not json", "line 1 of .* is not JSON"),
         ('["a"]', "row 1 of .*an object was wanted"),
@@ -275,13 +277,13 @@ def test_an_encoder_is_refused(data_folder, data):
         ("", "holds no items"),
     ],
 )
-def test_files_that_are_not_a_tasks(tmp_path, line, said):
+def test_bad_task_files_are_refused(tmp_path, line, message):
     (tmp_path / "piqa.jsonl").write_text(line)
-    with pytest.raises(LayerjumpError, match=said):
+    with pytest.raises(LayerjumpError, match=message):
         load_items(TASKS["piqa"], tmp_path)
 
 
-def test_labels_must_be_the_tasks(tmp_path):
+def test_unknown_labels_are_refused(tmp_path):
     folder = write_questions(tmp_path)
     row = {"premise": "a", "hypothesis": "b", "label": "perhaps"}
     (folder / "superglue/CB/val.jsonl").write_text(json.dumps(row))
@@ -290,7 +292,7 @@ def test_labels_must_be_the_tasks(tmp_path):
     assert [task.name for task in select_tasks("piqa, copa,piqa")] == ["piqa", "copa"]
 
 
-def test_the_network_is_left_alone(tiny, data, monkeypatch):
+def test_the_network_is_not_used(tiny, data, monkeypatch):
     import socket
 
     def refuse(*_):

@@ -1,4 +1,4 @@
-"""Perplexity with a sliding window is what a straightforward loop over Hugging Face's own model gives."""
+"""Perplexity with a sliding window equals a simple loop over the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def text() -> str:
 
 
 @torch.no_grad()
-def naive(model, text: str, window: int, stride: int) -> tuple[float, int]:
-    """As Hugging Face's guide to perplexity does it: what was scored before is taken out of the labels."""
+def simple_perplexity(model, text: str, window: int, stride: int) -> tuple[float, int]:
+    """The loop of Hugging Face's guide to perplexity: labels leave out tokens that were scored before."""
     ids = model.tokenizer(text, return_tensors="pt").input_ids
     total, count, before = 0.0, 0, 0
     for begin in range(0, ids.shape[1], stride):
@@ -35,7 +35,7 @@ def naive(model, text: str, window: int, stride: int) -> tuple[float, int]:
         part = ids[:, begin:end]
         labels = part.clone()
         labels[:, : part.shape[1] - (end - before)] = -100
-        # Their own loss would round float64 logits to float32.
+        # The model's own loss rounds float64 logits to float32.
         logits = model.hf(part).logits[0, :-1]
         total += float(cross_entropy(logits, labels[0, 1:], reduction="sum"))
         count, before = count + int((labels[:, 1:] != -100).sum()), end
@@ -45,40 +45,40 @@ def naive(model, text: str, window: int, stride: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(("window", "stride"), [(32, 16), (32, 32), (20, 7), (128, 64), (5, 1)])
-def test_it_is_the_naive_loops(tiny, text, window, stride):
-    found = perplexity(tiny, text, window=window, stride=stride)
-    value, count = naive(tiny, text, window, stride)
-    assert found.tokens == count
-    assert found.value == pytest.approx(value, rel=1e-9)
-    assert found.low <= found.value <= found.high
+def test_perplexity_equals_the_simple_loop(tiny, text, window, stride):
+    result = perplexity(tiny, text, window=window, stride=stride)
+    value, count = simple_perplexity(tiny, text, window, stride)
+    assert result.tokens == count
+    assert result.value == pytest.approx(value, rel=1e-9)
+    assert result.low <= result.value <= result.high
 
 
 def test_a_real_model_with_a_bos(real_folder, text):
     model = lj.load(real_folder("stories260K"))
-    value, count = naive(model, text, 64, 32)
-    found = perplexity(model, text, window=64, stride=32)
-    assert (found.tokens, found.value) == (count, pytest.approx(value, rel=1e-5))
+    value, count = simple_perplexity(model, text, 64, 32)
+    result = perplexity(model, text, window=64, stride=32)
+    assert (result.tokens, result.value) == (count, pytest.approx(value, rel=1e-5))
 
 
 @pytest.mark.parametrize(("tokens", "window", "stride"), [(100, 10, 5), (101, 10, 10), (7, 10, 3)])
 def test_every_token_is_scored_once(tokens, window, stride):
     scored = [
-        place
+        position
         for begin, end, first in windows(tokens, window, stride)
-        for place in range(first, end)
+        for position in range(first, end)
     ]
     left_out = set(range(0, tokens, stride)) if stride == window else {0}
-    assert scored == [place for place in range(tokens) if place not in left_out]
+    assert scored == [position for position in range(tokens) if position not in left_out]
     assert all(end - begin <= window for begin, end, _ in windows(tokens, window, stride))
 
 
-def test_the_context_is_the_window_unless_told(tiny, text):
-    found = perplexity(tiny, text, limit=1)
-    assert (found.window, found.stride, found.windows) == (128, 64, 1)
-    assert found.tokens == 127
+def test_the_default_window_is_the_context(tiny, text):
+    result = perplexity(tiny, text, limit=1)
+    assert (result.window, result.stride, result.windows) == (128, 64, 1)
+    assert result.tokens == 127
 
 
-def test_exit_rules_and_parts_are_heeded(tiny, text):
+def test_exit_rules_and_replaced_parts_apply(tiny, text):
     plain = perplexity(tiny, text, window=64)
     never = perplexity(tiny, text, window=64, variant=make_variant(tiny, exit="maxprob:1.1"))
     assert never.value == pytest.approx(plain.value, rel=1e-12)
@@ -87,17 +87,17 @@ def test_exit_rules_and_parts_are_heeded(tiny, text):
     assert early.mean_level == 1
     assert early.value > plain.value
     maps = lj.fit(tiny, stories(100), pairs="2.ffn.in:2.ffn.out", tokens=3_000)
-    asked = LinearizedModel(maps, "ffn", (2,))
+    variant = LinearizedModel(maps, "ffn", (2,))
     with lj.linearize(tiny, maps, parts="ffn", blocks=[2]):
-        expected, _ = naive(tiny, text, 64, 32)
-    assert perplexity(tiny, text, window=64, variant=asked).value == pytest.approx(
+        expected, _ = simple_perplexity(tiny, text, 64, 32)
+    assert perplexity(tiny, text, window=64, variant=variant).value == pytest.approx(
         expected, rel=1e-9
     )
     assert perplexity(tiny, text, window=64).value == plain.value
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"window": 1}, "2 to 128"),
         ({"window": 500}, "2 to 128"),
@@ -106,11 +106,11 @@ def test_exit_rules_and_parts_are_heeded(tiny, text):
         ({"limit": 0}, "1 window"),
     ],
 )
-def test_what_cannot_be_measured_is_said(tiny, text, settings, said):
-    with pytest.raises(BadEvaluation, match=said):
+def test_bad_settings_are_refused(tiny, text, settings, message):
+    with pytest.raises(BadEvaluation, match=message):
         perplexity(tiny, text, **settings)
 
 
-def test_a_text_of_one_token_predicts_nothing(tiny):
+def test_an_empty_text_is_refused(tiny):
     with pytest.raises(BadEvaluation, match="longer"):
         perplexity(tiny, "")

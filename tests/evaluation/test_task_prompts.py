@@ -1,4 +1,4 @@
-"""The prompts of our tasks are those that lm-eval's own task files make of the sets' own columns."""
+"""The prompts of our tasks equal those of lm-eval's own task files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layerjump.evaluation.tasks import TASKS
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 
-# For each task: lm-eval's file, an item as the hub has it, and the same item in our file.
+# Task → lm-eval's file, an item of the hub's dataset, and the same item in our file format.
 CASES = {
     "arc_easy": (
         "arc/arc_easy.yaml",
@@ -111,7 +111,7 @@ def requests(task) -> list:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_and_answers_are_lm_evals(name):
+def test_prompts_and_answers_equal_lm_eval(name):
     import datasets
     import lm_eval.tasks
     from lm_eval.api.task import ConfigurableTask
@@ -135,8 +135,8 @@ def test_prompts_and_answers_are_lm_evals(name):
     assert sorted(ours.aggregation()) == sorted(theirs.aggregation())
     likelihoods = [(-1.0, False), (-2.0, True), (-3.0, False)][: len(ours.instances)]
     for answers in (likelihoods, likelihoods[::-1]):
-        found = [task.process_results(task.eval_docs[0], answers) for task in (ours, theirs)]
-        assert found[0] == found[1]
+        results = [task.process_results(task.eval_docs[0], answers) for task in (ours, theirs)]
+        assert results[0] == results[1]
 
 
 def test_f1_is_the_mean_over_three_answers():

@@ -1,4 +1,4 @@
-"""Exported checkpoints: loaded by Hugging Face alone, without a warning, they give what the model in memory gives."""
+"""Exported checkpoints load in Hugging Face alone, without a warning, with the logits of the model in memory."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from layerjump.pruning.prune import Pruned
 
 ALONE = """
 import sys, warnings
-sys.modules["layerjump"] = None  # as if it were not installed
+sys.modules["layerjump"] = None  # as if layerjump were not installed
 warnings.simplefilter("error")
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 ids = torch.tensor([[5, 9, 17, 23, 31, 8, 44, 12]])
-found = {}
+results = {}
 for folder in sys.argv[2:]:
     kind, _, path = folder.partition("=")
     auto = AutoModelForMaskedLM if kind == "masked" else AutoModelForCausalLM
     model, report = auto.from_pretrained(path, dtype="auto", output_loading_info=True)
     assert not any(report.values()), report
     with torch.no_grad():
-        found[path] = model.eval()(ids).logits
+        results[path] = model.eval()(ids).logits
     if kind == "causal":
-        found["tokens " + path] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-save_file(found, sys.argv[1])
+        results["tokens " + path] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+save_file(results, sys.argv[1])
 """
 IDS = torch.tensor([[5, 9, 17, 23, 31, 8, 44, 12]])
 REBUILT = 1e-5
-"""Loading makes tables (rotary frequencies, Gemma's √d) anew in float32, which a float64 model in memory has not."""
+"""Loading computes constants (rotary frequencies, Gemma's √d) in float32; a float64 model in memory has float64."""
 
 
 def tiny(family: str, variant: str) -> Model:
@@ -60,7 +60,7 @@ def tiny(family: str, variant: str) -> Model:
 
 
 def removed(model: Model) -> Pruned:
-    """Block 2 taken out, with nothing fitted or measured: an encoder here has no tokenizer."""
+    """Drop block 2 without fitting or measuring: the encoders here have no tokenizer."""
     about = {"fingerprint": "0" * 64, "text": "none", "text_sha256": "", "tokens": 0}
     about |= {"split": "none", "seed": 0}
     return Pruned(without_blocks(model, [2]), model, ((1, 2),), "remove", "given", about)
@@ -76,18 +76,20 @@ def pruned(family: str, variant: str) -> Pruned | None:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, tuple[Pruned, Path]]:
     root = tmp_path_factory.mktemp("exported")
-    found = {}
+    results = {}
     for family, variant in CASES:
-        made = pruned(family, variant)
-        if made is not None:
+        result = pruned(family, variant)
+        if result is not None:
             name = "-".join(filter(None, (family, variant)))
-            save(made, root / name)
-            found[name] = made, root / name
-    return found
+            save(result, root / name)
+            results[name] = result, root / name
+    return results
 
 
-def alone(folders: list[tuple[str, Path]], out: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """What a process without layerjump reads from the folders, and what it says on standard error."""
+def load_without_layerjump(
+    folders: list[tuple[str, Path]], out: Path
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Load the folders in a process without layerjump; return its logits and its standard error."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     named = [f"{kind}={folder}" for kind, folder in folders]
@@ -106,54 +108,64 @@ def logits(model: Model) -> torch.Tensor:
         return model.hf(IDS).logits
 
 
-def test_every_family_loads_without_us(exported, tmp_path):
-    folders = [(made.model.task, folder) for made, folder in exported.values()]
-    found, said = alone(folders, tmp_path / "logits.safetensors")
-    assert said == ""
+def test_every_family_loads_without_layerjump(exported, tmp_path):
+    folders = [(result.model.task, folder) for result, folder in exported.values()]
+    results, stderr = load_without_layerjump(folders, tmp_path / "logits.safetensors")
+    assert stderr == ""
     assert len(exported) > 30
-    for made, folder in exported.values():
-        assert torch.allclose(found[str(folder)], logits(made.model), rtol=0, atol=REBUILT), folder
-        assert not torch.allclose(found[str(folder)], logits(made.original), atol=1e-3), folder
-        if made.model.task == "causal":
-            ours = made.model.hf.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
-            assert torch.equal(found[f"tokens {folder}"], ours)
+    for result, folder in exported.values():
+        assert torch.allclose(results[str(folder)], logits(result.model), rtol=0, atol=REBUILT), (
+            folder
+        )
+        assert not torch.allclose(results[str(folder)], logits(result.original), atol=1e-3), folder
+        if result.model.task == "causal":
+            ours = result.model.hf.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            assert torch.equal(results[f"tokens {folder}"], ours)
 
 
-def test_the_methods_are_those_that_each_family_can_do(exported):
-    methods = {name: made.method for name, (made, _) in exported.items()}
+def test_each_family_gets_its_best_method(exported):
+    methods = {name: result.method for name, (result, _) in exported.items()}
     assert {methods[name] for name in ("gpt2", "opt", "bloom", "falcon-rw", "gptj")} == {"fold"}
     assert {methods[name] for name in ("gemma2", "olmo2", "bert", "opt-350m")} == {"remove"}
     assert methods["mistral"] == "rotation"
 
 
-def test_the_card_and_the_record_say_what_was_done(exported):
-    made, folder = exported["llama"]
+def test_model_card_and_record_describe_the_pruning(exported):
+    result, folder = exported["llama"]
     record = json.loads((folder / "pruning.json").read_text())
     assert record["dropped"] == [2]
-    assert record["loss"]["ratio"] == pytest.approx(made.loss.ratio)
+    assert record["loss"]["ratio"] == pytest.approx(result.loss.ratio)
     card = (folder / "README.md").read_text()
-    for said in ("2 of 3 blocks", "counted from 1: 2", made.method, "Perplexity ratio", "toy"):
-        assert said in card
+    for stderr in (
+        "2 of 3 blocks",
+        "counted from 1: 2",
+        result.method,
+        "Perplexity ratio",
+        "toy",
+    ):
+        assert stderr in card
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
         path.name for path in folder.iterdir()
     }
 
 
-def test_tied_weights_stay_tied_where_nothing_turns(exported):
-    made, folder = exported["gpt2"]
-    assert made.model.structure.unembedding.weight is made.model.hf.get_input_embeddings().weight
+def test_tied_weights_stay_tied_without_rotation(exported):
+    result, folder = exported["gpt2"]
+    assert (
+        result.model.structure.unembedding.weight is result.model.hf.get_input_embeddings().weight
+    )
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
 
 
-def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
+def test_linear_replacements_are_saved_as_base_and_jumps(tmp_path):
     model = tiny("llama", "")
-    made = lj.prune(
+    result = lj.prune(
         model, numbers(80), drop=1, method="linear", criterion="deepest", split="70/15/15"
     )
-    made.save(tmp_path / "linear")
+    result.save(tmp_path / "linear")
     again = lj.load(tmp_path / "linear", dtype="float64")
     # Jumps are stored in float32.
-    assert torch.allclose(logits(again), logits(made.model), rtol=0, atol=1e-4)
+    assert torch.allclose(logits(again), logits(result.model), rtol=0, atol=1e-4)
     base = lj.load(tmp_path / "linear/base", dtype="float64")
     assert not torch.allclose(logits(base), logits(again), atol=1e-2)
     ours = again.hf.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -168,27 +180,27 @@ def test_a_linear_stand_in_is_saved_as_base_and_jumps(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "phi3", "olmo2"])
-def test_a_truncated_model_is_its_jump_and_its_head(family, tmp_path):
-    """Against the closed form written out: the norm's core, the least-squares map, the head."""
+def test_a_draft_model_is_its_jump_and_its_unembedding(family, tmp_path):
+    """Compared with the closed form: the norm without its weight, the least-squares map, the unembedding."""
     model = tiny(family, "")
-    made = lj.make_draft_model(model, numbers(80), 2, split="70/15/15")
-    assert made.model.n_blocks == 2
-    made.save(tmp_path / "short")
+    result = lj.make_draft_model(model, numbers(80), 2, split="70/15/15")
+    assert result.model.n_blocks == 2
+    result.save(tmp_path / "short")
     again = lj.load(tmp_path / "short", dtype="float64")
-    assert torch.allclose(logits(again), logits(made.model), rtol=0, atol=REBUILT)
+    assert torch.allclose(logits(again), logits(result.model), rtol=0, atol=REBUILT)
     batch = sample(model)
-    (whole,) = lj.capture_states(model, [batch], [2, "final"])
-    (short,) = lj.capture_states(made.model, [batch], [2, "final"], logits=True)
-    assert torch.allclose(short[2], whole[2], rtol=0, atol=1e-12)
+    (original,) = lj.capture_states(model, [batch], [2, "final"])
+    (short,) = lj.capture_states(result.model, [batch], [2, "final"], logits=True)
+    assert torch.allclose(short[2], original[2], rtol=0, atol=1e-12)
     core = short["final"]  # the norm with a weight of one
     assert torch.allclose(core.square().mean(-1), torch.ones(()).double(), atol=1e-3)
     head = model.structure.unembedding.weight.double()
-    product = torch.linalg.lstsq(head, made.model.structure.unembedding.weight.double()).solution
+    product = torch.linalg.lstsq(head, result.model.structure.unembedding.weight.double()).solution
     decoded = model.structure.decode(core @ product.T)
     assert torch.allclose(short.logits, decoded, rtol=0, atol=1e-8)
 
 
-def test_a_truncated_model_drafts_for_the_whole_one():
+def test_a_draft_model_assists_the_original():
     model = tiny("llama", "")
     short = lj.make_draft_model(model, numbers(80), 2, split="70/15/15").model
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -196,29 +208,29 @@ def test_a_truncated_model_drafts_for_the_whole_one():
     assert torch.equal(model.hf.generate(IDS, assistant_model=short.hf, **settings), plain)
 
 
-def test_what_cannot_be_truncated_is_refused(data_folder):
+def test_models_without_a_draft_are_refused(data_folder):
     with pytest.raises(BadPruning, match="keep 1 to 2"):
         lj.make_draft_model(tiny("llama", ""), numbers(80), 3)
     with pytest.raises(BadPruning, match="use `prune`"):
         lj.make_draft_model(lj.load(data_folder / "tiny-bert"), numbers(80), 2)
 
 
-def test_a_folder_is_not_overwritten_unasked(exported, tmp_path):
-    made, _ = exported["gpt2"]
+def test_a_folder_is_not_overwritten_without_force(exported, tmp_path):
+    result, _ = exported["gpt2"]
     (tmp_path / "there").mkdir()
     (tmp_path / "there/mine.txt").write_text("keep")
     with pytest.raises(BadArtifact, match="force=True"):
-        made.save(tmp_path / "there")
+        result.save(tmp_path / "there")
     assert (tmp_path / "there/mine.txt").read_text() == "keep"
-    made.save(tmp_path / "there", force=True)
+    result.save(tmp_path / "there", force=True)
     assert (tmp_path / "there/config.json").is_file()
     assert not (tmp_path / "there/mine.txt").exists()
 
 
-def test_an_interrupted_export_leaves_no_half_checkpoint(tmp_path):
+def test_an_interrupted_export_leaves_no_partial_checkpoint(tmp_path):
     root = tmp_path / "models"
     (root / "model").mkdir(parents=True)
-    (root / "model/config.json").write_text("whole")
+    (root / "model/config.json").write_text("original")
     started = tmp_path / "started"
 
     def write(place: Path) -> None:
@@ -234,4 +246,4 @@ def test_an_interrupted_export_leaves_no_half_checkpoint(tmp_path):
         os.kill(child, signal.SIGINT)
         assert processes.end_of(child) == 1
     assert [path.name for path in root.iterdir()] == ["model"]
-    assert (root / "model/config.json").read_text() == "whole"
+    assert (root / "model/config.json").read_text() == "original"

@@ -35,14 +35,14 @@ def prunable(model: Model) -> Model:
     if cannot_drop(model):
         with pytest.raises(BadModel, match="pass"):
             without_blocks(model, [2])
-        pytest.skip("no block can be taken out")
+        pytest.skip("no block can be dropped")
     return model
 
 
 def logits(model: Model, batch) -> torch.Tensor:
     with torch.no_grad():
-        found = model.hf(batch.input_ids, attention_mask=batch.attention_mask).logits
-    return found[batch.row, batch.position]
+        solved = model.hf(batch.input_ids, attention_mask=batch.attention_mask).logits
+    return solved[batch.row, batch.position]
 
 
 def test_a_shorter_model_passes_the_self_check(model):
@@ -52,13 +52,13 @@ def test_a_shorter_model_passes_the_self_check(model):
     assert model.n_blocks == len(model.structure.blocks)  # the model itself is as it was
 
 
-def test_a_stretched_stream_gives_the_same_logits(model):
-    """Levels 1 on are twice as long: block 1 writes twice as much on a stream that enters twice as long."""
+def test_a_scaled_stream_gives_the_same_logits(model):
+    """Levels from 1 on are doubled: block 1 writes twice as much to a stream that starts doubled."""
     prunable(model)
     if cannot_fold(model) or not can_scale(model):
-        pytest.skip("nothing to stretch")
+        pytest.skip("no scale to change")
     copy = without_blocks(model, [])
-    for module in copy.hf.modules():  # what a norm adds to the variance is not stretched
+    for module in copy.hf.modules():  # the ε of a norm is not scaled
         for name in ("eps", "variance_epsilon"):
             if hasattr(module, name):
                 setattr(module, name, 0.0)
@@ -71,8 +71,8 @@ def test_a_stretched_stream_gives_the_same_logits(model):
     handle.remove()
 
 
-def test_a_turned_stream_gives_the_same_logits(model):
-    """To rounding, which is float32: these norms compute in it whatever the model does."""
+def test_a_rotated_stream_gives_the_same_logits(model):
+    """Up to float32 rounding: these norms compute in float32 in a model of any dtype."""
     prunable(model)
     if cannot_rotate(model):
         pytest.skip(cannot_rotate(model))
@@ -89,7 +89,7 @@ def test_a_turned_stream_gives_the_same_logits(model):
     assert torch.equal(logits(model, sample(model)), before)
 
 
-def test_a_map_merged_into_feed_forward_is_the_map_of_its_output(model):
+def test_a_folded_map_maps_the_feed_forward_output(model):
     prunable(model)
     if cannot_fold(model):
         pytest.skip(cannot_fold(model))
@@ -110,7 +110,7 @@ def test_a_map_merged_into_feed_forward_is_the_map_of_its_output(model):
 
 @pytest.mark.parametrize("block", [1, 2, 3])
 def test_an_exactly_affine_block_is_replaced_exactly(block):
-    """Also the first and the last, where that is asked for."""
+    """Including the first and the last block if they are not protected."""
     model = wrapped(silent_gpt2(), words=True)
     others = [b for b in (1, 2, 3) if b != block]
     pruned = lj.prune(
@@ -139,27 +139,29 @@ def folded(target, added, stream, **settings):
     return solve_fold(sums, **settings)
 
 
-def test_fold_and_turn_find_what_was_put_in():
-    """h such that a y + A m is a rotated h exactly: the closed form must come back with a zero error."""
+def test_the_solver_recovers_scale_map_and_rotation():
+    """For h with a y + A m equal to a rotated h, the closed form has zero error."""
     torch.manual_seed(2)
     m, y = torch.randn(400, 6, dtype=torch.float64), torch.randn(400, 6, dtype=torch.float64)
     weight, shift = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     h = 1.7 * (y + m @ weight.T + shift)
-    found = folded(h, m, y, bias=True, fit_scale=True, fit_rotation=False)
-    assert found.scale == pytest.approx(1 / 1.7)
-    assert torch.allclose(found.weight, weight)
-    assert torch.allclose(found.bias, shift)
-    small, _ = torch.linalg.qr(torch.eye(6).double() + 0.2 * torch.randn(6, 6, dtype=torch.float64))
-    small = small * small.diagonal().sign()
-    turned = folded(h @ small, m, y, bias=True, fit_scale=True, fit_rotation=True)
-    made = y + m @ turned.weight.T + turned.bias
-    wanted = turned.scale * (h @ small) @ turned.rotation.T
-    assert (made - wanted).norm() < 0.05 * wanted.norm()
-    plain = folded(h @ small, m, y, bias=True, fit_scale=True, fit_rotation=False)
-    off = y + m @ plain.weight.T + plain.bias - plain.scale * (h @ small)
-    assert (made - wanted).norm() < 0.5 * off.norm()
+    solved = folded(h, m, y, bias=True, fit_scale=True, fit_rotation=False)
+    assert solved.scale == pytest.approx(1 / 1.7)
+    assert torch.allclose(solved.weight, weight)
+    assert torch.allclose(solved.bias, shift)
+    rotation, _ = torch.linalg.qr(
+        torch.eye(6).double() + 0.2 * torch.randn(6, 6, dtype=torch.float64)
+    )
+    rotation = rotation * rotation.diagonal().sign()
+    rotated = folded(h @ rotation, m, y, bias=True, fit_scale=True, fit_rotation=True)
+    mapped = y + m @ rotated.weight.T + rotated.bias
+    expected_states = rotated.scale * (h @ rotation) @ rotated.rotation.T
+    assert (mapped - expected_states).norm() < 0.05 * expected_states.norm()
+    plain = folded(h @ rotation, m, y, bias=True, fit_scale=True, fit_rotation=False)
+    off = y + m @ plain.weight.T + plain.bias - plain.scale * (h @ rotation)
+    assert (mapped - expected_states).norm() < 0.5 * off.norm()
 
 
-def test_the_products_named_are_the_feed_forwards_last():
+def test_the_moments_pair_all_three_states():
     sums = [str(site) for pair in PAIRS for site in pair]
     assert set(sums) == {str(FFN_OUT), str(RESIDUAL), str(TARGET)}

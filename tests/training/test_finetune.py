@@ -1,4 +1,4 @@
-"""Tasks: files read, answers scored and learnt."""
+"""Fine-tuning tasks: loading files, scoring and learning answers."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def model(data_folder):
     return lj.load(data_folder / "tiny-gpt2")
 
 
-def written(path, *rows):
+def write_rows(path, *rows):
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return path
 
 
-def test_both_formats_are_read(tmp_path):
+def test_both_formats_are_loaded(tmp_path):
     choices = {"query": "Is it? ", "choices": ["no", "yes"], "gold": 1}
     assert (
-        load_task(written(tmp_path / "a", choices, "", choices))
+        load_task(write_rows(tmp_path / "a", choices, "", choices))
         == [ChoiceItem("Is it?", ("no", "yes"), 1)] * 2
     )
     rows = [
         {"premise": "P", "hypothesis": "H", "label": label}
         for label in ("not_entailment", "entailment")
     ]
-    first, second = load_task(written(tmp_path / "b", *rows))
+    first, second = load_task(write_rows(tmp_path / "b", *rows))
     assert first == ChoiceItem("P\nQuestion: H\nAnswer:", ("entailment", "not entailment"), 1)
     assert second.gold == 0
 
 
-def test_a_line_ends_where_a_line_ends(tmp_path):
+def test_only_newlines_separate_items(tmp_path):
     row = {"query": "one\u2028two", "choices": ["no\x85", "yes"], "gold": 1}
-    (found,) = load_task(written(tmp_path / "a", json.dumps(row, ensure_ascii=False)))
-    assert found == ChoiceItem("one\u2028two", ("no\x85", "yes"), 1)
+    (values,) = load_task(write_rows(tmp_path / "a", json.dumps(row, ensure_ascii=False)))
+    assert values == ChoiceItem("one\u2028two", ("no\x85", "yes"), 1)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +61,17 @@ def test_a_line_ends_where_a_line_ends(tmp_path):
         '{"premise": "a", "label": "b"}',
     ],
 )
-def test_a_line_that_is_no_item_is_named(line, tmp_path):
+def test_a_bad_line_is_named(line, tmp_path):
     good = {"query": "a", "choices": ["b"], "gold": 0}
     with pytest.raises(BadText, match="line 2"):
-        load_task(written(tmp_path / "task", good, line))
+        load_task(write_rows(tmp_path / "task", good, line))
     with pytest.raises(BadText, match="no items"):
-        load_task(written(tmp_path / "empty", ""))
+        load_task(write_rows(tmp_path / "empty", ""))
     with pytest.raises(BadText, match="cannot be read"):
         load_task(tmp_path / "absent")
 
 
-def test_long_prompts_lose_their_beginning_and_answers_are_all_that_is_learnt(model):
+def test_long_prompts_lose_their_beginning_and_labels_cover_answers(model):
     tokens = model.tokenization
     ids, labels = encode_example(tokens, "Once upon a time. " * 60 + "The end was", "happy")
     answer = tokens.encode([" happy"])[0]
@@ -82,7 +82,7 @@ def test_long_prompts_lose_their_beginning_and_answers_are_all_that_is_learnt(mo
         encode_example(tokens, "Once", "upon a time " * 80)
 
 
-def test_the_likeliest_answer_a_token_wins_padded_or_alone(model):
+def test_accuracy_compares_mean_likelihood_per_token(model):
     items = [
         ChoiceItem("Once upon a", ("time there was a little girl", "xqzj"), 0),
         ChoiceItem("Lily went to the", ("park", "zzzz qqqq xxxx"), 0),
@@ -92,21 +92,23 @@ def test_the_likeliest_answer_a_token_wins_padded_or_alone(model):
     def score(item, choice):
         ids, labels = encode_example(model.tokenization, item.prompt, choice)
         with torch.no_grad():
-            shares = model.hf(ids[None]).logits[0].log_softmax(-1)
-        found = [shares[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORE_INDEX]
-        return float(torch.stack(found).mean())
+            log_probs = model.hf(ids[None]).logits[0].log_softmax(-1)
+        values = [
+            log_probs[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORE_INDEX
+        ]
+        return float(torch.stack(values).mean())
 
-    by_hand = [
+    expected = [
         max(range(2), key=lambda n, item=item: score(item, item.choices[n])) == item.gold
         for item in items
     ]
-    assert accuracy(model, items) == sum(by_hand) / 3 == 1
-    turned = [ChoiceItem(item.prompt, item.choices, 1 - item.gold) for item in items]
-    assert accuracy(model, turned) == 0
+    assert accuracy(model, items) == sum(expected) / 3 == 1
+    swapped = [ChoiceItem(item.prompt, item.choices, 1 - item.gold) for item in items]
+    assert accuracy(model, swapped) == 0
 
 
-def test_what_is_learnt_is_known_and_the_model_itself_is_left_alone(model):
-    """The wrong answers become the right ones."""
+def test_a_copy_learns_the_answers(model):
+    """Answers that the model finds unlikely become the most likely ones."""
     items = [
         ChoiceItem(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")
     ]
@@ -120,7 +122,7 @@ def test_what_is_learnt_is_known_and_the_model_itself_is_left_alone(model):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_padding_is_on_the_right_and_is_not_learnt():
+def test_padding_is_on_the_right_and_has_no_labels():
     rows = [
         (torch.tensor([5, 6, 7]), torch.tensor([IGNORE_INDEX, 6, 7])),
         (torch.tensor([8]), torch.tensor([8])),

@@ -1,4 +1,4 @@
-"""Pretraining: no strength is no penalty, how batches are dealt out does not matter, the end is a plain checkpoint."""
+"""Pretraining: weight zero is plain training, batches can be split, the result is an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizers():
     }
 
 
-def trained(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
+def train(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     masked = recipe.architecture.masked
     tokenizer = tokenizers[masked]
     rows = pack_rows(
@@ -46,14 +46,14 @@ def trained(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     return hf.state_dict(), log
 
 
-def same(ours, theirs):
+def equal_weights(ours, theirs):
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_no_strength_is_plain_training_bit_for_bit(tokenizers, tmp_path):
-    """Beside a Trainer of Hugging Face's own, with the model's own loss."""
+def test_penalty_weight_zero_is_plain_training_bit_for_bit(tokenizers, tmp_path):
+    """Compared with a plain Hugging Face Trainer and the model's own loss."""
     recipe = replace(SMALL, penalty="cosine", penalty_weight=0.0)
-    ours, log = trained(recipe, tokenizers, tmp_path / "ours")
+    ours, log = train(recipe, tokenizers, tmp_path / "ours")
     rows = pack_rows(TEXT.documents, Tokenization.of(tokenizers[False], max_positions=16), 16)
     plain = build_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
     transformers.Trainer(
@@ -61,20 +61,18 @@ def test_no_strength_is_plain_training_bit_for_bit(tokenizers, tmp_path):
         training_arguments(recipe, tmp_path / "plain", device="cpu"),
         train_dataset=PackedRows(rows, 64, seed=0),
     ).train()
-    assert same(ours, plain.state_dict())
-    penalised, more = trained(
-        replace(recipe, penalty_weight=0.5), tokenizers, tmp_path / "penalised"
-    )
-    assert not same(penalised, ours)
+    assert equal_weights(ours, plain.state_dict())
+    penalised, more = train(replace(recipe, penalty_weight=0.5), tokenizers, tmp_path / "penalised")
+    assert not equal_weights(penalised, ours)
     assert log[-1]["penalty"] == 0 < more[-1]["penalty"]
 
 
 @pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "mse")])
-def test_a_batch_may_be_run_in_parts(arch, penalty, tokenizers, tmp_path):
-    """Float64, because Adam makes a whole step of a gradient that is rounding alone."""
+def test_gradient_accumulation_gives_the_same_model(arch, penalty, tokenizers, tmp_path):
+    """In float64, because Adam amplifies gradients that are rounding errors."""
     recipe = replace(SMALL, arch=arch, penalty=penalty, penalty_weight=0.5)
-    whole, one = trained(recipe, tokenizers, tmp_path / "whole", dtype=torch.float64)
-    parts, four = trained(recipe, tokenizers, tmp_path / "parts", accumulate=4, dtype=torch.float64)
+    whole, one = train(recipe, tokenizers, tmp_path / "whole", dtype=torch.float64)
+    parts, four = train(recipe, tokenizers, tmp_path / "parts", accumulate=4, dtype=torch.float64)
     for name, weight in whole.items():
         assert torch.allclose(weight, parts[name], atol=1e-5), name
     for ours, theirs in zip(four, one, strict=True):
@@ -83,16 +81,16 @@ def test_a_batch_may_be_run_in_parts(arch, penalty, tokenizers, tmp_path):
 
 
 @pytest.mark.parametrize("penalty", ["cosine", "mse", "jump"])
-def test_a_strong_penalty_ends_lower_than_a_weak_one(penalty, tokenizers, tmp_path):
-    ends = []
-    for strength in (1e-3, 3.0):
-        recipe = replace(SMALL, steps=20, eval_every=20, penalty=penalty, penalty_weight=strength)
-        _, log = trained(recipe, tokenizers, tmp_path / str(strength))
-        ends.append(log[-1]["penalty"] / strength)
-    assert ends[1] < 0.8 * ends[0]
+def test_a_large_weight_lowers_the_penalty(penalty, tokenizers, tmp_path):
+    penalties = []
+    for weight in (1e-3, 3.0):
+        recipe = replace(SMALL, steps=20, eval_every=20, penalty=penalty, penalty_weight=weight)
+        _, log = train(recipe, tokenizers, tmp_path / str(weight))
+        penalties.append(log[-1]["penalty"] / weight)
+    assert penalties[1] < 0.8 * penalties[0]
 
 
-def test_two_processes_are_one_and_write_one_model(tmp_path):
+def test_two_processes_train_the_same_model_as_one(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXT.documents))
     options = "--layers 2 --hidden-size 16 --heads 2 --vocab-size 300 --length 16"
@@ -115,15 +113,17 @@ def test_two_processes_are_one_and_write_one_model(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     recipe = replace(SMALL, penalty="jump")
-    found = {
+    profile = {
         "one": pretrain(lj.load_text(text), tmp_path / "one", recipe, device="cpu").to_json(),
         "two": json.loads(done.stdout),
     }
-    assert found["two"]["processes"] == 2
-    for ours, theirs in zip(found["two"]["log"], found["one"]["log"], strict=True):
+    assert profile["two"]["processes"] == 2
+    for ours, theirs in zip(profile["two"]["log"], profile["one"]["log"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in found]
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in profile
+    ]
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         logits = [model(ids).logits for model in models]
@@ -134,22 +134,22 @@ def test_two_processes_are_one_and_write_one_model(tmp_path):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_folder_is_a_plain_checkpoint(arch, tmp_path):
+def test_the_folder_is_an_ordinary_checkpoint(arch, tmp_path):
     recipe = replace(SMALL, arch=arch, steps=2, eval_every=2)
-    record = pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT, device="cpu")
+    record = pretrain(TEXT, tmp_path / "model", recipe, held_out=HELD_OUT, device="cpu")
     with pytest.raises(BadArtifact, match="force=True"):
-        pretrain(TEXT, tmp_path / "made", recipe, held_out=HELD_OUT)
-    model = lj.load(tmp_path / "made")
+        pretrain(TEXT, tmp_path / "model", recipe, held_out=HELD_OUT)
+    model = lj.load(tmp_path / "model")
     assert model.n_blocks == 2
     assert model.tokenization.tokenizer.model_max_length == 16
     again = measure_profile(model, HELD_OUT).summary_row()
     last = record.tables.steps[-1]
     for name, value in again.items():
         assert value == pytest.approx(last[name], rel=1e-3, abs=1e-3), name
-    card = (tmp_path / "made" / "README.md").read_text()
+    card = (tmp_path / "model" / "README.md").read_text()
     assert str(tmp_path) not in card + json.dumps(record.to_json()["settings"])
     auto = transformers.AutoModelForMaskedLM if model.masked else transformers.AutoModelForCausalLM
-    assert auto.from_pretrained(tmp_path / "made").num_parameters() == record.parameters
+    assert auto.from_pretrained(tmp_path / "model").num_parameters() == record.parameters
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_every_architecture_passes_the_self_check(what, variant, tokenizers):
     assert not dropped
 
 
-def test_a_profiles_loss_is_the_models_own(data_folder):
+def test_the_loss_of_a_profile_is_the_models_own(data_folder):
     model, text = lj.load(data_folder / "tiny-gpt2"), stories(40)
     losses = []
     for ids in model.tokenization.encode(text.documents):
@@ -173,9 +173,9 @@ def test_a_profiles_loss_is_the_models_own(data_folder):
         with torch.no_grad():
             logits = model.hf(row).logits[0, 1:-1]  # position 0 is left out
         losses += torch.nn.functional.cross_entropy(logits, row[0, 2:], reduction="none").tolist()
-    found = measure_profile(model, text)
-    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
-    assert found.levels[-1] == LevelProfile(4, r2=1.0, agreement_map=1.0, agreement_identity=1.0)
-    assert len(found.blocks) == 4
-    assert found.mean("agreement map") > found.mean("agreement identity")
+    profile = measure_profile(model, text)
+    assert profile.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert profile.perplexity == pytest.approx(math.exp(profile.loss))
+    assert profile.levels[-1] == LevelProfile(4, r2=1.0, agreement_map=1.0, agreement_identity=1.0)
+    assert len(profile.blocks) == 4
+    assert profile.mean("agreement map") > profile.mean("agreement identity")

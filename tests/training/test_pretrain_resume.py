@@ -1,4 +1,4 @@
-"""Pretraining that is killed or diverges loses nothing, and what cannot be trained is refused before it begins."""
+"""Pretraining resumes after a kill, stops when it diverges, and refuses bad settings before it starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from layerjump.training.pretrain import pretrain
 
 
 @pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "none")])
-def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(arch, penalty, tmp_path):
     recipe = replace(SMALL, arch=arch, penalty=penalty, steps=24, eval_every=6)
     whole = pretrain(TEXT, tmp_path / "whole", recipe, held_out=HELD_OUT, device="cpu")
     killed, work = tmp_path / "killed", tmp_path / "killed-training"
@@ -34,7 +34,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
     os.kill(child, signal.SIGKILL)
     assert end_of(child) == -signal.SIGKILL
     assert not killed.exists()
-    (work / "checkpoint-23").mkdir()  # a checkpoint that the kill cut short
+    (work / "checkpoint-23").mkdir()  # a truncated checkpoint
     (work / "checkpoint-23" / "model.safetensors").write_bytes(b"half")
     with pytest.raises(BadArtifact, match="learning_rate"):
         pretrain(TEXT, killed, replace(recipe, learning_rate=1e-3), held_out=HELD_OUT)
@@ -43,26 +43,26 @@ def test_a_killed_run_ends_as_if_it_had_not_been(arch, penalty, tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [row["step"] for row in record.tables.steps] == [0, 6, 12, 18, 24]
     assert record.tables == whole.tables
-    losses = [[row["lm_loss"] for row in made.log] for made in (whole, record)]
+    losses = [[row["lm_loss"] for row in record.log] for record in (whole, record)]
     assert losses[0] == losses[1]
     assert not work.exists()
 
 
-def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path):
+def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(tmp_path):
     recipe = replace(SMALL, steps=400, eval_every=2, learning_rate=20.0)
     with pytest.raises(Diverged, match="learning_rate below 20") as stopped:
         pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, device="cpu")
     assert not (tmp_path / "out").exists()
-    kept = Path(str(stopped.value).split("checkpoint is ")[1].split(";")[0])
-    good = transformers.AutoModelForCausalLM.from_pretrained(kept)
+    checkpoint = Path(str(stopped.value).split("checkpoint is ")[1].split(";")[0])
+    good = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert all(bool(weight.isfinite().all()) for weight in good.parameters())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     rows = pack_rows(TEXT.documents[:50], Tokenization.of(tokenizer, max_positions=16), 16).long()
     assert float(good(rows, labels=rows).loss.detach()) < 2 * math.log(300)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error", "message"),
     [
         ({"vocab_size": 100_000}, BadTraining, "gives only"),
         ({"vocab_size": 10}, BadTraining, "at least 257"),
@@ -76,8 +76,8 @@ def test_a_run_that_diverges_stops_and_keeps_what_was_good(tmp_path):
         ({"learning_rate": 0.0}, BadTraining, "above 0"),
     ],
 )
-def test_bad_settings_say_what_was_wanted(changes, error, said, tmp_path):
-    def asked():
+def test_bad_settings_are_refused(changes, error, message, tmp_path):
+    def train():
         recipe = replace(SMALL, **changes)
         pretrain(
             TEXT,
@@ -88,28 +88,30 @@ def test_bad_settings_say_what_was_wanted(changes, error, said, tmp_path):
             device="cpu",
         )
 
-    with pytest.raises(error, match=said):
-        asked()
+    with pytest.raises(error, match=message):
+        train()
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_killed_while_it_wrote_its_model_has_nothing_left_to_train(tmp_path):
-    made = pretrain(
+def test_a_finished_training_is_not_repeated(tmp_path):
+    record = pretrain(
         TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep_checkpoints=True
     )
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     again = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", force=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
-    assert again.tables == made.tables
+    assert again.tables == record.tables
 
 
-def test_a_run_that_came_to_nothing_is_in_nobodys_way(tmp_path):
+def test_a_failed_run_does_not_block_the_next(tmp_path):
     with pytest.raises(BadTraining):
         pretrain(TEXT, tmp_path / "out", replace(SMALL, vocab_size=50_000), held_out=HELD_OUT)
-    made = pretrain(
+    record = pretrain(
         TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), held_out=HELD_OUT
     )
-    assert made.settings.vocab_size == len(lj.load(tmp_path / "out").tokenization.tokenizer) == 300
+    assert (
+        record.settings.vocab_size == len(lj.load(tmp_path / "out").tokenization.tokenizer) == 300
+    )
 
 
 def test_bad_shapes_and_texts(tmp_path):
@@ -126,7 +128,7 @@ def test_bad_shapes_and_texts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--text", "empty.txt"], "nothing but blanks"),
         (["--text", "some.txt", "--heads", "3"], "does not divide"),
@@ -135,9 +137,11 @@ def test_bad_shapes_and_texts(tmp_path):
         (["--text", "some.txt", "--device", "tpu"], "cpu or cuda"),
     ],
 )
-def test_on_the_command_line_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+def test_bad_options_give_one_line_on_the_command_line(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text(" \n")
     Path("some.txt").write_text("\n".join(TEXT.documents))
-    assert said in refused(monkeypatch, capsys, "pretrain", *arguments, "-o", "out")
+    assert message in refused(monkeypatch, capsys, "pretrain", *arguments, "-o", "out")
     assert not Path("out").exists()

@@ -1,4 +1,4 @@
-"""Tokenizers and rows: what a run is trained on depends on the text and the seed alone."""
+"""Tokenizers and packed rows: training data depends on the text and the seed alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tokenizers():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_tokenizer_has_the_size_asked_for_and_loses_no_byte(tokenizers, masked):
+def test_a_tokenizer_has_the_requested_size_and_loses_no_byte(tokenizers, masked):
     tokenizer = tokenizers[masked]
     assert len(tokenizer) == 300
     strange = 'Tom said: "naïve 🦆\n\tfoo"'
@@ -28,7 +28,7 @@ def test_a_tokenizer_has_the_size_asked_for_and_loses_no_byte(tokenizers, masked
     assert (tokenizer.mask_token_id is not None) == masked
 
 
-def test_rows_hold_the_text_in_order(tokenizers):
+def test_rows_contain_the_text_in_order(tokenizers):
     tokenizer = tokenizers[False]
     tokens = Tokenization.of(tokenizer, max_positions=32)
     rows = pack_rows(TEXT, tokens, 32)
@@ -44,43 +44,43 @@ def test_rows_hold_the_text_in_order(tokenizers):
     assert set(masked[:, -1].tolist()) == {tokenizers[True].sep_token_id}
 
 
-def test_every_pass_visits_every_row_once_in_another_order():
+def test_every_epoch_visits_every_row_once_in_another_order():
     rows = torch.arange(20, dtype=torch.int32)[:, None].expand(20, 4)
     data = PackedRows(rows, 50, seed=3)
-    seen = [int(data[index]["input_ids"][0]) for index in range(50)]
-    assert sorted(seen[:20]) == sorted(seen[20:40]) == list(range(20))
-    assert seen[:20] != seen[20:40]
-    # Whatever was asked for before: what a resumed run or another process sees.
+    ids = [int(data[index]["input_ids"][0]) for index in range(50)]
+    assert sorted(ids[:20]) == sorted(ids[20:40]) == list(range(20))
+    assert ids[:20] != ids[20:40]
+    # Independent of earlier items, as for a resumed run or another process.
     assert [int(PackedRows(rows, 50, seed=3)[index]["labels"][0]) for index in (41, 7)] == [
-        seen[41],
-        seen[7],
+        ids[41],
+        ids[7],
     ]
-    assert [
-        int(PackedRows(rows, 50, seed=4)[index]["input_ids"][0]) for index in range(20)
-    ] != seen[:20]
+    assert [int(PackedRows(rows, 50, seed=4)[index]["input_ids"][0]) for index in range(20)] != ids[
+        :20
+    ]
 
 
-def test_masks_are_berts(tokenizers):
+def test_masking_follows_bert(tokenizers):
     tokenizer = tokenizers[True]
     rows = pack_rows(TEXT, Tokenization.of(tokenizer, max_positions=32), 32)
     data = PackedRows(rows, 15 * len(rows), seed=0, masking_tokenizer=tokenizer)
     items = [data[index] for index in range(15 * len(rows))]
-    shown, labels = (
+    inputs, labels = (
         torch.stack([item[name] for item in items]) for name in ("input_ids", "labels")
     )
-    chosen = labels != IGNORE_INDEX
-    assert not chosen[:, [0, -1]].any()
-    inside = chosen[:, 1:-1].double().mean()
+    predicted = labels != IGNORE_INDEX
+    assert not predicted[:, [0, -1]].any()
+    inside = predicted[:, 1:-1].double().mean()
     assert float(inside) == pytest.approx(0.15, abs=0.01)
-    as_mask = (shown[chosen] == tokenizer.mask_token_id).double().mean()
-    unchanged = (shown[chosen] == labels[chosen]).double().mean()
+    as_mask = (inputs[predicted] == tokenizer.mask_token_id).double().mean()
+    unchanged = (inputs[predicted] == labels[predicted]).double().mean()
     assert float(as_mask) == pytest.approx(0.8, abs=0.03)
     assert float(unchanged) == pytest.approx(0.1, abs=0.03)
     again = data[5]
     assert torch.equal(again["input_ids"], items[5]["input_ids"])
 
 
-def test_what_the_text_does_not_allow_is_refused(tokenizers):
+def test_impossible_sizes_are_refused(tokenizers):
     with pytest.raises(BadTraining, match="gives only"):
         train_tokenizer(TEXT, 50_000, 32, masked=False)
     with pytest.raises(BadTraining, match="at least 257"):
