@@ -24,7 +24,7 @@ from layerjump.io import replace_folder
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Structure
-from layerjump.pruning.checkpoint import save
+from layerjump.pruning.checkpoint import PruningRecord, model_card, save
 from layerjump.pruning.edit_model import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned
 
@@ -135,6 +135,7 @@ def test_model_card_and_record_describe_the_pruning(exported):
     record = json.loads((folder / "pruning.json").read_text())
     assert record["dropped"] == [2]
     assert record["loss"]["ratio"] == pytest.approx(result.loss.ratio)
+    assert PruningRecord.load(folder).to_json() == record
     card = (folder / "README.md").read_text()
     for stderr in (
         "2 of 3 blocks",
@@ -147,6 +148,16 @@ def test_model_card_and_record_describe_the_pruning(exported):
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
         path.name for path in folder.iterdir()
     }
+
+
+def test_the_former_name_of_rotation_is_read(exported):
+    """`pruning.json` named the method `turn`, and an unmeasured loss is an empty object."""
+    result, folder = exported["bert"]
+    record = json.loads((folder / "pruning.json").read_text())
+    assert record["loss"] == record["distilled"] == {}
+    loaded = PruningRecord.model_validate(record | {"method": "turn"})
+    assert (loaded.method, loaded.loss) == ("rotation", None)
+    assert "rotation of the residual stream" in model_card(loaded)
 
 
 def test_tied_weights_stay_tied_without_rotation(exported):

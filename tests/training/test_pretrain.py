@@ -22,7 +22,12 @@ from layerjump.errors import BadArtifact
 from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
 from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model
 from layerjump.training.monitor import LevelProfile, measure_profile
-from layerjump.training.pretrain import pretrain, train_model, training_arguments
+from layerjump.training.pretrain import (
+    PretrainingRecord,
+    pretrain,
+    train_model,
+    training_arguments,
+)
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +184,9 @@ def test_the_loss_of_a_profile_is_the_models_own(data_folder):
     assert profile.levels[-1] == LevelProfile(4, r2=1.0, agreement_map=1.0, agreement_identity=1.0)
     assert len(profile.blocks) == 4
     assert profile.mean("agreement map") > profile.mean("agreement identity")
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-bert"])
+def test_records_of_earlier_versions_load_unchanged(name, data_folder):
+    content = json.loads((data_folder / name / "training.json").read_text())
+    assert PretrainingRecord.load(data_folder / name).to_json() == content

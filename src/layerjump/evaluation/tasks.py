@@ -252,17 +252,45 @@ def _parse_item(task: Task, row: Mapping[str, Any]) -> TaskItem:
     return task.parse(row)
 
 
-def _parse_choice(row: Mapping[str, Any], context: str, choice_prefix: str = "") -> TaskItem:
-    choices = row["choices"]
-    if choice_prefix:
-        choices = [f"{choice_prefix}{choice}" for choice in choices]
-    return TaskItem(context, tuple(choices), gold=row["gold"])
+_CHOICE_COLUMNS = {"query": str, "choices": list, "gold": int}
+_ANSWER = "\nAnswer:"
+
+
+def _choice_task(
+    name: str, make_context: Callable[[str], str], metrics: tuple[str, ...] = ("acc",)
+) -> Task:
+    def parse(row: Mapping[str, Any]) -> TaskItem:
+        return TaskItem(make_context(row["query"]), tuple(row["choices"]), gold=row["gold"])
+
+    return Task(name, f"{name}.jsonl", name, _CHOICE_COLUMNS, parse, metrics)
+
+
+def _entailment_task(
+    name: str,
+    file: str,
+    lm_eval_name: str,
+    answers: Mapping[str, str],
+    question: str,
+    metrics: tuple[str, ...] = ("acc",),
+) -> Task:
+    """A task with labelled rows; `answers` has the model's answer for each label."""
+    labels = list(answers)
+
+    def parse(row: Mapping[str, Any]) -> TaskItem:
+        if row["label"] not in answers:
+            raise ValueError(f"expected `label` {' or '.join(labels)}, got {row['label'][:40]!r}")
+        context = f"{row['premise']}\nQuestion: {row['hypothesis']}{question}{_ANSWER}"
+        return TaskItem(context, tuple(answers.values()), gold=labels.index(row["label"]))
+
+    columns = {"premise": str, "hypothesis": str, "label": str}
+    return Task(name, file, lm_eval_name, columns, parse, metrics)
 
 
 def _parse_copa(row: Mapping[str, Any]) -> TaskItem:
     # lm-eval has no comma before the conjunction, and two spaces before a choice.
     premise, _, conjunction = row["query"].rpartition(", ")
-    return _parse_choice(row, f"{premise} {conjunction}", choice_prefix=" ")
+    choices = tuple(f" {choice}" for choice in row["choices"])
+    return TaskItem(f"{premise} {conjunction}", choices, gold=row["gold"])
 
 
 def _parse_winograd(row: Mapping[str, Any]) -> TaskItem:
@@ -277,86 +305,28 @@ def _parse_lambada(row: Mapping[str, Any]) -> TaskItem:
     return TaskItem(context, target=space + word)
 
 
-def _entailment_parser(
-    answers: Mapping[str, str], question: str
-) -> Callable[[Mapping[str, Any]], TaskItem]:
-    """Return a parser of rows with one of several labels; `answers` has the model's answer for each."""
-    labels = list(answers)
-
-    def parse(row: Mapping[str, Any]) -> TaskItem:
-        if row["label"] not in answers:
-            raise ValueError(f"expected `label` {' or '.join(labels)}, got {row['label'][:40]!r}")
-        context = f"{row['premise']}\nQuestion: {row['hypothesis']}{question}\nAnswer:"
-        return TaskItem(context, tuple(answers.values()), gold=labels.index(row["label"]))
-
-    return parse
-
-
-_CHOICE = {"query": str, "choices": list, "gold": int}
-_ENTAILMENT = {"premise": str, "hypothesis": str, "label": str}
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task(
-            "arc_easy",
-            "arc_easy.jsonl",
-            "arc_easy",
-            _CHOICE,
-            lambda row: _parse_choice(row, f"{row['query']}\nAnswer:"),
-            ("acc", "acc_norm"),
-        ),
-        Task(
-            "boolq",
-            "boolq.jsonl",
-            "boolq",
-            _CHOICE,
-            lambda row: _parse_choice(row, f"{row['query'].removeprefix('Passage: ')}\nAnswer:"),
-        ),
-        Task(
-            "cb",
-            "superglue/CB/val.jsonl",
-            "cb",
-            _ENTAILMENT,
-            _entailment_parser(
-                {"entailment": "True", "contradiction": "False", "neutral": "Neither"},
-                ". True, False, or Neither?",
-            ),
-            ("acc", "f1"),
-        ),
-        Task("copa", "copa.jsonl", "copa", _CHOICE, _parse_copa),
-        Task(
-            "lambada",
-            "lambada_test.jsonl",
-            "lambada_openai",
-            {"text": str},
-            _parse_lambada,
-            ("acc", "perplexity"),
-            "cloze",
-        ),
-        Task(
-            "piqa",
-            "piqa.jsonl",
-            "piqa",
-            _CHOICE,
-            lambda row: _parse_choice(row, row["query"].removesuffix("\n") + "\nAnswer:"),
-            ("acc", "acc_norm"),
-        ),
-        Task(
-            "rte",
-            "superglue/RTE/val.jsonl",
-            "sglue_rte",
-            _ENTAILMENT,
-            _entailment_parser(
-                {"entailment": "True", "not_entailment": "False"}, " True or False?"
-            ),
-        ),
-        Task(
-            "winograd",
-            "winograd_wsc.jsonl",
-            "wsc273",
-            {"context_options": list, "continuation": str, "gold": int},
-            _parse_winograd,
-            kind="contexts",
-        ),
-    )
-}
+_CB_ANSWERS = {"entailment": "True", "contradiction": "False", "neutral": "Neither"}
+_RTE_ANSWERS = {"entailment": "True", "not_entailment": "False"}
+_WINOGRAD_COLUMNS = {"context_options": list, "continuation": str, "gold": int}
+_LAMBADA = ("lambada_test.jsonl", "lambada_openai", {"text": str}, _parse_lambada)
+_WINOGRAD = ("winograd_wsc.jsonl", "wsc273", _WINOGRAD_COLUMNS, _parse_winograd)
+_TASKS = (
+    _choice_task("arc_easy", lambda query: query + _ANSWER, ("acc", "acc_norm")),
+    _choice_task("boolq", lambda query: query.removeprefix("Passage: ") + _ANSWER),
+    _entailment_task(
+        "cb",
+        "superglue/CB/val.jsonl",
+        "cb",
+        _CB_ANSWERS,
+        ". True, False, or Neither?",
+        ("acc", "f1"),
+    ),
+    Task("copa", "copa.jsonl", "copa", _CHOICE_COLUMNS, _parse_copa),
+    Task("lambada", *_LAMBADA, metrics=("acc", "perplexity"), kind="cloze"),
+    _choice_task("piqa", lambda query: query.removesuffix("\n") + _ANSWER, ("acc", "acc_norm")),
+    _entailment_task(
+        "rte", "superglue/RTE/val.jsonl", "sglue_rte", _RTE_ANSWERS, " True or False?"
+    ),
+    Task("winograd", *_WINOGRAD, kind="contexts"),
+)
+TASKS: dict[str, Task] = {task.name: task for task in _TASKS}

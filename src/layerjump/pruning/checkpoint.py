@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from layerjump import __version__
 from layerjump.errors import BadArtifact, WrongModel
@@ -20,7 +20,7 @@ from layerjump.models.fingerprint import fingerprint
 from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.pruning.prune import Distillation, LossComparison, Pruned
+from layerjump.pruning.prune import Distillation, LossComparison, Pruned, on_disk
 from layerjump.pruning.replace import METHODS, attach_maps, level_after_pruning
 
 RECORD_FILE = "pruning.json"
@@ -50,7 +50,7 @@ class PruningRecord(BaseModel):
     fingerprint: str
     """Hash of the original weights."""
     method: str
-    criterion: str = Field(validation_alias="choice", serialization_alias="choice")
+    criterion: str = on_disk("choice")
     blocks: int
     dropped: list[int]
     parameters: ParameterCounts

@@ -69,20 +69,21 @@ class CalibrationData:
     """Description of model and text."""
 
 
+def on_disk(key: str) -> Any:
+    """Declare the key of a field in files."""
+    return Field(validation_alias=key, serialization_alias=key)
+
+
 class LossComparison(BaseModel):
     """Losses of two models on the same test tokens; the 95 % interval of the ratio is over documents."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    loss_before: float = Field(validation_alias="before", serialization_alias="before")
+    loss_before: float = on_disk("before")
     """Mean loss of the original model in nats per token."""
-    loss_after: float = Field(validation_alias="after", serialization_alias="after")
-    perplexity_before: float = Field(
-        validation_alias="perplexity before", serialization_alias="perplexity before"
-    )
-    perplexity_after: float = Field(
-        validation_alias="perplexity after", serialization_alias="perplexity after"
-    )
+    loss_after: float = on_disk("after")
+    perplexity_before: float = on_disk("perplexity before")
+    perplexity_after: float = on_disk("perplexity after")
     ratio: float
     """Perplexity after / perplexity before."""
     low: float
@@ -113,7 +114,7 @@ class Distillation(BaseModel):
     steps: int
     trained: str
     """The trained weights, in words."""
-    kl_weight: float = Field(validation_alias="kl weight", serialization_alias="kl weight")
+    kl_weight: float = on_disk("kl weight")
     minutes: float
 
 
