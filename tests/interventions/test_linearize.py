@@ -1,4 +1,4 @@
-"""Maps in place of parts, in every family: what is computed, what is generated, and the model as it was afterwards."""
+"""Linear maps in place of sub-modules and blocks, in every family; the model is restored afterwards."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def last_level(model: Model, batch) -> torch.Tensor:
     return found[model.n_blocks]
 
 
-def as_found(model: Model) -> list:
+def hooks_and_forwards(model: Model) -> list:
     return [
         (list(m._forward_hooks), list(m._forward_pre_hooks), "forward" in m.__dict__)
         for m in model.hf.modules()
     ]
 
 
-def test_nothing_replaced_is_bit_identical(model):
+def test_replacing_no_block_changes_no_bit(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     before = last_level(model, batch)
     for parts in (*PARTS, "block"):
@@ -72,7 +72,7 @@ def test_nothing_replaced_is_bit_identical(model):
             assert torch.equal(last_level(model, batch), before)
 
 
-def test_a_splice_is_the_map_and_then_the_later_blocks(model):
+def test_skip_blocks_is_the_map_and_then_the_later_blocks(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     rerun = Rerun(model, batch)
     for i, j in ((0, 1), (1, 2), (0, model.n_blocks), (1, model.n_blocks)):
@@ -83,7 +83,7 @@ def test_a_splice_is_the_map_and_then_the_later_blocks(model):
         assert torch.allclose(found, rerun.pick(expected), rtol=0, atol=EXACT)
 
 
-def test_each_block_its_own_map_is_a_chain_of_maps(model):
+def test_replacing_every_block_is_a_chain_of_maps(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
     rerun = Rerun(model, batch)
     with torch.no_grad(), linearize(model, jumps, parts="block"):
@@ -96,12 +96,12 @@ def test_each_block_its_own_map_is_a_chain_of_maps(model):
 
 def test_the_model_is_restored_after_success_and_after_an_exception(model):
     batch, jumps = sample(model), jumps_of(model, levels(model))
-    before, whole = as_found(model), last_level(model, batch)
+    before, whole = hooks_and_forwards(model), last_level(model, batch)
     with skip_blocks(model, jumps, 0, 2):
         assert not torch.allclose(last_level(model, batch), whole, atol=1e-3)
     with pytest.raises(KeyError), linearize(model, jumps, parts="block", blocks=[1]):
         raise KeyError
-    assert as_found(model) == before
+    assert hooks_and_forwards(model) == before
     assert torch.equal(last_level(model, batch), whole)
 
 
@@ -110,7 +110,7 @@ SETTINGS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_
 
 
 def generated(model: Model) -> list[list[int]]:
-    """Greedy tokens for both prompts side by side, the shorter one padded on the left, with a cache."""
+    """Greedy tokens for both prompts in one batch, the shorter one padded on the left, with a KV cache."""
     if model.hf.config.model_type in ("bloom", "gemma2"):
         # These give NaN for padded rows in float64 as they are: one prompt at a time, then.
         return one_by_one(model, use_cache=True)
@@ -120,7 +120,7 @@ def generated(model: Model) -> list[list[int]]:
 
 
 def one_by_one(model: Model, use_cache: bool = False) -> list[list[int]]:
-    """The same without padding and without a cache: each prompt alone, every step from the start."""
+    """The same for each prompt alone, without padding and without a KV cache."""
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -132,8 +132,8 @@ def one_by_one(model: Model, use_cache: bool = False) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("parts", ["attn", "ffn", "norms", "block"])
-def test_generation_with_a_cache_is_generation_without_one(model, parts):
-    """The first block among the replaced ones: masks are as long as the first layer of the cache says."""
+def test_generation_with_a_kv_cache_equals_generation_without(model, parts):
+    """With the first block replaced: masks are as long as the first layer of the KV cache."""
     if model.task != "causal":
         pytest.skip("does not generate by itself")
     pairs = levels(model) if parts == "block" else submodule_pairs(model, 1, parts)
@@ -146,7 +146,7 @@ def test_generation_with_a_cache_is_generation_without_one(model, parts):
     assert generated(model) == plain
 
 
-def test_a_splice_generates_with_a_cache_as_without(model):
+def test_skip_blocks_generates_with_a_kv_cache_as_without(model):
     if model.task != "causal":
         pytest.skip("does not generate by itself")
     jumps = jumps_of(model, levels(model))
@@ -155,7 +155,7 @@ def test_a_splice_generates_with_a_cache_as_without(model):
             assert generated(model) == one_by_one(model)
 
 
-def test_jumping_over_blocks_by_the_identity_is_a_model_without_them(model):
+def test_replacing_blocks_by_the_identity_equals_dropping_them(model):
     if cannot_drop(model):
         pytest.skip("no block can be taken out")
     batch = sample(model)
@@ -174,13 +174,13 @@ def gpt2() -> Model:
     return Model(hf, Structure(hf), "gpt2")
 
 
-def test_a_stand_in_for_attention_is_the_fitted_map(gpt2):
+def test_linearized_attention_is_the_fitted_map(gpt2):
     (pair,) = submodule_pairs(gpt2, 2, "attn")
     jumps = jumps_of(gpt2, [pair])
     batch = sample(gpt2)
     (exact,) = capture_states(gpt2, [batch], [pair[0]])
     with torch.no_grad(), linearize(gpt2, jumps, parts="attn", blocks=[2]):
-        # The source of the map is the part's own input, and what follows is its output.
+        # The map reads the input of attention, and its output is added to the residual stream.
         (found,) = capture_states(gpt2, [batch], ["2.mid", 1])
         assert torch.allclose(found["2.mid"], found[1] + jumps[pair](exact[pair[0]]), atol=EXACT)
 

@@ -1,4 +1,4 @@
-"""Surgery: what is replaced is replaced and nothing else, in every family; afterwards the model is as it was."""
+"""Patching replaces the selected hidden states and nothing else, in every family; the model is restored."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def every_part(model: Model) -> list:
     return pairs + [(Site(block, "attn.in"), Site(block, "heads")) for block in blocks]
 
 
-def test_the_levels_are_those_of_the_model(model, batch, rerun):
+def test_a_rerun_has_the_levels_of_the_model(model, batch, rerun):
     (found,) = capture_states(model, [batch], range(model.n_blocks + 1))
     assert len(rerun.levels) == model.n_blocks + 1
     for level in range(model.n_blocks + 1):
         assert torch.equal(rerun.pick(rerun.levels[level]), found[level])
 
 
-def test_a_rerun_from_any_level_is_the_same_to_the_last_bit(model, rerun):
+def test_a_rerun_from_any_level_has_identical_bits(model, rerun):
     for level in range(model.n_blocks + 1):
         assert torch.equal(rerun.from_level(level), rerun.levels[-1])
         for to in range(level, model.n_blocks + 1):
@@ -85,7 +85,7 @@ def test_replacing_nothing_changes_nothing(model, batch):
         assert torch.equal(last_level(model, batch), before)
 
 
-def test_replacing_parts_by_what_they_give_changes_nothing(model, batch, rerun):
+def test_replacing_sub_modules_by_their_own_output_changes_nothing(model, batch, rerun):
     changes = dict.fromkeys(every_part(model), untouched)
     assert torch.equal(rerun.from_level(0, changes=changes), rerun.levels[-1])
     with patch(model, changes):
@@ -93,7 +93,7 @@ def test_replacing_parts_by_what_they_give_changes_nothing(model, batch, rerun):
 
 
 def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
-    """The change reads what the norm reads, so the norm itself may stand in as the map."""
+    """The change reads the input of the norm, so the norm itself can be the map."""
     family = model.structure.family
     changes = {}
     for block, module in enumerate(model.structure.blocks, start=1):
@@ -107,11 +107,11 @@ def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
 
 
 @pytest.mark.parametrize("part", ["attn", "xattn", "ffn"])
-def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
-    """In the last block, against the block's own arithmetic written out."""
+def test_a_sub_module_replaced_by_zero_adds_nothing(model, rerun, part):
+    """In the last block, compared with the block's arithmetic written out."""
     crossed = model.structure.family.xattn is not None
     if part == ("attn" if crossed else "xattn"):
-        pytest.skip("cross-attention, where there is any, reads what attention gave")
+        pytest.skip("cross-attention, if there is any, reads the output of attention")
     block = model.n_blocks
     pair = Site(block, f"{part}.in"), Site(block, f"{part}.out")
     zero = replace_by_constant(torch.zeros(model.d_model))
@@ -121,7 +121,7 @@ def test_a_part_replaced_by_zero_adds_nothing(model, rerun, part):
 
 
 def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
-    """The last block's output when it adds no attention or no feed-forward, from its parts."""
+    """The last block's output without attention or without feed-forward, computed from its sub-modules."""
     block, row = model.n_blocks, model.structure.family
     module = model.structure.blocks[-1]
     parts = {name: Site(block, name) for name in ("attn.in", "attn.out", "ffn.in", "ffn.out")}
@@ -162,7 +162,7 @@ def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) ->
 
 
 def feed_forward(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """What the last block's feed-forward adds for an input, through its own modules."""
+    """The last block's feed-forward output for an input."""
     module, row = model.structure.blocks[-1], model.structure.family
     kind = model.hf.config.model_type
     if kind in ("opt", "bart"):
@@ -177,7 +177,7 @@ def feed_forward(model: Model, x: torch.Tensor) -> torch.Tensor:
     return module.get_submodule(row.ffn_adds)(raw) if row.ffn_adds != row.ffn else raw
 
 
-def test_a_head_replaced_by_zero_is_a_head_whose_columns_are_zero(model, rerun):
+def test_zero_ablation_of_an_attention_head_equals_zero_weights(model, rerun):
     block, heads = model.n_blocks, model.hf.config.num_attention_heads
     size = site_width(model, Site(block, "heads")) // heads
     columns = slice(size, 2 * size)
@@ -198,14 +198,14 @@ def test_a_head_replaced_by_zero_is_a_head_whose_columns_are_zero(model, rerun):
     assert not torch.allclose(found, rerun.levels[-1], atol=1e-6)
 
 
-def test_one_head_changes_nothing_if_it_is_given_its_own_output(model, rerun):
+def test_an_attention_head_replaced_by_its_own_output_changes_nothing(model, rerun):
     pair = Site(2, "attn.in"), Site(2, "heads")
     same = rerun.from_level(1, changes={pair: restrict_to(slice(0, 8), untouched)})
     assert torch.equal(same, rerun.levels[-1])
 
 
-def test_only_the_block_asked_for_changes(model, batch, rerun):
-    """Blocks may share their modules (ALBERT); the call decides, in a rerun and in a whole pass."""
+def test_only_the_selected_block_changes(model, batch, rerun):
+    """Blocks may share their modules (ALBERT); the call selects the block, in a rerun and in a full pass."""
     pair = Site(2, "attn.in"), Site(2, "attn.out")
     twice = lambda source, exact: 2 * exact  # noqa: E731
     changed = rerun.from_level(1, changes={pair: twice}, to=2)
@@ -220,7 +220,7 @@ def test_only_the_block_asked_for_changes(model, batch, rerun):
     assert torch.equal(found[model.n_blocks], rerun.pick(expected))
 
 
-def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
+def test_a_patched_level_replaces_the_blocks_before_it(model, batch, rerun):
     weight = 0.1 * torch.randn(model.d_model, model.d_model, dtype=torch.float64)
     jump = torch.nn.Linear(model.d_model, model.d_model, bias=False, dtype=torch.float64)
     jump.weight.data = weight
@@ -230,8 +230,8 @@ def test_a_level_can_be_jumped_to_in_a_whole_pass(model, batch, rerun):
     assert torch.allclose(found, rerun.pick(expected), rtol=0, atol=EXACT)
 
 
-def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
-    """A linear stand-in for attention, against the captured input times its weight."""
+def test_a_change_reads_the_source_at_every_position(model, rerun):
+    """A linear replacement of attention, compared with the captured input times its weight."""
     pair = Site(1, "attn.in"), Site(1, "attn.out")
     weight = torch.randn(model.d_model, model.d_model, dtype=torch.float64)
     seen = []
@@ -246,7 +246,7 @@ def test_a_map_reads_the_parts_input_at_every_position(model, rerun):
     assert torch.allclose(rerun.pick(grid), found[pair[0]] @ weight.T, rtol=0, atol=1e-10)
 
 
-def test_no_hook_stays_behind(model, batch, rerun):
+def test_no_hook_remains(model, batch, rerun):
     before, whole = hooks(model), last_level(model, batch)
     pair = Site(1, "ffn.in"), Site(1, "ffn.out")
 
@@ -284,7 +284,7 @@ def test_noise_is_as_long_as_the_maps_error(gpt2):
     assert abs(torch.nn.functional.cosine_similarity(made - exact, exact, dim=-1).mean()) < 0.5
 
 
-def test_a_float32_map_serves_a_float64_model(gpt2):
+def test_a_float32_map_in_a_float64_model(gpt2):
     jump = torch.nn.Linear(32, 32)
     source = torch.randn(3, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_a_float32_map_serves_a_float64_model(gpt2):
         assert torch.equal(made, jump(source.float()).double())
 
 
-def test_a_source_that_comes_later_is_refused(gpt2):
+def test_a_source_after_its_target_is_refused(gpt2):
     batch = sample(gpt2)
     with (
         pytest.raises(BadModel, match="only later"),

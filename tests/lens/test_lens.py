@@ -1,4 +1,4 @@
-"""Reading levels: the model's own words at the last one, and the same numbers however the work is cut."""
+"""Scores of lenses: the model itself at the last level, and the same numbers for every way of chunking."""
 
 from pathlib import Path
 
@@ -35,16 +35,16 @@ def batches(model, text):
 
 
 @pytest.fixture(scope="module")
-def readings(model, lenses, batches):
+def scores(model, lenses, batches):
     return evaluate_lenses(model, lenses, batches)
 
 
-def in_order(readings: LensScores) -> dict[str, torch.Tensor]:
+def in_order(scores: LensScores) -> dict[str, torch.Tensor]:
     """Every field, examples sorted by document, position and token."""
-    about = torch.stack([readings.document, readings.position, readings.token])
-    names = sorted(zip(*about.tolist(), range(readings.n_examples), strict=True))
+    about = torch.stack([scores.document, scores.position, scores.token])
+    names = sorted(zip(*about.tolist(), range(scores.n_examples), strict=True))
     order = torch.tensor([name[-1] for name in names])
-    fields = {name: value for name, value in vars(readings).items() if name != "lenses"}
+    fields = {name: value for name, value in vars(scores).items() if name != "lenses"}
     return {name: value.index_select(-1, order) for name, value in fields.items()}
 
 
@@ -53,82 +53,82 @@ def assert_same(one: LensScores, other: LensScores) -> None:
     for name, value in one.items():
         if value.dtype == torch.int64:
             assert torch.equal(value, other[name]), name
-        else:  # jumps are float32, and their products round as the rows are cut
+        else:  # jumps are float32, and rounding depends on the chunks
             torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_shapes_and_what_was_read(readings, batches, model):
-    assert readings.lenses == ("identity", "mat")
-    assert readings.n_examples == batches.n_picks
-    assert readings.top.shape == (2, model.n_blocks + 1, readings.n_examples)
-    assert readings.model_entropy.min() > 0
+def test_shapes_of_the_scores(scores, batches, model):
+    assert scores.lenses == ("identity", "mat")
+    assert scores.n_examples == batches.n_picks
+    assert scores.top.shape == (2, model.n_blocks + 1, scores.n_examples)
+    assert scores.model_entropy.min() > 0
 
 
-def test_at_the_last_level_every_lens_is_the_model(readings, model, batches):
+def test_at_the_last_level_every_lens_is_the_model(scores, model, batches):
     own = torch.cat([found.logits for found in lj.capture_states(model, batches, [0], logits=True)])
-    assert torch.equal(readings.model_top, own.argmax(-1))
-    assert torch.equal(readings.top[:, -1], readings.model_top.expand(2, -1))
+    assert torch.equal(scores.model_top, own.argmax(-1))
+    assert torch.equal(scores.top[:, -1], scores.model_top.expand(2, -1))
     for k in (1, 5, 10):
-        assert readings.hits(k)[:, -1].all()
-    assert readings.kl[:, -1].max() < 1e-9
+        assert scores.hits(k)[:, -1].all()
+    assert scores.kl[:, -1].max() < 1e-9
     entropy = torch.distributions.Categorical(logits=own).entropy()
-    torch.testing.assert_close(readings.model_entropy, entropy, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(scores.model_entropy, entropy, rtol=1e-9, atol=1e-12)
 
 
-def test_precision_grows_with_k(readings):
-    one, five, ten = (readings.hits(k) for k in (1, 5, 10))
+def test_precision_grows_with_k(scores):
+    one, five, ten = (scores.hits(k) for k in (1, 5, 10))
     assert (one <= five).all()
     assert (five <= ten).all()
     assert 0 < one[:, :-1].double().mean() < ten[:, :-1].double().mean() < 1
     with pytest.raises(ValueError, match="at most 10, got 11"):
-        readings.hits(11)
+        scores.hits(11)
 
 
-def test_a_lens_reads_what_norm_and_head_say_of_the_mapped_state(model, lenses, batches):
+def test_logits_are_norm_and_unembedding_of_the_mapped_state(model, lenses, batches):
     (found, *_) = lj.capture_states(model, batches, range(5))
     hf, jumps = model.hf, lenses["mat"].jumps
     for level in range(4):
         mapped = jumps[level, 4](found[level].float()).double()
-        wanted = hf.lm_head(hf.transformer.ln_f(mapped))
-        torch.testing.assert_close(lenses["mat"].logits(level, found[level]), wanted)
+        expected = hf.lm_head(hf.transformer.ln_f(mapped))
+        torch.testing.assert_close(lenses["mat"].logits(level, found[level]), expected)
         same = hf.lm_head(hf.transformer.ln_f(found[level]))
         torch.testing.assert_close(lenses["identity"].logits(level, found[level]), same)
 
 
 @pytest.mark.parametrize("memory", [1, 200_000, 1 << 40])
-def test_the_memory_given_does_not_change_the_numbers(memory, model, lenses, batches, readings):
-    assert_same(evaluate_lenses(model, lenses, batches, memory=memory), readings)
+def test_the_memory_budget_does_not_change_the_numbers(memory, model, lenses, batches, scores):
+    assert_same(evaluate_lenses(model, lenses, batches, memory=memory), scores)
 
 
 @pytest.mark.parametrize("budget", [1, 600])
-def test_the_batch_size_does_not_change_the_numbers(budget, model, text, lenses, readings):
+def test_the_batch_size_does_not_change_the_numbers(budget, model, text, lenses, scores):
     positions = lj.Positions("sample", 6)
     cut = lj.make_batches(text, model.tokenization, positions, documents=range(20), budget=budget)
-    assert_same(evaluate_lenses(model, lenses, cut), readings)
+    assert_same(evaluate_lenses(model, lenses, cut), scores)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_of_any_precision_is_read(dtype, data_folder, text, readings, lenses, batches):
+def test_models_of_lower_precision_are_scored(dtype, data_folder, text, scores, lenses, batches):
     model = lj.load(data_folder / "tiny-gpt2", dtype=dtype)
     jumps = lenses["mat"].jumps
     found = evaluate_lenses(model, {"identity": Lens(model), "mat": Lens(model, jumps)}, batches)
     assert found.kl.dtype == torch.float32
     assert found.hits(10)[:, -1].all()
-    difference = (found.kl - readings.kl).abs().mean()
+    difference = (found.kl - scores.kl).abs().mean()
     assert difference < (1e-4 if dtype == "float32" else 0.1)
 
 
-def test_jumps_to_final_are_decoded_by_the_head_alone(model, text, batches):
+def test_jumps_to_final_are_decoded_by_the_unembedding_alone(model, text, batches):
     jumps = lj.fit(model, text, pairs="0:final,2:final", split="100/0/0")
     lens = Lens(model, jumps)
     (found, *_) = lj.capture_states(model, batches, [2])
-    wanted = model.hf.lm_head(jumps[2, "final"](found[2].float()).double())
-    torch.testing.assert_close(lens.logits(2, found[2]), wanted)
+    expected = model.hf.lm_head(jumps[2, "final"](found[2].float()).double())
+    torch.testing.assert_close(lens.logits(2, found[2]), expected)
     with pytest.raises(BadJumps, match="no jump from level 1"):
         lens.logits(1, found[2])
 
 
-def test_a_model_without_head_has_no_lens(tmp_path):
+def test_a_model_without_an_unembedding_has_no_lens(tmp_path):
     from helpers.tiny_models import tiny_config
 
     BertModel(tiny_config("bert")).save_pretrained(tmp_path)
@@ -136,7 +136,7 @@ def test_a_model_without_head_has_no_lens(tmp_path):
         Lens(lj.load(tmp_path))
 
 
-def test_rows_at_once_keeps_to_the_budget(model, data_folder):
+def test_chunk_rows_stays_within_the_budget(model, data_folder):
     half = lj.load(data_folder / "tiny-gpt2", dtype="bfloat16")
     assert chunk_rows(half, 1 << 20) // 2 == chunk_rows(model, 1 << 20)
     assert chunk_rows(model, 1 << 20) * model.structure.vocab_size * 8 < 1 << 20
@@ -167,10 +167,10 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's high-water mark")
-def test_peak_memory_keeps_to_the_budget_whatever_the_vocabulary():
+def test_peak_memory_stays_within_the_budget():
     """1,600 rows of 30,000 logits are 192 MB a buffer; the budget is 170 MB for all buffers together.
 
-    Less would measure the C library, which keeps freed blocks of up to 32 MB for itself.
+    A smaller budget would measure the C library, which caches freed blocks of up to 32 MB.
     """
     budget = 170_000_000
     code = PEAK.replace("BUDGET", str(budget))

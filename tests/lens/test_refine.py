@@ -41,8 +41,9 @@ def refined(model, jumps):
     return lj.refine(model, jumps, TEXT, steps=75)
 
 
+@torch.no_grad()
 def mean_kl(model, jumps):
-    """On documents that neither fitting nor tuner nor stopping has seen."""
+    """The mean KL on documents used neither to fit nor to refine nor to stop."""
     documents = lj.split_documents(len(TEXT.documents), "80/10/10", seed=0).test
     found = lj.make_batches(TEXT, model.tokenization, lj.Positions("all"), documents=documents)
     lens, last, total = lj.Lens(model, jumps), model.n_blocks, []
@@ -54,7 +55,7 @@ def mean_kl(model, jumps):
     return float(torch.stack(total).mean())
 
 
-def test_tuning_lowers_kl_on_unseen_text(model, jumps, refined):
+def test_refinement_lowers_kl_on_unseen_text(model, jumps, refined):
     assert mean_kl(model, refined) < 0.98 * mean_kl(model, jumps)
     about = refined.provenance.settings["refine"]
     assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
@@ -63,7 +64,7 @@ def test_tuning_lowers_kl_on_unseen_text(model, jumps, refined):
     assert lj.Lens(model, refined).name == "calibrated+kl"
 
 
-def test_the_jumps_given_are_left_alone(model, jumps):
+def test_the_input_jumps_do_not_change(model, jumps):
     before = {pair: to_affine(jumps[pair]).weight.clone() for pair in jumps}
     lj.refine(model, jumps, TEXT, steps=2)
     assert all(torch.equal(before[pair], to_affine(jumps[pair]).weight) for pair in jumps)
@@ -74,7 +75,7 @@ def test_the_jumps_given_are_left_alone(model, jumps):
     ("estimator", "settings"),
     [("mat", {}), ("low-rank", {"rank": 4, "pairs": "to-final"}), ("n-njtc", {}), ("affine", {})],
 )
-def test_any_map_with_numbers_is_tuned(model, estimator, settings):
+def test_maps_of_every_form_are_refined(model, estimator, settings):
     closed = lj.fit(model, TEXT, estimator=estimator, tokens=12_000, **settings)
     tuned = lj.refine(model, closed, TEXT, steps=25)
     assert tuned.n_parameters == closed.n_parameters
@@ -83,7 +84,7 @@ def test_any_map_with_numbers_is_tuned(model, estimator, settings):
 
 @pytest.mark.parametrize("landing", [FINAL, Site(4)])
 def test_gradients_are_finite_differences(model, jumps, landing):
-    """Of maps that the head alone decodes, and of those that the final norm follows."""
+    """For maps to `final`, and for maps to level L, which the final norm follows."""
     if landing != FINAL:
         jumps = lj.fit(model, TEXT, estimator="affine", tokens=4_000)
     objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
@@ -107,7 +108,7 @@ def test_gradients_are_finite_differences(model, jumps, landing):
         assert (ends[1] - ends[0]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-3)
 
 
-def test_a_map_is_taken_out_and_tuning_goes_on(model, jumps):
+def test_a_trainable_map_converts_to_the_same_map(model, jumps):
     rows = torch.randn(20, model.d_model)
     tuned = TrainableMap(jumps[1, FINAL], rows)
     for _ in range(2):
@@ -122,16 +123,16 @@ def test_kl_is_the_mean_over_positions(model, jumps):
     rows, site, pair = objective.validation_rows(held), Site(1), (Site(1), FINAL)
     own = model.structure.decode(rows.final).log_softmax(-1)
     guess = lj.Lens(model, jumps).logits(1, rows.states[site]).log_softmax(-1)
-    wanted = float((own.exp() * (own - guess)).sum(-1).mean())
+    expected = float((own.exp() * (own - guess)).sum(-1).mean())
     tuned = TrainableMap(jumps[pair], rows.states[site])
-    assert objective.mean_kl(rows, {pair: tuned})[pair] == pytest.approx(wanted, rel=1e-4)
+    assert objective.mean_kl(rows, {pair: tuned})[pair] == pytest.approx(expected, rel=1e-4)
     half = TrainingRows({site: rows.states[site][:7]}, rows.final[:7])
     assert objective.mean_kl(half, {pair: tuned})[pair] == pytest.approx(
         float((own.exp() * (own - guess)).sum(-1)[:7].mean()), rel=1e-4
     )
 
 
-def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
+def test_the_model_is_decoded_once_for_all_levels(model, jumps):
     objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
     rows = objective.sample_rows(objective.make_batches(TEXT, 0, None)[0], 0, 12)
     tuned = {pair: TrainableMap(jumps[pair], rows.states[pair[0]]) for pair in objective.pairs}
@@ -142,8 +143,8 @@ def test_the_models_own_product_is_made_once_for_all_levels(model, jumps):
     assert len(calls) == model.n_blocks + 1
 
 
-def test_tokens_are_those_of_the_fit(model, jumps):
-    """The same bound gives the very documents that a fit reads."""
+def test_the_documents_are_those_of_the_fit(model, jumps):
+    """The same number of tokens selects the same documents as in a fit."""
     objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
     found = objective.make_batches(TEXT, 0, 6_000)
     planned = plan_run(model, TEXT, tokens=6_000).batches
@@ -151,7 +152,7 @@ def test_tokens_are_those_of_the_fit(model, jumps):
         assert mine.sequences.ids.tolist() == planned[name].sequences.ids.tolist()
 
 
-def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refined, tmp_path):
+def test_runs_are_reproducible_and_resumable(model, jumps, refined, tmp_path):
     def stop(done, whole, kl):
         if done == 50:
             raise KeyboardInterrupt
@@ -175,14 +176,14 @@ def test_it_is_the_same_every_time_and_after_an_interruption(model, jumps, refin
         lj.refine(model, jumps, TEXT, steps=75, checkpoint_folder=tmp_path)
 
 
-def test_a_rate_that_is_far_too_high_does_no_harm(model, jumps):
+def test_a_learning_rate_that_is_too_high_does_no_harm(model, jumps):
     wild = lj.refine(model, jumps, TEXT, steps=50, learning_rate=100)
     about = wild.provenance.settings["refine"]
     assert all(b <= a for a, b in zip(about["kl_before"], about["kl_after"], strict=True))
     assert all(bool(torch.isfinite(p).all()) for p in wild.parameters())
 
 
-def test_masked_models_are_tuned(data_folder):
+def test_masked_models_are_refined(data_folder):
     bert = lj.load(data_folder / "tiny-bert")
     closed = lj.fit(bert, TEXT, estimator="calibrated", positions="15%", tokens=12_000)
     tuned = lj.refine(bert, closed, TEXT, steps=25)
@@ -190,7 +191,7 @@ def test_masked_models_are_tuned(data_folder):
     assert sum(about["kl_after"]) < sum(about["kl_before"])
 
 
-def test_what_cannot_be_tuned_is_one_line(model):
+def test_jumps_that_cannot_be_refined_are_refused(model):
     for estimator in ("identity", "ojfa"):
         closed = lj.fit(model, TEXT, estimator=estimator, tokens=4_000)
         with pytest.raises(BadEstimator):
@@ -202,7 +203,7 @@ def test_what_cannot_be_tuned_is_one_line(model):
         lj.refine(model, lj.fit(model, TEXT, tokens=4_000), TEXT, steps=0)
 
 
-def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, tmp_path):
+def test_another_text_is_split_in_the_default_ratio(model, tmp_path):
     known = lj.fit(model, TEXT, estimator="affine", tokens=12_000, split="300/50/50")
     lj.export_lens(known, model, tmp_path / "lens", "tuned-lens")
     other = stories(60)
@@ -211,7 +212,7 @@ def test_a_text_that_the_jumps_do_not_know_is_split_by_the_usual_shares(model, t
         assert tuned.provenance.settings["refine"]["text_sha256"] == other.sha256
 
 
-def test_no_patience_at_all_is_one_line(model, jumps):
+def test_patience_must_be_positive(model, jumps):
     with pytest.raises(BadEstimator, match="patience of 1 or more, got 0"):
         lj.refine(model, jumps, TEXT, steps=2, patience=0)
 
@@ -236,7 +237,7 @@ pair = site, lj.Site(model.n_blocks)
 objective = KLObjective(model, None, [pair])
 tuned = {pair: TrainableMap(jump, at)}
 few = TrainingRows({site: at[:2]}, at[:2])
-objective.backward(few, tuned, (0,))  # what is loaded on first use
+objective.backward(few, tuned, (0,))  # loads what is loaded on first use
 before = peak()
 objective.backward(TrainingRows({site: at}, at), tuned, (0,))
 objective.mean_kl(TrainingRows({site: at}, at), tuned)
@@ -246,5 +247,5 @@ print(peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's high-water mark")
 def test_peak_memory_is_bounded_for_a_vocabulary_of_262_144():
-    """600 rows of logits are 630 MB a buffer, of which a gradient wants several."""
+    """600 rows of logits are 630 MB a buffer, and a gradient needs several."""
     assert int(printed_by(PEAK)) < 1.2 * LOGITS_MEMORY

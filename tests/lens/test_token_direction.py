@@ -1,4 +1,4 @@
-"""Directions of tokens: what the lens reads more of along them, and what the model does without them."""
+"""Directions of tokens, and the effect of ablating them."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ def state_at(model, level, text):
     return found[level][-1]
 
 
-def test_a_direction_is_the_lens_gradient_but_for_the_norms_length(lens, model):
-    """The norm divides by the length: its gradient has nothing along the mapped state, and is the direction's rest."""
+def test_the_direction_is_the_gradient_up_to_the_norms_length(lens, model):
+    """The norm divides by the length, so the gradient lacks the component along the mapped state."""
     token, level = model.tokenization.one(" dog"), 2
     found = lens.direction(" dog", level)
     assert float(found.norm()) == pytest.approx(1)
@@ -56,14 +56,14 @@ def test_a_direction_is_the_lens_gradient_but_for_the_norms_length(lens, model):
     torch.testing.assert_close(found, pulled / pulled.norm())
 
 
-def test_at_the_last_level_the_model_does_what_the_lens_says(lens):
+def test_at_the_last_level_prediction_and_effect_are_equal(lens):
     found = lens.ablate_direction(TOKENS, 4, TEXTS)
     assert found.actual.shape == (len(TEXTS), len(TOKENS))
     assert found.actual.abs().max() > 0.1
     torch.testing.assert_close(found.predicted, found.actual, rtol=1e-9, atol=1e-9)
 
 
-def test_at_late_levels_the_model_changes_as_the_lens_predicts(lens, model):
+def test_at_late_levels_prediction_and_effect_correlate(lens, model):
     ids = torch.tensor([model.tokenization.encode([TEXTS[0]])[0]])
     before = model.hf(ids).logits
     late = lens.ablate_direction(TOKENS, 3, TEXTS)
@@ -72,7 +72,7 @@ def test_at_late_levels_the_model_changes_as_the_lens_predicts(lens, model):
     assert torch.equal(model.hf(ids).logits, before)  # no hook is left
 
 
-def test_on_stories_the_directions_are_causal_too(real_folder, text):
+def test_directions_are_causal_in_stories15m(real_folder, text):
     model = lj.load(real_folder("stories15M"))
     found = lj.Lens(model).ablate_direction(TOKENS, 5, TEXTS)
     assert found.correlation > 0.8
@@ -80,31 +80,31 @@ def test_on_stories_the_directions_are_causal_too(real_folder, text):
     assert early.correlation < found.correlation
 
 
-def test_one_token_of_one_text_is_enough(lens):
+def test_one_token_and_one_text(lens):
     one = lens.ablate_direction(" dog", 3, TEXTS[4])
     many = lens.ablate_direction(TOKENS, 3, TEXTS)
     torch.testing.assert_close(one.predicted[0, 0], many.predicted[4, 2])
     torch.testing.assert_close(one.actual[0, 0], many.actual[4, 2])
 
 
-def test_heads_with_more_than_a_norm_want_jumps_to_final(data_folder, text):
+def test_masked_models_need_jumps_to_final(data_folder, text):
     model = lj.load(data_folder / "tiny-bert", dtype="float64")
     with pytest.raises(BadModel, match="3:final"):
         lj.Lens(model).direction("dog", 3)
     jumps = lj.fit(model, text, pairs="3:final", positions="15%", split="100/0/0")
     lens, prompt = lj.Lens(model, jumps), "Lily had a [MASK] ball."
     found = lens.ablate_direction("dog", 3, prompt)
-    # The head alone is linear, so the prediction is known on paper.
+    # The unembedding is linear, so the prediction has a closed form.
     ids = model.tokenizer(prompt)["input_ids"]
     (at,) = lj.capture_states(model, [lj.batch_from_ids(ids)], [3])
     state = at[3][ids.index(model.tokenizer.mask_token_id)]
     head = model.structure.unembedding.weight.double()
     row = head[model.tokenization.one("dog")] - head.mean(0)
     pulled = jumps[3, "final"].weight.double().mT @ row
-    wanted = -(state @ pulled)
-    torch.testing.assert_close(found.predicted[0, 0], wanted.detach(), rtol=1e-4, atol=1e-5)
+    expected = -(state @ pulled)
+    torch.testing.assert_close(found.predicted[0, 0], expected.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_level_that_is_not_there_is_refused(lens):
+def test_a_missing_level_is_refused(lens):
     with pytest.raises(BadModel, match="levels 0 to 4"):
         lens.ablate_direction(" dog", 5, TEXTS[0])

@@ -1,1 +1,1 @@
-"""Activations replaced in a running model."""
+"""Interventions: patch hidden states, and replace sub-modules or blocks by linear maps."""

@@ -1,1 +1,1 @@
-"""Predictions from hidden levels."""
+"""Lenses: predictions from the hidden states of any level."""
