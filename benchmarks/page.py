@@ -106,7 +106,7 @@ def least(model: lj.Model, text: str) -> None:
     final = []
     hook = model.stack.register_forward_hook(lambda _, __, out: final.append(out[0][0]))
     try:
-        model.body(ids, torch.ones_like(ids))
+        model.run_body(ids, torch.ones_like(ids))
     finally:
         hook.remove()
     for _ in range(model.n_blocks + 1):

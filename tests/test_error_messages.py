@@ -174,7 +174,7 @@ def test_a_bare_hugging_face_model_must_be_wrapped(model, text, jumps):
         "load": lambda: check_model(jumps, bare, False),
     }
     for ask in asked.values():
-        with refusal("a GPT2LMHeadModel was given", "lj.Model.wrap(hf, tokenizer)"):
+        with refusal("got a GPT2LMHeadModel", "lj.Model.wrap(hf, tokenizer)"):
             ask()
 
 

@@ -49,7 +49,7 @@ def hf_output(model: Model, batch: Batch):
 def run_body(model: Model, batch: Batch, ids: torch.Tensor) -> None:
     """The body on these ids, nothing masked; an encoder–decoder's encoder reads the batch's source."""
     source = batch.source_ids
-    model.body(
+    model.run_body(
         ids, torch.ones_like(ids), source, None if source is None else torch.ones_like(source)
     )
 

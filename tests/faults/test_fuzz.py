@@ -178,7 +178,7 @@ def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
         ({"pairs": []}, "pairs no sites"),
         ({"reservoir": 10**9}, "keeps 1000000000 states"),
         ({"n": {"fit": 10**400, "select": 0, "test": 0}}, "positions"),
-        ({"pairs": [["a" * 2000, "1"]]}, "names no site"),
+        ({"pairs": [["a" * 2000, "1"]]}, "expected a site"),
     ],
 )
 def test_sums_whose_account_makes_no_sense(tmp_path, change, said):

@@ -133,7 +133,7 @@ def test_an_absent_jump_says_what_there_is(jumps):
     assert "and 1 more" in str(caught.value)
     with pytest.raises(NoSuchJump, match="a source and a target"):
         jumps[3]
-    with pytest.raises(BadModel, match="names no site"):
+    with pytest.raises(BadModel, match="expected a site"):
         jumps[3, "nowhere"]
     with pytest.raises(NoSuchJump):
         jumps.info[1, 1]

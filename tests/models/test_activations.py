@@ -148,7 +148,7 @@ def test_a_site_the_model_lacks_is_named(model, site, message):
 
 @pytest.mark.parametrize("name", ["five", "-1", "3.nose", "3.attn", ""])
 def test_a_name_that_is_no_site_is_refused(name):
-    with pytest.raises(BadModel, match="names no site"):
+    with pytest.raises(BadModel, match="expected a site"):
         Site.parse(name)
 
 

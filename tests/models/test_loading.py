@@ -136,7 +136,7 @@ def test_a_body_with_missing_weights_is_refused(saved):
 
 def test_a_vision_model_is_refused(tmp_path):
     ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="'vit' are not supported") as caught:
+    with pytest.raises(UnsupportedModel, match="got 'vit'") as caught:
         lj.load(tmp_path)
     one_line(caught.value)
 

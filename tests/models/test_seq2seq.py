@@ -141,7 +141,7 @@ def test_states_do_not_depend_on_the_batches(model, corpus):
 
 
 def test_the_source_is_asked_for(model):
-    with pytest.raises(BadModel, match="nothing for its encoder to read; give source_ids"):
+    with pytest.raises(BadModel, match="pass source_ids and source_mask"):
         list(lj.capture_states(model, [lj.batch_from_ids([1, 2, 3])], [0]))
     (found,) = lj.capture_states(model, [lj.batch_from_ids([1, 2, 3], source=[4, 5])], [0])
     assert found[0].shape == (3, 32)
@@ -169,7 +169,7 @@ def test_an_encoders_side_has_no_predictions_and_no_final(model):
     assert not any("xattn" in str(site) for site in side.structure.sites())
     with pytest.raises(BadModel, match="no site final"):
         parse_pairs("0:final", side.structure)
-    with pytest.raises(NoPredictions, match="ask the decoder"):
+    with pytest.raises(NoPredictions, match="use the decoder"):
         side.logits(torch.zeros(1, 32, dtype=torch.float64))
 
 
@@ -183,7 +183,7 @@ def test_an_encoder_reads_whole_texts_with_what_goes_around_them(model, corpus):
 
 
 def test_a_single_stack_has_no_encoder_side():
-    with pytest.raises(UnsupportedModel, match="one stack"):
+    with pytest.raises(UnsupportedModel, match="no encoder next to"):
         lj.Model.wrap(tiny_model("gpt2"), name="tiny").encoder_side()
 
 

@@ -53,7 +53,7 @@ def _print_families(as_json: bool) -> None:
             "task": family.task,
             "kind": family.kind,
             "blocks": family.blocks,
-            "level L to logits": " → ".join([*family.to_final, family.head]),
+            "level L to logits": " → ".join([*family.to_final, family.unembedding]),
             "before level 0": family.before,
         }
         for name, family in FAMILIES.items()

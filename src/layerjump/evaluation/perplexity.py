@@ -135,7 +135,7 @@ def _window_losses(
     sites = [Site(level) for level in (*reader.levels, model.n_blocks)]
     with Capture(model.structure, sites) as capture:
         capture.start(positions)
-        model.body(tokens[None], torch.ones(1, len(ids), dtype=torch.long))
+        model.run_body(tokens[None], torch.ones(1, len(ids), dtype=torch.long))
         states = capture.take()
     for rows, logits in reader.read(states, positions.to(states[sites[-1]].device)):
         targets = tokens[positions[rows.cpu()] + 1].to(logits.device)

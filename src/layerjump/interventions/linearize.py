@@ -144,5 +144,5 @@ def _count_extra_outputs(model: Model) -> list[int | None]:
 
     batch = sample(model, rows=1, length=2)
     with watch_outputs(model.structure.blocks, count):
-        model.body(batch.input_ids, batch.attention_mask)
+        model.run_body(batch.input_ids, batch.attention_mask)
     return counts

@@ -103,7 +103,9 @@ class Rerun:
             record_calls(blocks) as self._calls,
             Capture(model.structure, [last]) as capture,
         ):
-            model.body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+            model.run_body(
+                batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask
+            )
         self.levels = [call.states for call in self._calls] + [capture.take()[last]]
         """(rows, positions, d_model) at levels 0 to L."""
 

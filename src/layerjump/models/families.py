@@ -1,19 +1,15 @@
-"""One row per model family: module paths and the order in which a block adds its parts.
+"""One row per model family: module paths, and the order in which a block adds its parts to the residual stream.
 
-What is said of a model family: where it keeps its parts, and in what order a block adds them up.
-
-Paths of `ln1 … ffn_adds` start at a block, the others at the model. What a block of each kind computes:
+Paths of `ln1 … ffn_adds` start at a block, the others at the model. A block of each kind computes
 
     pre        y = h + attn;       out = y + ffn         (each reads a norm of the stream)
     parallel   out = h + attn + ffn
-    sandwich   as pre; attn and ffn are taken after a norm of their own outputs
+    sandwich   like pre; attn and ffn are normed before they are added
     post       y = ln1(h + attn);  out = ln2(y + ffn)
 
-A decoder beside an encoder adds cross-attention between the two in the same manner: y + xattn, or lnx(y + xattn).
+The decoder of an encoder–decoder adds cross-attention between the two: y + xattn, or lnx(y + xattn).
 
-One row per model family (`family.py` says what its fields mean).
-
-Adding a family is adding a row to `FAMILIES`; the self-check at load and the contract tests then prove it.
+To add a family, add a row to `FAMILIES`; the self-check at load and the contract tests then prove it.
 """
 
 from __future__ import annotations
@@ -26,66 +22,69 @@ from layerjump.errors import UnsupportedModel
 
 Kind = Literal["pre", "parallel", "sandwich", "post"]
 Task = Literal["causal", "masked", "seq2seq", "encoder"]
-"""`encoder` is the encoder of a seq2seq model looked at alone; no row has it."""
+"""`encoder` is the encoder of a seq2seq model by itself; no row has it."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family keeps its parts."""
+    """Where the models of a family have their parts."""
 
     blocks: str
-    """The block list; `*` steps into each entry's own list (ALBERT's groups)."""
+    """The list of blocks; `*` steps into each entry's own list (ALBERT's groups)."""
     kind: Kind
     ln1: str | None
     ln2: str | None
-    """None: there is none, or it is the same module as ln1."""
+    """The norms before attention and feed-forward (post: after them). None: absent, or the same module as ln1."""
     attn: str
-    """The module that attention's input enters."""
+    """The module whose input is attention's input."""
     attn_adds: str
-    """The module whose output is what attention adds to the stream."""
-    heads: str
-    """The attention output projection: its input holds one slice a head."""
+    """The module whose output attention adds to the stream."""
+    attn_out_proj: str
+    """The attention output projection: its input has one slice per attention head."""
     ffn: str
+    """The module whose input is the feed-forward's input."""
     ffn_adds: str
+    """The module whose output the feed-forward adds to the stream."""
     to_final: tuple[str, ...]
-    """Modules between level L and the vocabulary product; `@gelu` is the bare activation."""
-    head: str
-    """The vocabulary product."""
+    """The modules between level L and the unembedding; `@gelu` is the bare activation."""
+    unembedding: str
     task: Task = "causal"
     lnx: str | None = None
     xattn: str | None = None
     xattn_adds: str | None = None
     """Cross-attention and its norm, as ln1, attn and attn_adds are self-attention's."""
     encoder: Mapping[str, Any] | None = None
-    """Encoder–decoders: where the encoder keeps its parts, as far as they differ from the decoder's."""
+    """The fields of an encoder–decoder's encoder that differ from its decoder's."""
+    norm_offset: float = 0.0
+    """What norms add to their stored weight: 1 in Gemma, whose weights are the distance of the scale from one."""
     final_scale: float = 1.0
-    """What the state is multiplied by just before the vocabulary product."""
+    """The factor of the state just before the unembedding."""
     logits_bias: str | None = None
     """A buffer added to the logits."""
     softcap: str | None = None
     """The config field of a tanh soft-cap on the logits."""
     needs_bos: bool = False
-    """Trained with BOS always: it is added even if the tokenizer forgets to."""
+    """Whether the model was always trained with BOS: it is added even if the tokenizer does not add it."""
     reserved_positions: int = 0
     """Rows of the position table that no token can use."""
     before: str = "token embedding"
-    """What stands before level 0 (said in `layerjump families`)."""
+    """What computes level 0, in words for `layerjump families`."""
     variant: Callable[[Any], dict[str, Any]] | None = None
-    """What differs by configuration: config → fields to replace."""
+    """The fields that depend on the configuration: config → fields to replace."""
 
     def of(self, config: Any) -> Family:
         """This row with the configuration's variant applied."""
         return replace(self, **self.variant(config)) if self.variant else self
 
     def additions(self) -> list[tuple[str, str | None, str]]:
-        """What a block adds to the stream, one after another: (part, its norm, the stream's name afterwards)."""
+        """What a block adds to the stream, in order: (part, its norm, the site of the stream after it)."""
         cross = [("xattn", self.lnx, "mid2")] if self.xattn else []
         return [("attn", self.ln1, "mid"), *cross, ("ffn", self.ln2, "level")]
 
     def of_encoder(self) -> Family:
-        """The row of the encoder that an encoder–decoder has beside its decoder."""
+        """The row of an encoder–decoder's encoder."""
         if self.encoder is None:
-            raise UnsupportedModel("this family has one stack of blocks, so no encoder beside it")
+            raise UnsupportedModel("this family has no encoder next to its decoder")
         bare = replace(self, lnx=None, xattn=None, xattn_adds=None, encoder=None, logits_bias=None)
         return replace(bare, task="encoder", to_final=(), final_scale=1.0, **self.encoder)
 
@@ -112,7 +111,7 @@ def _falcon(config: Any) -> dict[str, Any]:
 
 
 def _t5(config: Any) -> dict[str, Any]:
-    # The first T5 divides what it hands to its tied head; version 1.1 does not.
+    # The first T5 scales the state before its tied unembedding; version 1.1 does not.
     return {"final_scale": config.d_model**-0.5} if config.scale_decoder_outputs else {}
 
 
@@ -123,11 +122,11 @@ _GPT2 = Family(
     ln2="ln_2",
     attn="attn",
     attn_adds="attn",
-    heads="attn.c_proj",
+    attn_out_proj="attn.c_proj",
     ffn="mlp",
     ffn_adds="mlp",
     to_final=("transformer.ln_f",),
-    head="lm_head",
+    unembedding="lm_head",
     before="token + learned position embedding",
 )
 _OPT = Family(
@@ -137,11 +136,11 @@ _OPT = Family(
     ln2="final_layer_norm",
     attn="self_attn",
     attn_adds="self_attn",
-    heads="self_attn.out_proj",
+    attn_out_proj="self_attn.out_proj",
     ffn="fc1",
     ffn_adds="fc2",
     to_final=("model.decoder.final_layer_norm",),
-    head="lm_head",
+    unembedding="lm_head",
     before="token (projected in the 350m) + learned position embedding",
     variant=_opt,
 )
@@ -152,11 +151,11 @@ _LLAMA = Family(
     ln2="post_attention_layernorm",
     attn="self_attn",
     attn_adds="self_attn",
-    heads="self_attn.o_proj",
+    attn_out_proj="self_attn.o_proj",
     ffn="mlp",
     ffn_adds="mlp",
     to_final=("model.norm",),
-    head="lm_head",
+    unembedding="lm_head",
 )
 _GEMMA2 = replace(
     _LLAMA,
@@ -164,6 +163,7 @@ _GEMMA2 = replace(
     ln2="pre_feedforward_layernorm",
     attn_adds="post_attention_layernorm",
     ffn_adds="post_feedforward_layernorm",
+    norm_offset=1.0,
     softcap="final_logit_softcapping",
     needs_bos=True,
     before="token embedding × √d",
@@ -175,20 +175,20 @@ _BERT = Family(
     ln2="output.LayerNorm",
     attn="attention.self",
     attn_adds="attention.output.dense",
-    heads="attention.output.dense",
+    attn_out_proj="attention.output.dense",
     ffn="intermediate",
     ffn_adds="output.dense",
     to_final=("cls.predictions.transform",),
-    head="cls.predictions.decoder",
+    unembedding="cls.predictions.decoder",
     task="masked",
     before="token + position + type embedding, normed",
 )
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
-    "gpt_neo": replace(_GPT2, heads="attn.attention.out_proj"),
+    "gpt_neo": replace(_GPT2, attn_out_proj="attn.attention.out_proj"),
     "gptj": replace(
-        _GPT2, kind="parallel", ln2=None, heads="attn.out_proj", before="token embedding"
+        _GPT2, kind="parallel", ln2=None, attn_out_proj="attn.out_proj", before="token embedding"
     ),
     "gpt_neox": Family(
         blocks="gpt_neox.layers",
@@ -197,11 +197,11 @@ FAMILIES: dict[str, Family] = {
         ln2="post_attention_layernorm",
         attn="attention",
         attn_adds="attention",
-        heads="attention.dense",
+        attn_out_proj="attention.dense",
         ffn="mlp",
         ffn_adds="mlp",
         to_final=("gpt_neox.final_layer_norm",),
-        head="lm_head",
+        unembedding="lm_head",
         variant=_gpt_neox,
     ),
     "opt": _OPT,
@@ -211,13 +211,13 @@ FAMILIES: dict[str, Family] = {
         ln1="input_layernorm",
         ln2="post_attention_layernorm",
         attn="self_attention",
-        # The modules' own outputs already contain the stream; their last layers' do not.
+        # The outputs of the modules contain the stream already; those of their last layers do not.
         attn_adds="self_attention.dense",
-        heads="self_attention.dense",
+        attn_out_proj="self_attention.dense",
         ffn="mlp",
         ffn_adds="mlp.dense_4h_to_h",
         to_final=("transformer.ln_f",),
-        head="lm_head",
+        unembedding="lm_head",
         before="token embedding, normed",
     ),
     "falcon": Family(
@@ -227,25 +227,25 @@ FAMILIES: dict[str, Family] = {
         ln2=None,
         attn="self_attention",
         attn_adds="self_attention",
-        heads="self_attention.dense",
+        attn_out_proj="self_attention.dense",
         ffn="mlp",
         ffn_adds="mlp",
         to_final=("transformer.ln_f",),
-        head="lm_head",
+        unembedding="lm_head",
         variant=_falcon,
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "gemma": replace(_LLAMA, needs_bos=True, before="token embedding × √d"),
+    "gemma": replace(_LLAMA, norm_offset=1.0, needs_bos=True, before="token embedding × √d"),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
     "phi": replace(
         _LLAMA,
         kind="parallel",
         ln2=None,
-        heads="self_attn.dense",
+        attn_out_proj="self_attn.dense",
         to_final=("model.final_layernorm",),
     ),
     "phi3": _LLAMA,
@@ -262,7 +262,7 @@ FAMILIES: dict[str, Family] = {
         _BERT,
         blocks="roberta.encoder.layer",
         to_final=("lm_head.dense", "@gelu", "lm_head.layer_norm"),
-        head="lm_head.decoder",
+        unembedding="lm_head.decoder",
         reserved_positions=2,
     ),
     "distilbert": replace(
@@ -272,18 +272,18 @@ FAMILIES: dict[str, Family] = {
         ln2="output_layer_norm",
         attn="attention",
         attn_adds="attention",
-        heads="attention.out_lin",
+        attn_out_proj="attention.out_lin",
         ffn="ffn",
         ffn_adds="ffn",
         to_final=("vocab_transform", "activation", "vocab_layer_norm"),
-        head="vocab_projector",
+        unembedding="vocab_projector",
         before="token + position embedding, normed",
     ),
     "electra": replace(
         _BERT,
         blocks="electra.encoder.layer",
         to_final=("generator_predictions",),
-        head="generator_lm_head",
+        unembedding="generator_lm_head",
         before="token + position + type embedding, normed, projected",
     ),
     "albert": replace(
@@ -293,11 +293,11 @@ FAMILIES: dict[str, Family] = {
         ln2="full_layer_layer_norm",
         attn="attention",
         attn_adds="attention.dense",
-        heads="attention.dense",
+        attn_out_proj="attention.dense",
         ffn="ffn",
         ffn_adds="ffn_output",
         to_final=("predictions.dense", "predictions.activation", "predictions.LayerNorm"),
-        head="predictions.decoder",
+        unembedding="predictions.decoder",
         before="token + position + type embedding, normed, projected",
     ),
     "t5": Family(
@@ -307,11 +307,11 @@ FAMILIES: dict[str, Family] = {
         ln2="layer.2.layer_norm",
         attn="layer.0.SelfAttention",
         attn_adds="layer.0.SelfAttention",
-        heads="layer.0.SelfAttention.o",
+        attn_out_proj="layer.0.SelfAttention.o",
         ffn="layer.2.DenseReluDense",
         ffn_adds="layer.2.DenseReluDense",
         to_final=("decoder.final_layer_norm",),
-        head="lm_head",
+        unembedding="lm_head",
         task="seq2seq",
         lnx="layer.1.layer_norm",
         xattn="layer.1.EncDecAttention",
@@ -345,7 +345,7 @@ def family_of(config: Any) -> Family:
     row = FAMILIES.get(config.model_type)
     if row is None:
         raise UnsupportedModel(
-            f"models of type {config.model_type!r} are not supported; the supported types are "
-            f"{', '.join(FAMILIES)} (docs/families.md says how to add one)"
+            f"expected a model of type {', '.join(FAMILIES)}, got {config.model_type!r}; docs/families.md says how "
+            f"to add a type"
         )
     return row.of(config)

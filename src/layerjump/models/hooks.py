@@ -162,7 +162,7 @@ class Capture(Hooks):
         self._stops_early = not hasattr(model.hf, "hf_device_map")
         try:
             with suppress(_AllCaptured):
-                model.body(
+                model.run_body(
                     batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask
                 )
         finally:

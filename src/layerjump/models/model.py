@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,14 @@ from layerjump.models.structure import Structure
 
 @dataclass(frozen=True)
 class Model:
-    """A Hugging Face model, its anatomy and its tokenizer. The model itself is never changed."""
+    """A Hugging Face model, its structure and its tokenizer. The model itself is never changed."""
 
     hf: PreTrainedModel
     structure: Structure
     name: str
     tokenizer: PreTrainedTokenizerBase | None = None
     no_predictions: str | None = None
-    """Why this model must not be asked for predictions, if it must not."""
+    """Why this model cannot predict tokens; None if it can."""
     revision: str | None = None
 
     @classmethod
@@ -37,7 +38,7 @@ class Model:
         no_predictions: str | None = None,
         revision: str | None = None,
     ) -> Model:
-        """Take a Hugging Face model already in memory, after the self-check."""
+        """Wrap a Hugging Face model that is in memory, and run the self-check."""
         hf.eval()
         name = name or str(hf.config.name_or_path)
         model = cls(hf, Structure(hf), name, tokenizer, no_predictions, revision)
@@ -71,105 +72,102 @@ class Model:
 
     @property
     def stack(self) -> nn.Module:
-        """The module that runs the blocks, once a forward pass."""
+        """The module that runs the blocks, once in a forward pass."""
         if self.task == "seq2seq":
             return self.hf.get_decoder()
         return self.hf.get_encoder() if self.task == "encoder" else self.hf.base_model
 
     @property
     def max_positions(self) -> int:
+        """The longest sequence that the model takes."""
         config = self.hf.config
-        # ALiBi families and T5 have no position table; they say what they were trained on, or else nothing.
+        # ALiBi families and T5 have no position table; some of their configurations name the training length.
         fields = ("max_position_embeddings", "seq_length", "n_positions")
         table = next((size for name in fields if (size := getattr(config, name, None))), 2048)
         return int(table) - self.structure.family.reserved_positions
 
-    @property
+    @cached_property
     def tokenization(self) -> Tokenization:
-        """The tokenizer, with the care this model needs."""
+        """The tokenizer, with the special tokens that this model was trained to see."""
         if self.tokenizer is None:
-            raise BadModel(f"{self.name} has no tokenizer; give one with Model.wrap(hf, tokenizer)")
+            raise BadModel(f"{self.name} has no tokenizer; pass one to Model.wrap(hf, tokenizer)")
         return Tokenization.of(
             self.tokenizer,
             max_positions=self.max_positions,
             needs_bos=self.structure.family.needs_bos,
             masked=self.masked,
             both_ways=self.task in ("seq2seq", "encoder"),
-            start=self._start() if self.task == "seq2seq" else None,
+            start=self._decoder_start() if self.task == "seq2seq" else None,
         )
 
     def encoder_side(self) -> Model:
-        """An encoder–decoder's encoder: the same weights, with the encoder's blocks and levels."""
+        """The encoder of an encoder–decoder as a model: the same weights, the encoder's blocks and levels."""
         return replace(
             self,
             structure=Structure(self.hf, encoder=True),
             name=f"{self.name} (encoder)",
-            no_predictions="an encoder beside a decoder predicts no tokens itself; ask the decoder",
+            no_predictions="the encoder of an encoder–decoder predicts no tokens; use the decoder",
         )
 
-    def body(
+    def run_body(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
         source_ids: Tensor | None = None,
         source_mask: Tensor | None = None,
     ) -> None:
-        """Run everything but the vocabulary product (hooks do the reading).
+        """Run everything except the unembedding; hooks capture the states.
 
-        An encoder–decoder's encoder reads the source, its decoder the inputs.
+        The encoder of an encoder–decoder reads the source, its decoder the inputs.
         """
         if self.task == "seq2seq":
             if source_ids is None or source_mask is None:
                 raise BadModel(
-                    f"{self.name} is an encoder–decoder, but there is nothing for its encoder to read; give source_ids "
-                    f"and source_mask"
+                    f"{self.name} is an encoder–decoder; pass source_ids and source_mask for its encoder"
                 )
-            self._encode_and_decode(input_ids, attention_mask, source_ids, source_mask)
+            # The two stacks one by one: T5 has no base model, and as a whole it runs its unembedding too.
+            mask = self._mask(source_mask)
+            encoded = self.hf.get_encoder()(
+                input_ids=source_ids.to(self.device), attention_mask=mask
+            )
+            self.stack(
+                input_ids=input_ids.to(self.device),
+                attention_mask=self._mask(attention_mask),
+                encoder_hidden_states=encoded.last_hidden_state,
+                encoder_attention_mask=mask,
+                use_cache=False,
+            )
             return
-        # Without padding the attention kernels need no mask at all; but where the text itself holds the
-        # padding's id, Hugging Face warns of a forgotten one.
+        # Without padding the attention kernels need no mask. But if the text contains the padding token, Hugging Face
+        # would warn that the mask is missing.
         pad = getattr(self.hf.config, "pad_token_id", None)
-        looks_padded = pad is not None and bool((input_ids == pad).any())
-        mask = attention_mask.to(self.device) if looks_padded else self._mask(attention_mask)
-        extra = {"use_cache": False} if self.task == "causal" else {}
-        self.stack(input_ids=input_ids.to(self.device), attention_mask=mask, **extra)
-
-    def _encode_and_decode(
-        self, input_ids: Tensor, attention_mask: Tensor, source_ids: Tensor, source_mask: Tensor
-    ) -> None:
-        # The two stacks by themselves: the whole of T5, which has no base model, would run its head too.
-        read = self._mask(source_mask)
-        encoded = self.hf.get_encoder()(input_ids=source_ids.to(self.device), attention_mask=read)
-        self.stack(
-            input_ids=input_ids.to(self.device),
-            attention_mask=self._mask(attention_mask),
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=read,
-            use_cache=False,
-        )
+        has_pad_token = pad is not None and bool((input_ids == pad).any())
+        mask = attention_mask.to(self.device) if has_pad_token else self._mask(attention_mask)
+        settings = {"use_cache": False} if self.task == "causal" else {}
+        self.stack(input_ids=input_ids.to(self.device), attention_mask=mask, **settings)
 
     def _mask(self, mask: Tensor) -> Tensor | None:
         return None if bool(mask.all()) else mask.to(self.device)
 
-    def _start(self) -> int:
-        """The token that the decoder reads first; where none is named it is the padding, as T5's is."""
+    def _decoder_start(self) -> int:
+        """The first token that the decoder reads; the padding token if the configuration names none, as in T5."""
         config, generation = self.hf.config, getattr(self.hf, "generation_config", None)
-        for said in (config, generation):
-            if (start := getattr(said, "decoder_start_token_id", None)) is not None:
+        for settings in (config, generation):
+            if (start := getattr(settings, "decoder_start_token_id", None)) is not None:
                 return int(start)
         if config.pad_token_id is None:
             raise BadModel(
-                f"{self.name} does not say what its decoder reads first; set decoder_start_token_id in its config"
+                f"the configuration of {self.name} does not name the decoder's first token; set decoder_start_token_id"
             )
         return int(config.pad_token_id)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits of states at level L, by the model's own norm and head."""
+        """Logits of states at level L, through the model's own final norm and unembedding."""
         self.require_predictions()
         return self.structure.decode(self.structure.to_final(states))
 
     def require_predictions(self) -> None:
-        """Raise `NoPredictions` if the head was not in the checkpoint."""
+        """Raise `NoPredictions` if the model cannot predict tokens."""
         if self.no_predictions:
             raise NoPredictions(self.no_predictions)
 
@@ -177,10 +175,10 @@ class Model:
         return f"Model({self.name}: {self.task}, {self.n_blocks} blocks, d {self.d_model})"
 
 
-def require_model(given: object) -> None:
-    """Refuse what is not a `Model`, first of all a bare Hugging Face one."""
-    if not isinstance(given, Model):
+def require_model(model: object) -> None:
+    """Raise `BadModel` for anything but a `Model`, such as a bare Hugging Face model."""
+    if not isinstance(model, Model):
         raise BadModel(
-            f"a {type(given).__name__} was given, but a layerjump model was wanted; wrap it, lj.Model.wrap(hf, "
-            f"tokenizer), or load it by lj.load(name)"
+            f"expected a layerjump model, got a {type(model).__name__}; wrap it, lj.Model.wrap(hf, tokenizer), or load "
+            f"it, lj.load(name)"
         )

@@ -1,4 +1,8 @@
-"""Prove at load that the captured states are what the model computes."""
+"""Prove at load that the captured states are those that the model computes with.
+
+The captured parts of every block must add up to the next level, in the order that the family's row says, and level L
+must lead to the model's own logits.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +33,18 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Check:
-    """One fact of the self-check, and how far it is from holding exactly."""
+    """One statement of the self-check, and how far it is from exact."""
 
     name: str
     fact: str
     difference: float | None
-    """As a share of the largest entry compared; None where the check does not apply."""
+    """The largest difference relative to the largest entry compared; None where the check does not apply."""
     passed: bool
     note: str = ""
 
 
 def self_check(model: Model) -> list[Check]:
-    """Run every check and return what was found; nothing is raised."""
+    """Run every check and return the results, failed ones too."""
     from layerjump.models.model import require_model  # which imports this module
 
     require_model(model)
@@ -60,34 +64,30 @@ def self_check(model: Model) -> list[Check]:
 
 
 def require_passed(model: Model) -> None:
-    """Raise `SelfCheckFailed` naming the first check whose difference is too large.
+    """Raise `SelfCheckFailed` with the first check whose difference is too large.
 
-    A missing head is no such check: the model serves all work but predictions, which are refused when asked for.
+    A missing unembedding does not count: all but predictions works, and those raise `NoPredictions`.
     """
-    for check in _run_checks(model):
-        if not check.passed and check.difference is not None:
-            raise SelfCheckFailed(
-                f"{model.name}: self-check {check.name!r} failed: {check.fact}, but the relative difference is "
-                f"{check.difference:.2g}. Its family's row (inputs/families.py) does not describe this model; "
-                f"please report it."
-            )
-
-
-def _run_checks(model: Model) -> list[Check]:
-    """A model that loads may still not run: sizes in its configuration that its weights do not have."""
     try:
-        return self_check(model)
+        checks = self_check(model)
     except LayerjumpError:
         raise
-    except Exception as error:
+    except Exception as error:  # a model that loads may still not run
         raise BadModel(
             f"{model.name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and "
             "its weights do not belong together"
         ) from error
+    for check in checks:
+        if not check.passed and check.difference is not None:
+            raise SelfCheckFailed(
+                f"{model.name}: self-check {check.name!r} failed: {check.fact}, but the relative difference is "
+                f"{check.difference:.2g}. Its family's row (models/families.py) does not describe this model; "
+                f"please report it."
+            )
 
 
 def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
-    """A short seeded batch; its last row is padded, and every real position is picked."""
+    """A short random batch, the same at every call; its last row is padded, and every other position is picked."""
     generator = torch.Generator().manual_seed(0)
     length = min(length, model.max_positions)
     ids, mask = _padded(model, generator, rows, length, length // 4)
@@ -97,7 +97,7 @@ def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
     batch = Batch(ids, mask, row, position, row, token)
     if model.task != "seq2seq":
         return batch
-    # Another length and another padding than the decoder's, so that a mix-up of the two shows.
+    # Another length and another padding than the decoder's, so that a confusion of the two shows.
     source = max(1, length - 3)
     ids, mask = _padded(model, generator, rows, source, source // 3)
     return replace(batch, source_ids=ids.to(model.device), source_mask=mask.to(model.device))
@@ -106,12 +106,12 @@ def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
 def _padded(
     model: Model, generator: torch.Generator, rows: int, length: int, padding: int
 ) -> tuple[Tensor, Tensor]:
-    vocabulary = model.hf.config.vocab_size
-    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    vocab_size = model.hf.config.vocab_size
+    ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
     pad = getattr(model.hf.config, "pad_token_id", None) or 0
-    pad = pad if 0 <= pad < vocabulary else 0  # some configurations say −1 for none
+    pad = pad if 0 <= pad < vocab_size else 0  # some configurations have −1 for none
     # A pad id inside the text would change the positions of families that count from it (RoBERTa).
-    ids[ids == pad] = (pad + 1) % vocabulary
+    ids[ids == pad] = (pad + 1) % vocab_size
     mask = torch.ones_like(ids)
     mask[-1, length - padding :] = 0
     ids[mask == 0] = pad
@@ -121,38 +121,37 @@ def _padded(
 def _states_checks(model: Model) -> list[Check]:
     batch, structure = sample(model), model.structure
     sites = [site for site in structure.sites() if site != FINAL]
-    flat = batch.row * batch.input_ids.shape[1] + batch.position
-    with Capture(structure, sites) as capture:
-        capture.start(flat)
-        hidden, logits = _hugging_face(model, batch)
-        found = capture.take()
     row, position = batch.row, batch.position
+    with Capture(structure, sites) as capture:
+        capture.start(row * batch.input_ids.shape[1] + position)
+        hidden, logits = _hugging_face(model, batch)
+        states = capture.take()
     levels = [
-        (found[Site(index)], hidden[index][row, position]) for index in range(structure.n_blocks)
+        (states[Site(level)], hidden[level][row, position]) for level in range(model.n_blocks)
     ]
     checks = [
         _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
         _compare(
-            "blocks", "the parts of each block add up to the next level", reassembly(model, found)
+            "blocks", "the parts of each block add up to the next level", reassembly(model, states)
         ),
         _compare(
-            "inputs", "attention and feed-forward read what the row says", readings(model, found)
+            "inputs", "attention and feed-forward read what the row says", readings(model, states)
         ),
     ]
     if logits is None:
         return checks
-    ours = structure.decode(structure.to_final(found[Site(structure.n_blocks)]))
+    ours = structure.decode(structure.to_final(states[Site(structure.n_blocks)]))
     fact = "norm and head of level L give the model's logits"
     return [_compare("logits", fact, [(ours, logits[row, position])]), *checks]
 
 
 def _encoder_checks(model: Model) -> list[Check]:
-    found = _states_checks(model.encoder_side())
-    return [replace(check, name=f"encoder {check.name}") for check in found]
+    checks = _states_checks(model.encoder_side())
+    return [replace(check, name=f"encoder {check.name}") for check in checks]
 
 
 def _hugging_face(model: Model, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Hidden states and logits as Hugging Face gives them; an encoder beside a decoder has no logits."""
+    """Hidden states and logits as Hugging Face returns them; no logits for the encoder of an encoder–decoder."""
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if model.task == "encoder":
         output = model.hf.get_encoder()(**inputs, output_hidden_states=True)
@@ -169,13 +168,13 @@ def _hugging_face(model: Model, batch: Batch) -> tuple[tuple[Tensor, ...], Tenso
     return output.decoder_hidden_states, output.logits
 
 
-def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(rebuilt, captured) for every block: the family's own order of sums and norms."""
+def reassembly(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(rebuilt, captured) of every block: its parts added up in the order of the family's row."""
     pairs = []
     row = model.structure.family
     for index, block in enumerate(model.structure.blocks, start=1):
-        at = {site.part: state for site, state in found.items() if site.index == index}
-        stream = found[Site(index - 1)]
+        at = {site.part: state for site, state in states.items() if site.index == index}
+        stream = states[Site(index - 1)]
         if row.kind == "parallel":
             rebuilt = stream + at["attn.out"] + at["ffn.out"]
             pairs.append((apply_attached(block, rebuilt), at["level"]))
@@ -192,14 +191,14 @@ def reassembly(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Te
     return pairs
 
 
-def readings(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(expected, captured) inputs of attention and feed-forward, and what the heads' projection adds."""
+def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(expected, captured) inputs of attention and feed-forward, and outputs of the attention output projection."""
     pairs = []
     row = model.structure.family
     for index, block in enumerate(model.structure.blocks, start=1):
-        at = {site.part: state for site, state in found.items() if site.index == index}
+        at = {site.part: state for site, state in states.items() if site.index == index}
         normed_first = row.kind != "post"
-        attn_in = at["ln1.out"] if normed_first and row.ln1 else found[Site(index - 1)]
+        attn_in = at["ln1.out"] if normed_first and row.ln1 else states[Site(index - 1)]
         if row.xattn:
             xattn_in = at["lnx.out"] if normed_first and row.lnx else at["mid"]
             pairs.append((xattn_in, at["xattn.in"]))
@@ -207,14 +206,14 @@ def readings(model: Model, found: dict[Site, Tensor]) -> list[tuple[Tensor, Tens
         ffn_in = at["ln2.out"] if normed_first and row.ln2 else stream
         pairs += [(attn_in, at["attn.in"]), (ffn_in, at["ffn.in"])]
         added = at.get("attn_raw", at["attn.out"])
-        pairs.append((block.get_submodule(row.heads)(at["heads"]), added))
+        pairs.append((block.get_submodule(row.attn_out_proj)(at["heads"]), added))
     return pairs
 
 
 def _causality(model: Model) -> Check:
     fact = "changing a later token changes no earlier state"
     if not model.causal:
-        return Check("causality", fact, None, True, note="not asked of an encoder")
+        return Check("causality", fact, None, True, note="not for an encoder")
     batch = sample(model, rows=1)
     changed = batch.input_ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % model.hf.config.vocab_size
@@ -226,7 +225,7 @@ def _causality(model: Model) -> Check:
     with Capture(model.structure, sites) as capture:
         for ids in (batch.input_ids, changed):
             capture.start(earlier)
-            model.body(ids, mask, batch.source_ids, source_mask)
+            model.run_body(ids, mask, batch.source_ids, source_mask)
             runs.append(capture.take())
     return _compare("causality", fact, [(runs[0][site], runs[1][site]) for site in sites])
 
@@ -245,9 +244,9 @@ def _compare(name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:
 
 @contextmanager
 def hooks_as_before(hf: Any) -> Iterator[None]:
-    """Take away the forward hooks that asking for `output_hidden_states` installs for good.
+    """Remove the forward hooks that transformers installs for good at the first `output_hidden_states`.
 
-    Left in place they would cost time at every block and go wrong once a block is swapped.
+    They would cost time at every block, and fail once a block is swapped.
     """
     flag = "_output_capturing_hooks_installed"
     before = {module: set(module._forward_hooks) for module in hf.modules()}
@@ -255,8 +254,8 @@ def hooks_as_before(hf: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, kept in before.items():
-            for key in set(module._forward_hooks) - kept:
+        for module, hooks in before.items():
+            for key in set(module._forward_hooks) - hooks:
                 del module._forward_hooks[key]
             if flag in vars(module) and module not in flagged:
                 delattr(module, flag)

@@ -1,15 +1,17 @@
-"""Sites of a model, and the family row bound to one model.
+"""Sites of a model, and its family's row bound to its modules.
 
-Names of places in a network.
+A site names a point in the network where hidden states can be captured or patched:
 
-5             level 5: what leaves block 5 (0: what enters block 1; L: what leaves the last block)
-5.attn.in     the input of attention in block 5       5.attn.out   what attention adds to the stream
-5.ln1.in …    likewise ln1, ln2 and ffn               5.mid        the stream after attention is added
-5.heads       the output projection's input           5.attn_raw   attention's own output, before a post-norm
-5.xattn.in …  cross-attention and its norm lnx        5.mid2       the stream after cross-attention is added
-final         just before the vocabulary product
+    5             level 5: the output of block 5 (0: the input of block 1; L: the output of the last block)
+    5.attn.in     the input of attention in block 5       5.attn.out   what attention adds to the residual stream
+    5.ln1.in …    likewise ln1, ln2 and ffn               5.mid        the stream after attention is added
+    5.heads       the attention heads' outputs, side by   5.attn_raw   attention's output before its post-norm
+                  side: the output projection's input     5.ffn_raw    likewise of the feed-forward
+    5.xattn.in …  cross-attention and its norm lnx        5.mid2       the stream after cross-attention is added
+    final         the input of the unembedding
 
-A family's row bound to one model: its blocks, where each site is tapped, and the way from level L to logits.
+Level l is `blocks.{l-1}.hook_resid_post` in TransformerLens and `hidden_states[l]` in Hugging Face (but level L is
+before the final norm); `5.mid` is `hook_resid_mid`, `5.attn.out` `hook_attn_out`, `5.ffn.out` `hook_mlp_out`.
 """
 
 from __future__ import annotations
@@ -26,30 +28,15 @@ from transformers.activations import ACT2FN
 from layerjump.errors import BadModel
 from layerjump.models.families import Family, family_of
 
-BLOCK_PARTS = (
-    "ln1.in",
-    "ln1.out",
-    "attn.in",
-    "heads",
-    "attn_raw",
-    "attn.out",
-    "mid",
-    "lnx.in",
-    "lnx.out",
-    "xattn.in",
-    "xattn.out",
-    "mid2",
-    "ln2.in",
-    "ln2.out",
-    "ffn.in",
-    "ffn_raw",
-    "ffn.out",
-)
+Side = Literal["in", "out"]
+_PARTS = "ln1.in ln1.out attn.in heads attn_raw attn.out mid lnx.in lnx.out xattn.in xattn.out mid2 ln2.in ln2.out"
+BLOCK_PARTS = (*_PARTS.split(), "ffn.in", "ffn_raw", "ffn.out")
+"""The parts of a block, in the order of computation."""
 
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """A place: a level, a part of block `index` (blocks count from 1), or `final`."""
+    """A level, a part of block `index` (blocks count from 1), or `final`."""
 
     index: int
     part: str = "level"
@@ -61,12 +48,12 @@ class Site:
 
     @property
     def between_blocks(self) -> bool:
-        """Whether it is a level or `final`, not a part of a block."""
+        """Whether this is a level or `final`, not a part of a block."""
         return self.part in ("level", "final")
 
     @classmethod
     def parse(cls, text: str | int | Site) -> Site:
-        """Read a site's name, such as `5`, `5.attn.in` or `final`."""
+        """Parse a site's name, such as `5`, `5.attn.in` or `final`."""
         if isinstance(text, Site):
             return text
         name = str(text).strip()
@@ -76,8 +63,8 @@ class Site:
         if index.isdecimal() and (not part or part in BLOCK_PARTS):
             return cls(int(index), part or "level")
         raise BadModel(
-            f"{name[:50]!r} names no site; give a level (5), a part of a block "
-            f"(5.attn.in; parts: {', '.join(BLOCK_PARTS)}) or final"
+            f"expected a site, which is a level (5), a part of a block (5.attn.in; parts: {', '.join(BLOCK_PARTS)}) "
+            f"or final, got {name[:50]!r}"
         )
 
 
@@ -86,50 +73,49 @@ FINAL = Site(-1, "final")
 
 @dataclass(frozen=True)
 class Tap:
-    """Where a site is read: a module's input or output, at its `call`-th call in a forward pass.
+    """A module's input or output at its `call`-th call in a forward pass.
 
-    A module is called once, except where blocks share weights (ALBERT): there the call tells the block.
+    A module is called once, except where blocks share weights (ALBERT): there the call identifies the block.
     """
 
     module: nn.Module
-    side: Literal["in", "out"]
+    side: Side
     call: int = 0
 
 
 class Structure:
-    """The parts of one Hugging Face model, found by its family's row."""
+    """The modules of one Hugging Face model: its blocks, the tap of each site, the steps from level L to logits."""
 
     def __init__(self, hf: PreTrainedModel, *, encoder: bool = False) -> None:
-        row = family_of(hf.config)
-        self.family: Family = row.of_encoder() if encoder else row
+        family = family_of(hf.config)
+        self.family: Family = family.of_encoder() if encoder else family
         self._hf = hf
         self.blocks: list[nn.Module] = _blocks(hf, self.family)
         self.n_blocks = len(self.blocks)
         self.d_model: int = hf.config.hidden_size
-        self.unembedding: nn.Module = hf.get_submodule(self.family.head)
-        self.final_steps = [_step(hf, path) for path in self.family.to_final]
+        self.unembedding: nn.Module = hf.get_submodule(self.family.unembedding)
+        self.final_steps = [_final_step(hf, path) for path in self.family.to_final]
         self._softcap: float | None = (
             getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
         )
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the vocabulary product scores."""
-        weight = self.unembedding.get_parameter("weight")
-        return int(weight.shape[0])
+        """The number of tokens that have a logit."""
+        return int(self.unembedding.get_parameter("weight").shape[0])
 
     def to_final(self, states: Tensor) -> Tensor:
-        """From level L to just before the vocabulary product."""
+        """From level L to the input of the unembedding."""
         for step in self.final_steps:
             states = step(states)
         return states if self.family.final_scale == 1 else states * self.family.final_scale
 
     def decode(self, final: Tensor) -> Tensor:
-        """From just before the vocabulary product to logits: the product with its bias, and the soft-cap."""
-        return self.from_product(self.unembedding(final))
+        """From the input of the unembedding to logits."""
+        return self.adjust_logits(self.unembedding(final))
 
-    def from_product(self, logits: Tensor) -> Tensor:
-        """What is done to the vocabulary product: a bias of the model's own, the soft-cap."""
+    def adjust_logits(self, logits: Tensor) -> Tensor:
+        """The model's logits from the unembedding's output: plus a bias buffer, through the soft-cap."""
         if self.family.logits_bias:
             # Looked up each time: a model that moves to another device gets a new buffer.
             logits = logits + self._hf.get_buffer(self.family.logits_bias)[0]
@@ -138,52 +124,49 @@ class Structure:
         return logits
 
     def sites(self) -> list[Site]:
-        """Every site this model has."""
-        found = [Site(index) for index in range(self.n_blocks + 1)]
-        parts = [part for part in BLOCK_PARTS if self._part(part) is not None]
-        found += [Site(block, part) for block in range(1, self.n_blocks + 1) for part in parts]
-        return found if self.family.task == "encoder" else [*found, FINAL]
+        """Every site of this model."""
+        sites = [Site(level) for level in range(self.n_blocks + 1)]
+        blocks = range(1, self.n_blocks + 1)
+        sites += [Site(block, part) for block in blocks for part in self._part_taps()]
+        return sites if self.family.task == "encoder" else [*sites, FINAL]
 
     def tap(self, site: Site) -> Tap:
-        """Where to read a site; an error if this model does not have it."""
+        """The tap of a site; `BadModel` if this model does not have the site."""
         if site == FINAL:
             if self.family.task == "encoder":
                 raise BadModel(
-                    "an encoder beside a decoder has no vocabulary product, so no site final"
+                    "the encoder of an encoder–decoder has no unembedding, so no site final"
                 )
             return Tap(self.unembedding, "in")
         if site.part == "level":
-            return self._level(site.index)
-        found = self._part(site.part)
-        if found is None or not 1 <= site.index <= self.n_blocks:
+            if site.index > self.n_blocks:
+                raise BadModel(f"expected one of levels 0 to {self.n_blocks}, got {site.index}")
+            if site.index == 0:
+                return Tap(self.blocks[0], "in")
+            return Tap(self.blocks[site.index - 1], "out", self._calls_before(site.index))
+        taps = self._part_taps()
+        if site.part not in taps or not 1 <= site.index <= self.n_blocks:
             raise BadModel(
-                f"this model has no site {site}: its blocks are 1 to {self.n_blocks}, with "
-                f"{', '.join(part for part in BLOCK_PARTS if self._part(part) is not None)}"
+                f"this model has no site {site}: its blocks are 1 to {self.n_blocks}, with {', '.join(taps)}"
             )
-        path, side = found
-        block = self.blocks[site.index - 1]
-        return Tap(block.get_submodule(path), side, self._calls_before(site.index))
-
-    def _level(self, index: int) -> Tap:
-        if index == 0:
-            return Tap(self.blocks[0], "in")
-        if index > self.n_blocks:
-            raise BadModel(f"this model has levels 0 to {self.n_blocks}; level {index} was given")
-        return Tap(self.blocks[index - 1], "out", self._calls_before(index))
+        path, side = taps[site.part]
+        module = self.blocks[site.index - 1].get_submodule(path)
+        return Tap(module, side, self._calls_before(site.index))
 
     def _calls_before(self, block: int) -> int:
         module = self.blocks[block - 1]
         return sum(earlier is module for earlier in self.blocks[: block - 1])
 
-    def _part(self, part: str) -> tuple[str, Literal["in", "out"]] | None:
-        """The module path (inside a block) and side where a part is read; None if absent."""
+    def _part_taps(self) -> dict[str, tuple[str, Side]]:
+        """Part of a block → module path inside the block, and side, of the parts that this family has."""
         row = self.family
-        found: dict[str, tuple[str | None, Literal["in", "out"]]] = {
+        is_sandwich = row.kind == "sandwich"
+        paths: dict[str, tuple[str | None, Side]] = {
             "ln1.in": (row.ln1, "in"),
             "ln1.out": (row.ln1, "out"),
             "attn.in": (row.attn, "in"),
-            "heads": (row.heads, "in"),
-            "attn_raw": (row.attn if row.kind == "sandwich" else None, "out"),
+            "heads": (row.attn_out_proj, "in"),
+            "attn_raw": (row.attn if is_sandwich else None, "out"),
             "attn.out": (row.attn_adds, "out"),
             "mid": self._stream_after("attn"),
             "lnx.in": (row.lnx, "in"),
@@ -194,14 +177,13 @@ class Structure:
             "ln2.in": (row.ln2, "in"),
             "ln2.out": (row.ln2, "out"),
             "ffn.in": (row.ffn, "in"),
-            "ffn_raw": (row.ffn if row.kind == "sandwich" else None, "out"),
+            "ffn_raw": (row.ffn if is_sandwich else None, "out"),
             "ffn.out": (row.ffn_adds, "out"),
         }
-        path, side = found[part]
-        return None if path is None else (path, side)
+        return {part: (path, side) for part, (path, side) in paths.items() if path is not None}
 
-    def _stream_after(self, part: str) -> tuple[str | None, Literal["in", "out"]]:
-        """The stream inside a block: the norm's output (post), or what the next part or its norm reads."""
+    def _stream_after(self, part: str) -> tuple[str | None, Side]:
+        """The stream inside a block: the norm's output (post), or the input of the next part or its norm."""
         row = self.family
         norms = {name: norm for name, norm, _ in row.additions()}
         if row.kind == "parallel" or part not in norms:
@@ -218,11 +200,11 @@ def _blocks(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
     listed = list(hf.get_submodule(outer).children())
     if not star:
         return listed
-    # Shared weights: as many turns as the config says, each through its group's own list.
-    turns = hf.config.num_hidden_layers
-    groups = [listed[int(turn / (turns / len(listed)))] for turn in range(turns)]
+    # Shared weights: `num_hidden_layers` passes, each through the list of its group.
+    n_layers = hf.config.num_hidden_layers
+    groups = [listed[int(layer / (n_layers / len(listed)))] for layer in range(n_layers)]
     return [block for group in groups for block in group.get_submodule(inner).children()]
 
 
-def _step(hf: PreTrainedModel, path: str) -> Callable[[Tensor], Tensor]:
+def _final_step(hf: PreTrainedModel, path: str) -> Callable[[Tensor], Tensor]:
     return ACT2FN[path[1:]] if path.startswith("@") else hf.get_submodule(path)

@@ -1,9 +1,4 @@
-"""The final norm and unembedding: its metric, and its restriction to some tokens.
-
-A model's way from the last state to logits, for some tokens alone: a vocabulary product with few rows is cheap.
-
-The unembedding's metric: which errors of a state the vocabulary can see.
-"""
+"""The final norm and unembedding: their metric, and an unembedding of some tokens only."""
 
 from __future__ import annotations
 
@@ -18,33 +13,34 @@ from layerjump.models.structure import FINAL, Site, Structure
 
 
 def can_restrict(structure: Structure) -> bool:
-    """Whether some rows of the head are the head of some tokens."""
+    """Whether `unembedding_rows` of this model's unembedding give the logits of some tokens."""
     return type(structure.unembedding) is nn.Linear and structure.family.logits_bias is None
 
 
-def with_unembedding(structure: Structure, head: nn.Linear) -> Structure:
-    """The same anatomy with another head."""
+def with_unembedding(structure: Structure, unembedding: nn.Linear) -> Structure:
+    """The same structure with another unembedding."""
     changed = copy(structure)
-    changed.unembedding = head
+    changed.unembedding = unembedding
     return changed
 
 
-def unembedding_rows(head: nn.Linear, tokens: Tensor) -> nn.Linear:
-    """The head of these tokens, in their order."""
-    rows = tokens.to(head.weight.device)
-    short = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
-    short.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-    if head.bias is not None:
-        short.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+def unembedding_rows(unembedding: nn.Linear, tokens: Tensor) -> nn.Linear:
+    """An unembedding of these tokens only, in their order: fewer rows are a cheaper product."""
+    rows = tokens.to(unembedding.weight.device)
+    has_bias = unembedding.bias is not None
+    short = nn.Linear(unembedding.in_features, len(rows), bias=has_bias, device="meta")
+    short.weight = nn.Parameter(unembedding.weight.detach()[rows], requires_grad=False)
+    if has_bias:
+        short.bias = nn.Parameter(unembedding.bias.detach()[rows], requires_grad=False)
     return short
 
 
 @torch.no_grad()
 def unembedding_metric(model: Model, target: Site) -> Tensor:
-    """EᵀE of the vocabulary-centred unembedding E; for level L seen through the final norm's weight w.
+    """EᵀE of the vocabulary-centred unembedding E; at level L, through the final norm's weight: diag(w) EᵀE diag(w).
 
-    A shift of all logits changes no probability, hence the centring. The norm's division by the length is left out:
-    it is the same for every coordinate.
+    It measures the errors of a state that change logits. A shift of all logits changes no probability, hence the
+    centring. The norm's division by the length is left out: it is the same for every coordinate.
     """
     embedding = model.structure.unembedding.get_parameter("weight").double()
     embedding = embedding - embedding.mean(0)
@@ -54,20 +50,16 @@ def unembedding_metric(model: Model, target: Site) -> Tensor:
     weight = norm_weight(model)
     if target != Site(model.n_blocks) or weight is None:
         raise BadEstimator(
-            f"the unembedding's metric is known at the last level of models with one final norm, and at final; "
-            f"{target} was given"
+            f"expected final, or the last level of a model with one final norm, as the target of the unembedding's "
+            f"metric, got {target}"
         )
     return weight[:, None] * metric * weight
 
 
 def norm_weight(model: Model) -> Tensor | None:
-    """The scale the final norm gives each coordinate, if a single norm is all there is before the product."""
+    """The final norm's scale of each coordinate; None unless a single norm precedes the unembedding."""
     steps = model.structure.final_steps
     if len(steps) != 1 or not isinstance(steps[0], nn.Module) or not hasattr(steps[0], "weight"):
         return None
     weight = steps[0].get_parameter("weight").double()
-    if weight.dim() != 1:
-        return None
-    # Gemma stores the scale's distance from one.
-    offset = 1.0 if type(steps[0]).__name__.startswith("Gemma") else 0.0
-    return weight + offset
+    return weight + model.structure.family.norm_offset if weight.dim() == 1 else None

@@ -170,7 +170,7 @@ class DistillationModule(nn.Module):
 def _capture_levels(model: Model, batch: Batch, levels: list[int]) -> dict[Site, Tensor]:
     with Capture(model.structure, [Site(level) for level in levels]) as capture:
         capture.start(batch.row * batch.input_ids.shape[1] + batch.position)
-        model.body(batch.input_ids, batch.attention_mask)
+        model.run_body(batch.input_ids, batch.attention_mask)
         return capture.take()
 
 

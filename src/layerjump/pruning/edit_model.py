@@ -201,15 +201,16 @@ def fold_input_map(layer: nn.Module, weight: Tensor) -> None:
 @torch.no_grad()
 def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
     """Edit the weights so that the residual stream h from a level on becomes scale · rotation @ h."""
+    family = model.structure.family
     identity = torch.eye(model.d_model, dtype=torch.float64)
     matrix = identity if rotation is None else rotation.double().cpu()
     for block in range(level + 1, model.n_blocks + 1):
-        module, family = model.structure.blocks[block - 1], model.structure.family
-        for layer in (module.get_submodule(family.heads), ffn_output_layer(model, block)):
+        module = model.structure.blocks[block - 1]
+        for layer in (module.get_submodule(family.attn_out_proj), ffn_output_layer(model, block)):
             fold_output_map(layer, scale * matrix)
         if rotation is not None:
             for norm, layers in _layers_reading_norms(model, block):
-                norm_weight = absorb_norm_weight(norm)
+                norm_weight = absorb_norm_weight(norm, family.norm_offset)
                 for layer in layers:
                     fold_input_map(layer, norm_weight[:, None] * matrix.mT)
     if rotation is not None:
@@ -217,7 +218,7 @@ def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: f
         if not isinstance(final_norm, nn.Module):
             raise BadModel("the stream cannot be rotated without a norm before the unembedding")
         untie_unembedding(model)
-        norm_weight = absorb_norm_weight(final_norm)
+        norm_weight = absorb_norm_weight(final_norm, family.norm_offset)
         fold_input_map(model.structure.unembedding, norm_weight[:, None] * matrix.mT)
 
 
@@ -231,10 +232,12 @@ def untie_unembedding(model: Model) -> None:
 
 
 @torch.no_grad()
-def absorb_norm_weight(norm: nn.Module) -> Tensor:
-    """Return the factors of a norm in float64, and set them to one and its bias to zero."""
+def absorb_norm_weight(norm: nn.Module, offset: float) -> Tensor:
+    """Return the factors of a norm in float64, and set them to one and its bias to zero.
+
+    `offset` is what the norm adds to its stored weight (`Family.norm_offset`).
+    """
     weight = norm.get_parameter("weight")
-    offset = 1.0 if "Gemma" in type(norm).__name__ else 0.0  # Gemma stores the factors minus one
     factors = weight.double().cpu() + offset
     weight.fill_(1.0 - offset)
     if getattr(norm, "bias", None) is not None:

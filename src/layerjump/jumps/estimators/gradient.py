@@ -248,7 +248,7 @@ class _Graph(Capture):
     def run_with_gradients(self, model: Model, batch: Batch, copies: int) -> dict[Site, Tensor]:
         """States (copies · rows, longest, d) at the sites, all copies of the batch alike."""
         self.start()
-        model.body(batch.input_ids.repeat(copies, 1), batch.attention_mask.repeat(copies, 1))
+        model.run_body(batch.input_ids.repeat(copies, 1), batch.attention_mask.repeat(copies, 1))
         return self.take()
 
     def _select(self, site: Site, states: Tensor) -> Tensor:

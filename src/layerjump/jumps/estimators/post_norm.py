@@ -102,7 +102,7 @@ class Judge:
         return self._spectrum.unembedding(final.to(self._like)).detach()
 
     def _logits(self, product: Tensor) -> Tensor:
-        return self._spectrum.from_product(product).float()
+        return self._spectrum.adjust_logits(product).float()
 
 
 def calibrated(fit: Moments, select: Moments, pair: Pair) -> tuple[Affine, FeatureKind]:
