@@ -50,7 +50,7 @@ LONG = {
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
 TURNS, FEWER = 2, 2  # levels → last: two turns, on half of the tokens
-SETTINGS: dict[str, Any] = {"select": False, "split": "90/0/10"}
+SETTINGS: dict[str, Any] = {"validation": False, "split": "90/0/10"}
 
 
 def main() -> None:

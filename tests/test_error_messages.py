@@ -58,7 +58,7 @@ def sums(model, text):
         (["fit", "MODEL", "--refine", "--refine-steps", "0"], "--refine-steps of 1 or more, got 0"),
         (["fit", "MODEL", "--refine", "--from-moments", "x"], "--refine runs the model"),
         (["generate", "MODEL", "a", "b", "--stream"], "expects one prompt, got 2"),
-        (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "give --pairs pred"),
+        (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "use --pairs pred"),
         (["fit", "MODEL", "--estimator", "ojfa", "--refine"], "ojfa is one map for all"),
         (["fit", "MODEL", "--refine", "--pairs", "1:2"], "there is no prediction to tune"),
         (["fit", "MODEL", "--refine", "--split", "100/0/0"], "leave none; give more text"),
@@ -79,12 +79,14 @@ def test_commands_refuse_bad_options(monkeypatch, capsys, tmp_path, data_folder,
 
 
 def test_estimators_refuse_settings_they_do_not_have(model, text, sums, jumps):
-    with refusal("ridge", "no", "select split"):
+    with refusal("ridge", "none", "validation split"):
         solve_jumps(sums, "ridge")
-    with refusal("mat has no setting 'how'"):
-        solve_jumps(sums, "mat", how="pooled")
-    with refusal("'sideways'", "pooled or best-level"):
-        solve_jumps(collect_moments(model, text, tokens=2_000, select=True), "ojfa", how="sideways")
+    with refusal("mat has no setting pooling"):
+        solve_jumps(sums, "mat", pooling="pooled")
+    with refusal("'sideways'", "'best-level' or 'pooled'"):
+        solve_jumps(
+            collect_moments(model, text, tokens=2_000, validation=True), "ojfa", pooling="sideways"
+        )
     with refusal("learning_rate above 0", "0.2", "got 0"):
         lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
 
@@ -100,7 +102,7 @@ def test_files_of_another_kind(tmp_path, sums):
     with refusal("format 99", "upgrade"):
         SplitMoments.load(path)
     io.write_tensors(path, tensors, metadata | {"kind": "jumps"})
-    with refusal("no file of moments", "save_moments=True"):
+    with refusal("not a moments file", "save_moments=True"):
         SplitMoments.load(path)
     path.rename(tmp_path / serialization.FILE_NAME)
     with refusal("holds no exit rule"):

@@ -16,7 +16,8 @@ import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
 from layerjump.jumps.collect import RunPlan, plan_run
 from layerjump.jumps.estimators.gradient import train_n_njtc
-from layerjump.jumps.fit import TO_TUNE, plan_settings, solve_jumps
+from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS
+from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import FeatureKind
 
 Result = TypeVar("Result")
@@ -97,14 +98,14 @@ class Workshop:
         """Where a tuning starts: `calibrated`, its last levels' landings left open."""
         collected, pass_seconds = self._sums_to_final("both")
         made = self._made(
-            lambda: solve_jumps(collected, "calibrated", how=TO_TUNE, model=self.model)
+            lambda: solve_jumps(collected, "calibrated", keep_both_targets=True, model=self.model)
         )
         return made._replace(seconds=made.seconds + pass_seconds)
 
     def _sums_to_final(self, reads: FeatureKind) -> tuple[Any, float]:
         if reads not in self._summed:
-            wanted = plan_settings("calibrated") | {"features": reads}
-            self._summed[reads] = timed(self._plan(**wanted).run)
+            plan = self._plan(estimator="calibrated", features=reads)
+            self._summed[reads] = timed(plan.run)
         return self._summed[reads]
 
     @cached_property
@@ -142,7 +143,7 @@ class Workshop:
     def _about(self, name: str) -> list[Any]:
         own: Any = self.jacobian if name == "jacobian" else None
         if name in TUNED:
-            own = [TO_TUNE, self.refine_steps.get(name)]
+            own = [KEPT_BOTH_TARGETS, self.refine_steps.get(name)]
         return [self.corpus.sha256, self.settings, own]
 
     def _new(self, name: str) -> Made:

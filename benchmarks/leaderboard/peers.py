@@ -115,7 +115,8 @@ def write_job(workshop: Workshop, work: Path) -> None:
     checkpoint = work.parent / "model"
     write_checkpoint(workshop.model, checkpoint)
     batches = workshop.plan.batches
-    tokens = {name: sequences_of(batches[name]) for name in ("fit", "select")}
+    splits = {"fit": "fit", "select": "validation"}
+    tokens = {name: sequences_of(batches[split]) for name, split in splits.items()}
     check = _check(workshop.model, tokens["fit"][0])
     work.mkdir(parents=True, exist_ok=True)
     job = tokens | {"model": f"../{checkpoint.name}", "check": check}

@@ -6,6 +6,7 @@ the next line then fails.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from layerjump.generation.calibration.serialization import Calibration, Calibrat
 from layerjump.jumps import serialization
 from layerjump.jumps.collect import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.statistics import Moments
 from layerjump.lens.tuning import CHECKPOINT_NAME as UNFINISHED
 from layerjump.lens.tuning import TrainableMap, Tuner
@@ -115,14 +117,14 @@ def _make_moments(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     sites = [Site(0), Site(1), Site(2)]
     splits = {}
-    for split in ("fit", "select", "test"):
+    for split in ("fit", "validation", "test"):
         splits[split] = Moments([(sites[0], sites[2]), (sites[1], sites[2])], reservoir=4)
         states = {site: torch.randn(20, 4, generator=draw) for site in sites}
         splits[split].add(states, keys=torch.arange(20))
-    known = vars(synthetic_jumps.provenance(n_blocks=2, width=4))
-    own = ("n_fit", "n_select", "n_test", "estimator", "settings", "layerjump")
-    about = {key: value for key, value in known.items() if key not in own}
-    SplitMoments(splits, about | {"max_length": 512}).save(folder / "moments.safetensors")
+    provenance = synthetic_jumps.provenance(n_blocks=2, width=4)
+    names = (field.name for field in dataclasses.fields(RunInfo))
+    info = RunInfo(**{name: getattr(provenance, name) for name in names})
+    SplitMoments(**splits, info=info).save(folder / "moments.safetensors")
 
 
 def _read_moments(path: Path) -> None:

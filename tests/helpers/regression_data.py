@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from layerjump.jumps.estimators.registry import solve
+from layerjump.jumps.estimators.registry import ESTIMATORS, solve
 from layerjump.jumps.statistics import Source, Target
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
-# Every row of the table, with the settings it cannot do without.
+BY_SOURCE = [name for name, row in ESTIMATORS.items() if row.scope == "source"]
+# Settings that estimators cannot do without.
 SETTINGS = {"ridge": {"strength": 1e-3}, "low-rank": {"rank": 2}}
 
 

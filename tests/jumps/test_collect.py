@@ -94,9 +94,9 @@ def test_every_estimator_makes_jumps(collected, estimator):
     assert all(np.isfinite(info.r2).all() for info in jumps.info.values())
 
 
-@pytest.mark.parametrize("how", ["pooled", "best-level"])
-def test_one_jump_for_all(model, text, how):
-    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", rank=8, how=how)
+@pytest.mark.parametrize("pooling", ["pooled", "best-level"])
+def test_one_jump_for_all(model, text, pooling):
+    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", rank=8, pooling=pooling)
     assert len({tuple(jumps[level, 4][0].weight.flatten()[:9].tolist()) for level in range(4)}) == 1
     assert all(info.rank == 8 for info in jumps.info.values())
 
@@ -120,7 +120,7 @@ def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
 def test_sub_modules_are_paired_input_to_output_with_position_0(model, text):
     run = lj.collect_moments(model, text, pairs="submodules", tokens=6000)
     assert len(run.fit.pairs) == 16
-    assert run.about["skip_first"] == 0
+    assert run.info.skip_first == 0
     jumps = solve_jumps(run, "affine")
     assert jumps.info["1.attn.in", "1.attn.out"].lands == "site"
     assert jumps.info["2.ln1.in", "2.ln1.out"].r2[1] > 0.5
@@ -138,11 +138,11 @@ def test_pairs_are_parsed_and_bad_ones_named(model):
 
 def test_all_pairs_sample_positions_by_themselves(model):
     run = plan_run(model, "pydoc", pairs="all")
-    share = lj.Positions.parse(run.about["positions"]).amount
+    share = lj.Positions.parse(run.info.positions).amount
     assert share == 0.15
     assert run.batches["fit"].n_picks >= 44 * model.d_model
     few = plan_run(model, lj.load_text("pydoc", limit=60), pairs="all")
-    assert lj.Positions.parse(few.about["positions"]).amount > 0.15
+    assert lj.Positions.parse(few.info.positions).amount > 0.15
     assert few.batches["fit"].n_picks == pytest.approx(44 * model.d_model, rel=0.05)
 
 
@@ -191,9 +191,10 @@ def test_bad_states_name_level_and_batch(model, text):
 def test_saved_sums_give_the_same_jumps(collected, tmp_path):
     collected.save(tmp_path / "m.safetensors")
     loaded = SplitMoments.load(tmp_path / "m.safetensors")
-    assert loaded.about == collected.about
-    for name, total in collected.fit.sums.items():
-        assert torch.equal(total, loaded.fit.sums[name])
+    assert loaded.info == collected.info
+    assert loaded.max_length == collected.max_length
+    for total, read in zip(collected.fit.sums.tensors(), loaded.fit.sums.tensors(), strict=True):
+        assert torch.equal(total, read)
     assert torch.equal(
         loaded.test.reservoir.states[Site(2)], collected.test.reservoir.states[Site(2)]
     )
@@ -211,7 +212,7 @@ def test_two_halves_merge_to_the_whole(model, text):
     whole = merge_moments([lj.collect_moments(model, corpus, split="100/0/0") for corpus in half])
     once = lj.collect_moments(model, text, split="100/0/0")
     assert whole.fit.n == once.fit.n
-    assert whole.about["text"] == "a + b"
+    assert whole.info.text == "a + b"
     assert_same_predictions(solve_jumps(whole, "mat"), solve_jumps(once, "mat"), model, text)
 
 

@@ -19,11 +19,11 @@ RUN = """
 import sys, layerjump as lj
 from pathlib import Path
 from layerjump.jumps.collect import Checkpoint
-from layerjump.jumps.collect import plan
+from layerjump.jumps.collect import plan_run
 from layerjump.jumps.fit import solve_jumps
 model, out, every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 checkpoint = Checkpoint(out, every, resume=True)
-run = plan(lj.load(model), "pydoc", pairs="all", positions="all", max_length=64)
+run = plan_run(lj.load(model), "pydoc", pairs="all", positions="all", max_length=64)
 out.mkdir(exist_ok=True)
 (out / "began").touch()
 solve_jumps(run.run(checkpoint=checkpoint), "affine").save_pretrained(out)
@@ -98,7 +98,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path
 def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
     run = plan_run(model, text)
     checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(SplitMoments(run.moments, run.about), dict.fromkeys(run.batches, 0))
+    checkpoint.save(SplitMoments(**run.moments, info=run.info), dict.fromkeys(run.batches, 0))
     again = plan_run(model, text, seed=1)
     with pytest.raises(BadArtifact, match="other settings .*seed 0 → 1"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))
@@ -106,7 +106,9 @@ def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
 
 def test_resuming_with_other_features_is_refused(model, text, tmp_path):
     run = plan_run(model, text, pairs="to-final", features="both")
-    Checkpoint(tmp_path).save(SplitMoments(run.moments, run.about), dict.fromkeys(run.batches, 0))
+    Checkpoint(tmp_path).save(
+        SplitMoments(**run.moments, info=run.info), dict.fromkeys(run.batches, 0)
+    )
     again = plan_run(model, text, pairs="to-final", features="rms")
     with pytest.raises(BadArtifact, match="other settings .*features both → rms"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers.regression_data import CLOSE, SETTINGS, error, fit, noisy, random, sums
+from helpers.regression_data import BY_SOURCE, CLOSE, SETTINGS, error, fit, noisy, random, sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression
 
-from layerjump.jumps.estimators.registry import ESTIMATORS, solve
+from layerjump.jumps.estimators.registry import solve
 
 # ---- the answer is known -------------------------------------------------------------------------
 
@@ -134,14 +134,14 @@ def test_doubled_inputs_halve_the_weights(name):
     torch.testing.assert_close(twice.weight, torch.cat([once.weight, once.weight], 1) / 2, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", BY_SOURCE)
 def test_rows_given_twice_change_nothing(name):
     x, y = noisy(60, 6, 6)
     once, twice = fit(name, x, y), fit(name, torch.cat([x, x]), torch.cat([y, y]))
     torch.testing.assert_close(once(x), twice(x), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", BY_SOURCE)
 def test_jumps_that_share_a_factorisation_equal_those_solved_alone(name):
     x, y = noisy(70, 6, 6)
     source, targets = sums(x, y, 2 * y + x, random(70, 6, seed=5))
@@ -152,7 +152,7 @@ def test_jumps_that_share_a_factorisation_equal_those_solved_alone(name):
         assert alone.bias is shared.bias is None or torch.equal(alone.bias, shared.bias)
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"identity", "mat"}))
+@pytest.mark.parametrize("name", sorted(set(BY_SOURCE) - {"identity", "mat"}))
 def test_maps_with_an_intercept_pass_through_the_means(name):
     x, y = noisy(70, 6, 6)
     torch.testing.assert_close(fit(name, x, y)(x.mean(0)), y.mean(0), **CLOSE)
@@ -166,7 +166,7 @@ def test_more_freedom_never_fits_worse():
     assert error(fit("mat", x, y), x, y) >= errors[-1]
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", BY_SOURCE)
 def test_every_map_applies_as_its_weight_and_bias_say(name):
     x, y = noisy(40, 6, 6)
     found = fit(name, x, y)
@@ -178,7 +178,7 @@ def test_every_map_applies_as_its_weight_and_bias_say(name):
 
 def test_parameters_are_counted_in_the_form_they_are_stored():
     x, y = noisy(40, 6, 6)
-    counts = {name: fit(name, x, y).n_parameters for name in ESTIMATORS}
+    counts = {name: fit(name, x, y).n_parameters for name in BY_SOURCE}
     assert counts == {
         "identity": 0,
         "mean-shift": 6,

@@ -129,7 +129,9 @@ def test_an_absent_jump_says_what_there_is(jumps):
     with pytest.raises(KeyError) as caught:
         jumps[3, 1]
     assert isinstance(caught.value, NoSuchJump)
-    assert str(caught.value).startswith("there is no jump 3 → 1 here, only 0 → 1, 0 → 2, 0 → 3,")
+    assert str(caught.value).startswith(
+        "there is no jump 3 → 1 in this set, only 0 → 1, 0 → 2, 0 → 3,"
+    )
     assert "and 1 more" in str(caught.value)
     with pytest.raises(NoSuchJump, match="a source and a target"):
         jumps[3]
@@ -220,7 +222,7 @@ def refusal(maps, infos=None, **changes) -> str:
 def test_maps_and_infos_must_pair_up():
     maps = synthetic_jumps.affines()
     infos = synthetic_jumps.infos(maps)
-    assert "no jump in this set" in refusal({})
+    assert "at least one jump" in refusal({})
     assert "0 → 1 has a map or an info" in refusal(maps, dict(list(infos.items())[:3]))
     one, other = list(maps)[:2]
     swapped = infos | {one: infos[other]}
@@ -237,13 +239,13 @@ def test_sites_must_exist():
 @pytest.mark.parametrize(
     ("affine", "changes", "words"),
     [
-        (Affine.of(torch.ones(8, 7)), {}, "reads 7 features, but 8"),
-        (Affine.of(torch.ones(7, 8)), {}, "gives 7 coordinates, but 8"),
-        (Affine.of(torch.ones(8, 8)), {"features": "both"}, "reads 8 features, but 16"),
-        (Affine((8, 16)), {"features": "both"}, "do not multiply"),
+        (Affine.of(torch.ones(8, 7)), {}, "reads 7 features, expected 8"),
+        (Affine.of(torch.ones(7, 8)), {}, "has 7 outputs, expected 8"),
+        (Affine.of(torch.ones(8, 8)), {"features": "both"}, "reads 8 features, expected 16"),
+        (Affine((8, 16)), {"features": "both"}, "do not give a map"),
         (Affine.of(torch.ones(8, 8)), {"features": "cube"}, "features are raw, rms, both"),
-        (Affine.of(torch.ones(8, 2), torch.ones(3, 8)), {}, "do not multiply"),
-        (Affine.of(torch.ones(8, 8), bias=torch.ones(7)), {}, "do not multiply"),
+        (Affine.of(torch.ones(8, 2), torch.ones(3, 8)), {}, "do not give a map"),
+        (Affine.of(torch.ones(8, 8), bias=torch.ones(7)), {}, "do not give a map"),
         (Affine.of(torch.ones(8, 2), torch.ones(2, 8)), {"rank": 3}, "has rank 2, but its info"),
     ],
 )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import layerjump as lj
 from layerjump.cli.main import app
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.gradient import NarrowMap, train_n_njtc
+from layerjump.jumps.estimators.gradient import LowRankBatchNorm, train_n_njtc
 from layerjump.models.structure import Site
 
 TEXT = stories(300)
@@ -33,14 +33,14 @@ def r2(jumps, model, level):
 
 def test_folded_it_is_the_same_map():
     draw = torch.Generator().manual_seed(0)
-    jump = NarrowMap(6, 2, torch.rand(6, generator=draw) + 0.5, draw)
+    jump = LowRankBatchNorm(6, 2, torch.rand(6, generator=draw) + 0.5, draw)
     with torch.no_grad():
         for _ in range(5):
             jump(3 + 2 * torch.randn(40, 6, generator=draw))
         jump.norm.weight.uniform_(0.5, 2)
         jump.norm.bias.uniform_(-1, 1)
         rows = torch.randn(9, 6, generator=draw)
-        assert torch.allclose(jump.eval().folded()(rows), jump(rows), atol=1e-5)
+        assert torch.allclose(jump.eval().fold()(rows), jump(rows), atol=1e-5)
 
 
 def test_it_comes_close_to_the_closed_form_from_below(model):

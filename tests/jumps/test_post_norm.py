@@ -13,8 +13,8 @@ from sklearn.linear_model import Ridge
 import layerjump as lj
 from layerjump.errors import BadEstimator, BadMoments
 from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
-from layerjump.jumps.estimators.least_squares import ridge, unit
-from layerjump.jumps.estimators.post_norm import calibrated, sides
+from layerjump.jumps.estimators.least_squares import ridge, strength_unit
+from layerjump.jumps.estimators.post_norm import fit_calibrated
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import compute_features, to_affine
 from layerjump.jumps.scoring import residual
@@ -60,7 +60,7 @@ def states_of(model, text, part):
 def test_sums_of_features_are_those_of_the_features(model, text, collected):
     rows = states_of(model, text, "fit")
     x, y = compute_features(rows[Site(2)], "both").double(), rows[FINAL].double()
-    source, target = sides(collected.fit, (Site(2), FINAL), "both")
+    source, target = collected.fit.pair_moments((Site(2), FINAL), "both")
     assert source.n == len(x)
     assert torch.allclose(source.mean, x.mean(0), rtol=1e-5, atol=1e-6)
     x, y = x - x.mean(0), y - y.mean(0)
@@ -73,8 +73,10 @@ def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected
     for level in (0, 2, 3):
         info = jumps.info[level, "final"]
         x = compute_features(rows[Site(level)], info.features).double()
-        source, _ = sides(collected.fit, (Site(level), FINAL), info.features)
-        theirs = Ridge(alpha=info.strength * unit(source)).fit(x.numpy(), rows[FINAL].numpy())
+        source, _ = collected.fit.pair_moments((Site(level), FINAL), info.features)
+        theirs = Ridge(alpha=info.strength * strength_unit(source)).fit(
+            x.numpy(), rows[FINAL].numpy()
+        )
         mine = jumps[level, "final"](rows[Site(level)][:500])
         factor = jumps.provenance.settings["temperature"][str(level)]
         wanted = factor * torch.as_tensor(theirs.predict(x[:500].numpy()))
@@ -83,12 +85,12 @@ def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected
 
 def test_features_are_those_that_err_least_on_select(collected):
     pair = (Site(1), FINAL)
-    made, kind = calibrated(collected.fit, collected.select, pair)
+    made, kind = fit_calibrated(collected.fit, collected.validation, pair)
     errors = {}
     for each in ("raw", "rms", "both"):
-        source, target = sides(collected.fit, pair, each)
-        held = sides(collected.select, pair, each)
-        (alone,) = ridge(source, [target], select=(held[0], [held[1]]))
+        source, target = collected.fit.pair_moments(pair, each)
+        held = collected.validation.pair_moments(pair, each)
+        (alone,) = ridge(source, [target], validation=(held[0], [held[1]]))
         errors[each] = float(residual(alone, *held).sum())
     assert kind == min(errors, key=errors.__getitem__)
     assert len(set(errors.values())) == 3  # there is something to choose

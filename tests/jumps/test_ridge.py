@@ -4,8 +4,7 @@ from helpers.regression_data import error, noisy, random, sums
 from sklearn.linear_model import Ridge
 
 from layerjump.errors import BadEstimator, BadMoments
-from layerjump.jumps.estimators.least_squares import STRENGTHS, ridge
-from layerjump.jumps.estimators.registry import affine
+from layerjump.jumps.estimators.least_squares import STRENGTHS, affine, ridge
 from layerjump.jumps.statistics import Source
 
 
@@ -79,7 +78,7 @@ def test_the_chosen_strength_is_the_best_of_the_grid_by_brute_force():
         ],
     )
     source, targets = sums(x, *ys)
-    found = ridge(source, targets, select=sums(held_x, *held))
+    found = ridge(source, targets, validation=sums(held_x, *held))
     for target, map_, rows in zip(targets, found, held, strict=True):
         tried = [ridge(source, [target], strength=s)[0] for s in STRENGTHS]
         best = min(tried, key=lambda m, rows=rows: error(m, held_x, rows))
@@ -93,9 +92,9 @@ def test_the_choice_counts_that_the_two_splits_have_different_means(seed):
     x, y = few_rows()
     source, targets = sums(x, y)
     # The rows are those of the fit, moved: were the move not counted, nothing would be shrunk.
-    assert ridge(source, targets, select=(source, targets))[0].strength == STRENGTHS[0]
+    assert ridge(source, targets, validation=(source, targets))[0].strength == STRENGTHS[0]
     held_x, held_y = x + 2 * random(30, seed=seed), y + 4 * random(8, seed=seed)
-    found = ridge(source, targets, select=sums(held_x, held_y))[0]
+    found = ridge(source, targets, validation=sums(held_x, held_y))[0]
     tried = [ridge(source, targets, strength=s)[0] for s in STRENGTHS]
     assert found.strength == min(tried, key=lambda m: error(m, held_x, held_y)).strength
     assert found.strength > STRENGTHS[0]
@@ -104,26 +103,26 @@ def test_the_choice_counts_that_the_two_splits_have_different_means(seed):
 def test_a_source_that_does_not_vary_predicts_the_mean():
     x, y = torch.full((40, 3), 1 / 3).double(), random(40, 8)
     source, targets = sums(x, y)
-    found = ridge(source, targets, select=sums(random(40, 3, seed=1), y))[0]
+    found = ridge(source, targets, validation=sums(random(40, 3, seed=1), y))[0]
     torch.testing.assert_close(found(x), y.mean(0).expand_as(y))
 
 
 def test_with_little_text_the_chosen_strength_beats_least_squares_on_a_third_split():
     source, targets = sums(*few_rows())
-    found = ridge(source, targets, select=sums(*few_rows(seed=1)))[0]
+    found = ridge(source, targets, validation=sums(*few_rows(seed=1)))[0]
     test = few_rows(seed=2)
     assert error(found, *test) < 0.8 * error(affine(source, targets)[0], *test)
 
 
 def test_settings_that_make_no_sense_are_refused():
     source, targets = sums(*few_rows())
-    with pytest.raises(BadEstimator, match="strength is -1"):
+    with pytest.raises(BadEstimator, match="at least 0, got -1"):
         ridge(source, targets, strength=-1.0)
-    with pytest.raises(BadEstimator, match="either a strength or"):
-        ridge(source, targets, strength=1.0, select=(source, targets))
-    with pytest.raises(BadEstimator, match="select holds 1 targets, but there are 2"):
-        ridge(source, targets * 2, select=(source, targets))
+    with pytest.raises(BadEstimator, match="needs a strength or"):
+        ridge(source, targets, strength=1.0, validation=(source, targets))
+    with pytest.raises(BadEstimator, match="expected 2 targets in the validation split, got 1"):
+        ridge(source, targets * 2, validation=(source, targets))
     with pytest.raises(BadMoments, match="0 rows"):
-        ridge(source, targets, select=(Source(0, source.mean, source.scatter), targets))
-    with pytest.raises(BadMoments, match="select's source has 2 coordinates"):
-        ridge(source, targets, select=sums(random(9, 2), random(9, 8)))
+        ridge(source, targets, validation=(Source(0, source.mean, source.scatter), targets))
+    with pytest.raises(BadMoments, match="validation source has 2 coordinates"):
+        ridge(source, targets, validation=sums(random(9, 2), random(9, 8)))

@@ -107,7 +107,7 @@ def test_where_nothing_varies_the_weighted_score_is_the_uniform_one():
 
 def test_a_map_of_another_shape_is_refused():
     source, targets = sums(*noisy(30, 5, 4))
-    with pytest.raises(BadMoments, match="the map goes 3 → 4, but these sums pair 5 with 4"):
+    with pytest.raises(BadMoments, match="the map goes 3 → 4, but these moments pair 5 with 4"):
         r2(Affine.of(random(4, 3)), source, targets[0])
     with pytest.raises(BadMoments, match="5 coordinates and the target 4"):
         r2_identity(source, targets)
@@ -115,6 +115,6 @@ def test_a_map_of_another_shape_is_refused():
 
 def test_sums_that_are_not_finite_are_refused():
     source, targets = sums(*noisy(30, 4, 4))
-    targets[0].spread[2] = float("nan")
-    with pytest.raises(BadMoments, match="target 0's spread holds NaN"):
+    targets[0].sum_squares[2] = float("nan")
+    with pytest.raises(BadMoments, match="target 0's sum_squares holds NaN"):
         r2_identity(source, targets)

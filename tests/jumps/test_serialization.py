@@ -95,7 +95,7 @@ def test_without_the_hub_there_is_one_line(tmp_path):
         with pytest.raises(BadArtifact) as caught:
             Jumps.from_pretrained(place)
         assert "\n" not in str(caught.value)
-    with pytest.raises(BadArtifact, match="is not there"):
+    with pytest.raises(BadArtifact, match="does not exist"):
         Jumps.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(BadArtifact, match=r"cannot be uploaded to someone/jumps \(.+\); check"):
         synthetic_jumps.jumps().push_to_hub("someone/jumps")
@@ -131,7 +131,7 @@ def test_other_weights(model, fitted):
     for word in (
         "fitted on tiny",
         fingerprint(model.hf)[:8],
-        "given is tuned",
+        "the model is tuned",
         fingerprint(hf)[:8],
     ):
         assert word in message

@@ -13,10 +13,10 @@ disk, tmp_path, folder = jumps_folder.disk, jumps_folder.tmp_path, jumps_folder.
 
 
 def test_other_places(folder, tmp_path):
-    assert "is not there" in complaint(tmp_path / "nowhere")
+    assert "does not exist" in complaint(tmp_path / "nowhere")
     assert "is a file" in complaint(folder / TEXT)
     (tmp_path / "empty").mkdir()
-    assert "no jumps folder" in complaint(tmp_path / "empty")
+    assert "is not a jumps folder" in complaint(tmp_path / "empty")
     (folder / TENSORS).unlink()
     assert "has no jumps.safetensors" in complaint(folder)
     (folder / TENSORS).mkdir()
@@ -72,32 +72,44 @@ def test_keys_that_a_later_library_adds_are_left_alone(folder):
 
 EDITS = {
     "no version": (lambda d: d.pop("format_version"), "lacks 'format_version'"),
-    "version as text": (lambda d: d.update(format_version="1"), "format_version is '1', but int"),
+    "version as text": (
+        lambda d: d.update(format_version="1"),
+        "format_version is '1': Input should be a valid integer",
+    ),
     "version true": (lambda d: d.update(format_version=True), "format_version is True"),
     "version zero": (lambda d: d.update(format_version=0), "version 0"),
     "no provenance": (lambda d: d.pop("provenance"), "lacks 'provenance'"),
     "provenance null": (lambda d: d.update(provenance=None), "provenance is None"),
-    "no seed": (lambda d: d["provenance"].pop("seed"), "lacks 'seed'"),
-    "seed a float": (lambda d: d["provenance"].update(seed=0.5), "seed is 0.5, but int"),
+    "no seed": (lambda d: d["provenance"].pop("seed"), "lacks 'provenance.seed'"),
+    "seed a float": (
+        lambda d: d["provenance"].update(seed=0.5),
+        "seed is 0.5: Input should be a valid integer",
+    ),
     "width true": (lambda d: d["provenance"].update(width=True), "width is True"),
-    "revision a list": (lambda d: d["provenance"].update(revision=[]), "but str | None was wanted"),
+    "revision a list": (lambda d: d["provenance"].update(revision=[]), "provenance.revision is []"),
     "settings a list": (lambda d: d["provenance"].update(settings=[]), "settings is []"),
     "jumps an object": (lambda d: d.update(jumps={}), "jumps is {}"),
-    "a jump is a number": (lambda d: d["jumps"].append(3), "one of the jumps is 3"),
-    "no r2": (lambda d: d["jumps"][0].pop("r2"), "lacks 'r2'"),
+    "a jump is a number": (lambda d: d["jumps"].append(3), "jumps.9 is 3"),
+    "no r2": (lambda d: d["jumps"][0].pop("r2"), "lacks 'jumps.0.r2'"),
     "r2 of three": (lambda d: d["jumps"][0].update(r2=[1, 2, 3]), "r2 is [1, 2, 3]"),
     "r2 infinite": (lambda d: d["jumps"][0].update(r2=[1e999, 1]), "is not a JSON number"),
     "nowhere": (lambda d: d["jumps"][0].update(source="north"), "source is 'north'"),
     "site with zeros": (lambda d: d["jumps"][0].update(source="00"), "source is '00'"),
     "site of 5000 digits": (lambda d: d["jumps"][0].update(source="9" * 5000), "source is '9"),
     "features": (lambda d: d["jumps"][0].update(features="cube"), "features is 'cube'"),
-    "lands": (lambda d: d["jumps"][0].update(lands="final"), "lands is 'final', but 'level'"),
+    "lands": (
+        lambda d: d["jumps"][0].update(lands="final"),
+        "lands is 'final' for the jump 0 → 1, expected 'level'",
+    ),
     "lands a list": (lambda d: d["jumps"][0].update(lands=["level"]), "lands is ['level']"),
     "twice": (lambda d: d["jumps"].append(d["jumps"][0]), "0 → 1 twice"),
-    "shape of one": (lambda d: d["jumps"][0].update(shape=[8]), "shape is [8]"),
+    "shape of one": (lambda d: d["jumps"][0].update(shape=[8]), "lacks 'jumps.0.shape.1'"),
     "no such tensor": (lambda d: d["jumps"][2].update(tensors={"w": [8, 8]}), "tensors is {'w'"),
     "only up": (lambda d: d["jumps"][2].update(tensors={"up": [8, 8]}), "tensors is {'up'"),
-    "shapes as text": (lambda d: d["jumps"][2].update(tensors={"weight": "8"}), "a shape for each"),
+    "shapes as text": (
+        lambda d: d["jumps"][2].update(tensors={"weight": "8"}),
+        "tensors.weight is '8'",
+    ),
 }
 
 
@@ -139,8 +151,11 @@ def test_the_order_of_jumps_in_the_json_says_nothing(folder):
 TENSOR_FAULTS = {
     "missing": (lambda t: t.pop("0>3.weight"), "lists but lacks the tensor '0>3.weight'"),
     "extra": (lambda t: t.update(x=torch.ones(1)), "holds but does not list the tensor 'x'"),
-    "shape": (lambda t: t.update({"0>3.weight": torch.ones(8, 9)}), "shape (8, 9), but"),
-    "type": (lambda t: t.update({"0>3.weight": torch.ones(8, 8).half()}), "is torch.float16"),
+    "shape": (
+        lambda t: t.update({"0>3.weight": torch.ones(8, 9)}),
+        "got torch.float32 of shape (8, 9)",
+    ),
+    "type": (lambda t: t.update({"0>3.weight": torch.ones(8, 8).half()}), "got torch.float16"),
     "NaN": (lambda t: t["2>3.bias"].fill_(float("nan")), "2>3.bias holds NaN"),
     "infinite": (lambda t: t["2>3.bias"].fill_(float("inf")), "2>3.bias holds NaN or infinite"),
 }
@@ -155,7 +170,7 @@ def test_tensors_that_are_not_as_listed(folder, change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d["provenance"].update(width=9), "reads 8 features, but 9"),
+        (lambda d: d["provenance"].update(width=9), "reads 8 features, expected 9"),
         (lambda d: d["provenance"].update(n_blocks=2), "has no site 3"),
         (lambda d: d["jumps"].clear(), "holds but does not list"),
         (lambda d: d["jumps"][0].update(target="0"), "is the identity by definition"),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerjump.errors import BadMoments
-from layerjump.jumps.statistics import Moments, keys_of
+from layerjump.jumps.statistics import Moments, sampling_keys
 from layerjump.models.structure import Site
 
 A, B, C = Site(0), Site(1), Site(2)
@@ -32,7 +32,7 @@ def take(states, index):
 
 def summed(states, chunks, products=torch.float64) -> Moments:
     moments = Moments(PAIRS, reservoir=7, products=products)
-    keys = keys_of(torch.arange(len(states[A])), torch.zeros(len(states[A])), seed=3)
+    keys = sampling_keys(torch.arange(len(states[A])), torch.zeros(len(states[A])), seed=3)
     for chunk in chunks:
         moments.add(take(states, chunk), keys=keys[chunk])
     return moments
@@ -50,7 +50,7 @@ def assert_same(one: Moments, other: Moments, *, tolerance: float) -> None:
         for x, y in [(one.source(a).scatter, other.source(a).scatter), (left.cross, right.cross)]:
             assert (x - y).abs().max() <= tolerance * y.abs().max()
         assert torch.allclose(left.mean, right.mean, rtol=tolerance)
-        assert torch.allclose(left.spread, right.spread, rtol=tolerance)
+        assert torch.allclose(left.sum_squares, right.sum_squares, rtol=tolerance)
         assert one.mean_angle((a, b)) == pytest.approx(
             other.mean_angle((a, b)), rel=1e-9, nan_ok=True
         )
@@ -69,7 +69,7 @@ def test_sums_are_the_textbook_ones(sinks):
             moments.source(a).scatter, reference(states, a, a), rtol=1e-10, atol=1e-6
         )
         assert torch.allclose(target.cross, reference(states, a, b), rtol=1e-10, atol=1e-6)
-        assert torch.allclose(target.spread, reference(states, b, b).diagonal(), rtol=1e-10)
+        assert torch.allclose(target.sum_squares, reference(states, b, b).diagonal(), rtol=1e-10)
         assert torch.allclose(target.mean, states[b].mean(0), rtol=1e-12)
     assert moments.mean_norm(A) == pytest.approx(states[A].norm(dim=1).mean().item())
 
@@ -154,9 +154,9 @@ def test_bad_states_name_the_site(bad):
 def test_other_widths_and_pairs_are_refused():
     moments = summed(rows(20), [slice(0, 20)])
     wrong = rows(20) | {C: torch.zeros(20, 4, dtype=torch.float64)}
-    with pytest.raises(BadMoments, match="width 3 at site 2, but 4 was given"):
+    with pytest.raises(BadMoments, match="width 3 at site 2, got 4"):
         moments.add(wrong)
-    with pytest.raises(BadMoments, match="same rows were wanted"):
+    with pytest.raises(BadMoments, match="same number of rows"):
         moments.add(rows(20) | {C: torch.zeros(19, 3, dtype=torch.float64)})
     with pytest.raises(BadMoments, match="cannot be merged"):
         moments.merge(Moments([(A, B)]))
@@ -176,7 +176,7 @@ def test_the_reservoir_is_a_fair_sample():
     """Every row is equally likely: over many seeds each of 40 rows is kept about a quarter of the time."""
     kept = torch.zeros(40)
     for seed in range(400):
-        keys = keys_of(torch.arange(40), torch.arange(40) % 3, seed=seed)
+        keys = sampling_keys(torch.arange(40), torch.arange(40) % 3, seed=seed)
         kept[keys.argsort()[:10]] += 1
     assert (kept > 60).all()
     assert (kept < 140).all()

@@ -11,7 +11,7 @@ from helpers.tiny_models import tiny_model
 
 import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
-from layerjump.jumps.estimators.post_norm import FEWEST, Judge, calibrated
+from layerjump.jumps.estimators.post_norm import MIN_ROWS, HeldOutKL, fit_calibrated
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine, compute_features
 from layerjump.models.model import Model
@@ -52,9 +52,9 @@ def kl(model, rows, final):
 
 
 def test_it_is_the_least_kl_on_held_out_rows(model, collected, jumps):
-    rows = {site: states[:256] for site, states in collected.select.reservoir.states.items()}
+    rows = {site: states[:256] for site, states in collected.validation.reservoir.states.items()}
     for level in range(model.n_blocks):
-        jump, kind = calibrated(collected.fit, collected.select, (Site(level), FINAL))
+        jump, kind = fit_calibrated(collected.fit, collected.validation, (Site(level), FINAL))
         final = jump(compute_features(rows[Site(level)], kind).double())
         grid = [0.2 + 0.01 * step for step in range(111)]
         best = min(grid, key=lambda factor: float(kl(model, rows, factor * final).mean()))
@@ -88,10 +88,10 @@ def test_a_soft_cap_counts():
     # The model's own states are 0.6 of what the map says: that is what must be found.
     rows = {Site(1): final, FINAL: 0.6 * final}
     same = Affine.of(torch.eye(model.d_model, dtype=torch.float64))
-    assert Judge(model, rows).factor(Site(1), same, "raw") == pytest.approx(0.6, abs=0.02)
-    few = {site: states[: FEWEST - 1] for site, states in rows.items()}
-    assert Judge(model, few).factor(Site(1), same, "raw") == 1
-    assert Judge(model, {}).factor(Site(1), same, "raw") == 1
+    assert HeldOutKL(model, rows).best_factor(Site(1), same, "raw") == pytest.approx(0.6, abs=0.02)
+    few = {site: states[: MIN_ROWS - 1] for site, states in rows.items()}
+    assert HeldOutKL(model, few).best_factor(Site(1), same, "raw") == 1
+    assert HeldOutKL(model, {}).best_factor(Site(1), same, "raw") == 1
 
 
 def test_the_last_levels_land_where_kl_is_least(model):
@@ -111,10 +111,10 @@ def test_the_last_levels_land_where_kl_is_least(model):
     made = solve_jumps(found, "calibrated", model=model)
     assert {source for source, _ in made} == {Site(level) for level in range(model.n_blocks)}
     assert len(made) == model.n_blocks
-    rows = {site: states[:256] for site, states in found.select.reservoir.states.items()}
+    rows = {site: states[:256] for site, states in found.validation.reservoir.states.items()}
     only = solve_jumps(found_to_final(found), "calibrated", model=model)
     for site in late:
-        onto_last, kind = calibrated(found.fit, found.select, (site, last))
+        onto_last, kind = fit_calibrated(found.fit, found.validation, (site, last))
         landed = onto_last(compute_features(rows[site], kind).double()).float()
         kls = {
             last: float(kl(model, rows, model.structure.to_final(landed)).mean()),
@@ -135,7 +135,7 @@ def found_to_final(found):
     for name, sums in found.splits.items():
         splits[name] = less = copy.copy(sums)
         less.pairs = [pair for pair in sums.pairs if pair[1] == FINAL]
-    return replace(found, splits=splits)
+    return replace(found, **splits)
 
 
 def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
@@ -154,7 +154,7 @@ def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
     )
     alone = run("fit", *given)
     assert alone.returncode == 1
-    assert "no model was given" in alone.stderr
+    assert "pass model" in alone.stderr
     assert run("fit", name, *given).returncode == 0
     ours, theirs = lj.Jumps.from_pretrained(whole), lj.Jumps.from_pretrained(again)
     assert ours.provenance.settings["temperature"] == theirs.provenance.settings["temperature"]

@@ -148,7 +148,7 @@ def test_the_documents_are_those_of_the_fit(model, jumps):
     objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
     found = objective.make_batches(TEXT, 0, 6_000)
     planned = plan_run(model, TEXT, tokens=6_000).batches
-    for mine, name in zip(found, ("fit", "select"), strict=True):
+    for mine, name in zip(found, ("fit", "validation"), strict=True):
         assert mine.sequences.ids.tolist() == planned[name].sequences.ids.tolist()
 
 

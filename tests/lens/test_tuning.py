@@ -213,7 +213,7 @@ def test_a_checkpoint_with_a_negative_kl_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def start(model):
-    return lj.fit(model, TEXT, estimator="calibrated", how="to-tune", tokens=12_000)
+    return lj.fit(model, TEXT, estimator="calibrated", keep_both_targets=True, tokens=12_000)
 
 
 @pytest.fixture(scope="module")

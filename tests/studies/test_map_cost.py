@@ -10,8 +10,7 @@ from helpers.study_results import check_figures
 
 from layerjump.jumps.estimators.low_rank import low_rank, truncate_rank
 from layerjump.jumps.estimators.registry import solve
-from layerjump.jumps.maps import Affine
-from layerjump.jumps.quantize import dequantised, quantised, quantize_map
+from layerjump.jumps.maps import Affine, dequantize_int8, quantize_int8, quantize_map
 from layerjump.models.loading import load
 from layerjump.studies import layer_skipping, map_cost
 from layerjump.studies.setup import Settings, Setup
@@ -155,10 +154,10 @@ def test_full_rank_is_affine():
 def test_int8_is_off_by_at_most_half_a_step():
     matrix = random(7, 30) * torch.logspace(-3, 3, 7, dtype=torch.float64)[:, None]
     matrix[3] = 0
-    codes, scales = quantised(matrix)
+    codes, scales = quantize_int8(matrix)
     assert codes.dtype == torch.int8
     assert codes.abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
-    error = (dequantised(codes, scales) - matrix).abs()
+    error = (dequantize_int8(codes, scales) - matrix).abs()
     assert (error <= 0.5001 * scales[:, None]).all()
 
 

@@ -34,7 +34,7 @@ def test_submodules_take_in_cross_attention(model, corpus):
 
 
 def test_the_bill_counts_each_token_through_its_own_stack(model, corpus):
-    planned = plan_run(model, corpus, split="60/20/20", select=False)
+    planned = plan_run(model, corpus, split="60/20/20", validation=False)
     tokens = sum(found.n_tokens for found in planned.batches.values())
     sources = sum(found.n_source_tokens for found in planned.batches.values())
     encoder, decoder = (

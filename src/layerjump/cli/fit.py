@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -27,15 +27,20 @@ from layerjump.cli._options import (
 from layerjump.cli._output_dir import JUMPS, Options, locks_output
 from layerjump.cli.inspect import print_jumps
 from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
+from layerjump.jumps.estimators.registry import (
+    BY_GRADIENTS,
+    CLOSED_FORM,
+    Settings,
+    find_estimator,
+)
 
 if TYPE_CHECKING:
     from layerjump.data.corpus import Corpus
     from layerjump.jumps.collect import Checkpoint, RunPlan, SplitMoments
     from layerjump.jumps.jumps import Jumps
+    from layerjump.jumps.maps import FeatureKind
     from layerjump.models.model import Model
 
-BY_GRADIENTS = {"jacobian": (), "n-njtc-trained": ("rank",)}
-"""Estimators that are not solved from second moments, and the options of closed-form estimators that they take."""
 estimator_option = option_group("Estimator settings")
 moments_option = option_group("Moments and checkpoints")
 
@@ -58,10 +63,7 @@ def fit(
     ] = None,
     estimator: Annotated[
         str,
-        typer.Option(
-            help="identity, mean-shift, mat, affine, ridge, orthogonal, low-rank, n-njtc, ojfa, calibrated; by "
-            "gradients: jacobian, n-njtc-trained."
-        ),
+        typer.Option(help=f"{', '.join(CLOSED_FORM)}; by gradients: {', '.join(BY_GRADIENTS)}."),
     ] = "mat",
     pairs: Annotated[
         str | None,
@@ -142,14 +144,11 @@ def fit(
         merge_moments,
         plan_run,
     )
-    from layerjump.jumps.fit import TO_PREDICTIONS, TO_TUNE, plan_settings, solve_jumps
-    from layerjump.jumps.maps import FEATURES
+    from layerjump.jumps.fit import solve_jumps
 
-    if features is not None and features not in FEATURES:
-        raise LayerjumpError(f"expected --features {', '.join(FEATURES)}, got {features!r}")
-    settings: dict[str, Any] = {"strength": strength, "rank": rank}
+    settings: dict[str, Any] = {"strength": strength, "rank": rank, "pooling": pooling}
     if estimator in BY_GRADIENTS:
-        closed_form = settings | {"pooling": pooling, "pairs": pairs, "positions": positions}
+        closed_form = settings | {"pairs": pairs, "positions": positions}
         closed_form |= {"features": features, "resume": resume, "refine": refine}
         closed_form |= {"save-moments": save_moments, "from-moments": from_moments}
         _refuse_closed_form_options(estimator, closed_form)
@@ -160,10 +159,8 @@ def fit(
         _write(jumps, output, as_json=as_json)
         Checkpoint(output).clear()
         return
-    if pooling is not None and estimator != "ojfa":
-        raise BadEstimator(f"{estimator} has no option --pooling; only ojfa has")
-    plan: dict[str, Any] = plan_settings(estimator, strength)
-    plan |= {name: value for name, value in (("pairs", pairs), ("features", features)) if value}
+    row = find_estimator(estimator)
+    row.check_settings(Settings(**settings))
     group = ProcessGroup.from_environment()
     if refine:
         _check_refine(refine_steps, from_moments, group.world)
@@ -174,16 +171,26 @@ def fit(
             model_or_none = _load_fitted_model(load, model, moments)
     else:
         model_or_none, corpus = _load(load, model, text, column)
-        plan |= {"select": plan["select"] or save_moments or refine}
-        plan |= {"positions": positions, "tokens": tokens, "split": split, "seed": seed}
-        run = plan_run(model_or_none, corpus, **plan)
+        run = plan_run(
+            model_or_none,
+            corpus,
+            estimator=estimator,
+            strength=strength,
+            pairs=pairs,
+            positions=positions,
+            tokens=tokens,
+            split=split,
+            seed=seed,
+            validation=True if save_moments or refine else None,
+            features=cast("FeatureKind | None", features),
+        )
         moments = _collect(run, Checkpoint(output, save_every, resume, group), estimator, refine)
     group.leave()
     if group.rank != 0:
         return
-    if refine and estimator == TO_PREDICTIONS:
-        pooling = TO_TUNE
-    jumps = solve_jumps(moments, estimator, **settings, how=pooling, model=model_or_none)
+    if refine and "keep_both_targets" in row.settings:
+        settings["keep_both_targets"] = True
+    jumps = solve_jumps(moments, estimator, **settings, model=model_or_none)
     if refine:
         assert model_or_none is not None
         jumps = _refine(
@@ -211,9 +218,9 @@ def _load_fitted_model(load: LoadModel, model: str, moments: SplitMoments) -> Mo
     from layerjump.models.fingerprint import fingerprint
 
     loaded = load(model)
-    if fingerprint(loaded.hf) != moments.about["fingerprint"]:
+    if fingerprint(loaded.hf) != moments.info.fingerprint:
         raise WrongModel(
-            f"these moments are of {moments.about['model']}, but {model} has other weights; give the model that they "
+            f"these moments are of {moments.info.model}, but {model} has other weights; give the model that they "
             f"are of"
         )
     return loaded
@@ -229,7 +236,11 @@ def _refuse_closed_form_options(estimator: str, options: dict[str, Any]) -> None
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise BadEstimator(f"{estimator} runs in one process; start it without torchrun")
     for name, value in options.items():
-        if name not in BY_GRADIENTS[estimator] and value is not None and value is not False:
+        if (
+            name not in find_estimator(estimator).settings
+            and value is not None
+            and value is not False
+        ):
             raise BadEstimator(
                 f"{estimator} has no option --{name}: it maps every level to the last, at all positions but the first "
                 f"ones; leave --{name} out"
@@ -246,22 +257,18 @@ def _fit_by_gradients(
     split: str,
     seed: int,
 ) -> Jumps:
-    from layerjump.jumps.estimators.gradient import fit_jacobian, train_n_njtc
-
     settings: dict[str, Any] = {"split": split, "seed": seed}
     settings |= {name: value for name, value in (("tokens", tokens), ("rank", rank)) if value}
-    fit_maps: Any = {"jacobian": fit_jacobian, "n-njtc-trained": train_n_njtc}[estimator]
+    fit_maps = find_estimator(estimator).load()
     with progress_bar("backward passes") as update:
         return fit_maps(model, corpus, **settings, progress=update)  # type: ignore[no-any-return]
 
 
 def _collect(run: RunPlan, checkpoint: Checkpoint, estimator: str, refine: bool) -> SplitMoments:
     """Check what the estimator and `--refine` need, then collect the second moments."""
-    from layerjump.jumps.fit import check_pairs
     from layerjump.lens.tuning import check_tunable
 
     pairs, group = run.moments["fit"].pairs, checkpoint.group
-    check_pairs(estimator, pairs, run.model.n_blocks)
     if refine:
         check_tunable(estimator, pairs, run.model.n_blocks)
         if not any(part.n_tokens for name, part in run.batches.items() if name != "fit"):
@@ -271,7 +278,7 @@ def _collect(run: RunPlan, checkpoint: Checkpoint, estimator: str, refine: bool)
             )
     is_first = group.rank == 0
     if is_first:
-        print(run.bill, file=sys.stderr)
+        print(run.cost, file=sys.stderr)
     with progress_bar("collecting") as update:
         progress = update if is_first else None
         return run.run(progress=progress, checkpoint=checkpoint, group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,8 @@ import typer
 from layerjump.cli._options import AsJson, print_table
 
 if TYPE_CHECKING:
-    from layerjump.jumps.jumps import Jumps, Pair
+    from layerjump.jumps.jumps import Jumps
+    from layerjump.jumps.pairs import Pair
 
 
 def inspect(
@@ -29,7 +31,7 @@ def inspect(
         print_jumps(Jumps.from_pretrained(path), as_json=as_json, spectrum=True)
         return
     moments = SplitMoments.load(path)
-    facts = moments.about | {
+    facts = asdict(moments.info) | {
         f"positions ({split})": part.n for split, part in moments.splits.items()
     }
     rows = [{"what": name, "value": value} for name, value in facts.items()]

@@ -99,10 +99,11 @@ def _make_lenses(
 def _default_jumps(model: Model, estimators: list[str]) -> dict[str, Jumps]:
     """Jumps from the cache of default jumps; missing ones are fitted."""
     from layerjump.jumps.cache import TEXT, TOKENS, cached_jumps, has_cached_jumps
-    from layerjump.jumps.fit import selects
+    from layerjump.jumps.estimators.registry import find_estimator
 
     for estimator in estimators:
-        selects(estimator)  # raises for an unknown estimator, before anything is fitted
+        # An unknown estimator is an error before anything is fitted.
+        find_estimator(estimator, closed_form=True)
     if not estimators:
         return {}
     model.require_predictions()  # before the fit, which does not need them

@@ -1,7 +1,7 @@
 """On-disk cache of default jumps fitted on the built-in corpus.
 
-They lie in layerjump's home folder: `jumps/<the weights' fingerprint>/<text>-<tokens>-<estimator>`. A folder is written
-under a temporary name and renamed, under a lock: a second process waits and then loads what the first one fitted.
+They are in layerjump's home folder: `jumps/<fingerprint of the weights>/<text>-<tokens>-<estimator>`. A folder is
+written under a temporary name and renamed, under a lock: a second process waits and then loads what the first fitted.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
 from layerjump.data.corpus import load_text
 from layerjump.data.positions import MASKED_SHARE
-from layerjump.errors import BadArtifact, BadEstimator, argument
+from layerjump.errors import BadArtifact, BadEstimator
 from layerjump.io import writing
 from layerjump.jumps import serialization
-from layerjump.jumps.collect import plan_run
-from layerjump.jumps.fit import TO_PREDICTIONS, plan_settings, selects, solve_jumps
+from layerjump.jumps.collect import Progress, plan_run
+from layerjump.jumps.estimators.registry import find_estimator
+from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.models.bundled_model import cache_home
 from layerjump.models.fingerprint import fingerprint
@@ -36,101 +38,90 @@ def cached_jumps(
     *,
     text: str = TEXT,
     tokens: int = TOKENS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Jumps]:
-    """Jumps from every level to the last by each estimator: those kept, the others from one pass over the text.
-
-    `progress` is called after each batch with the tokens done and the tokens to do.
-    """
-    for estimator in estimators:
-        _check(estimator)
-    place = _place(model)
-    folders = {name: place / _name(name, text, tokens) for name in estimators}
-    found = _load_all(folders, model)
-    if len(found) == len(folders):
-        return found
-    with writing(place):
-        place.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(place / ".lock")
+    """Return default jumps of each estimator: those in the cache, the others from one pass over the text."""
+    for name in estimators:
+        required = find_estimator(name, closed_form=True).required
+        if required:
+            raise BadEstimator(
+                f"{name} needs a {required[0]}, so there are no default jumps of it; fit it, and pass the jumps"
+            )
+    folders = {name: cache_folder(model, name, text=text, tokens=tokens) for name in estimators}
+    jumps = _load_all(folders, model)
+    if len(jumps) == len(folders):
+        return jumps
+    home = _model_folder(model)
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(home / ".lock")
         lock.acquire()
     try:
-        found = _load_all(folders, model)  # another process may have been first
-        missing = [name for name in folders if name not in found]
-        if missing:
-            found |= _fit(model, missing, text, tokens, progress)
+        jumps = _load_all(folders, model)  # another process may have been first
+        missing = [name for name in folders if name not in jumps]
+        jumps |= _fit_all(model, missing, text, tokens, progress)
         for name in missing:
-            _keep(found[name], folders[name])
+            _store(jumps[name], folders[name])
     finally:
         lock.release()
-    return {name: found[name] for name in folders}
+    return {name: jumps[name] for name in folders}
 
 
 def has_cached_jumps(
     model: Model, estimators: Sequence[str] = ("mat",), *, text: str = TEXT, tokens: int = TOKENS
 ) -> bool:
-    """Whether `kept_jumps` would find all of these on disk, without a look inside."""
+    """Whether the cache holds the jumps of all these estimators; the files are not read."""
     folders = [cache_folder(model, name, text=text, tokens=tokens) for name in estimators]
     return all((folder / serialization.TENSORS).is_file() for folder in folders)
 
 
 def cache_folder(model: Model, estimator: str, *, text: str = TEXT, tokens: int = TOKENS) -> Path:
-    """Where these jumps are kept, if they are."""
-    return _place(model) / _name(estimator, text, tokens)
+    """Return the folder of these jumps in the cache, whether or not it exists."""
+    # A file may change under its name, so it is identified by its content.
+    name = text if text == TEXT else load_text(text).sha256[:16]
+    return _model_folder(model) / f"{name}-{tokens}-{estimator}"
 
 
-def _place(model: Model) -> Path:
+def _model_folder(model: Model) -> Path:
     return cache_home() / "jumps" / fingerprint(model.hf)
 
 
-def _name(estimator: str, text: str, tokens: int) -> str:
-    # A file may change under its name, so it goes by what it holds.
-    said = text if text == TEXT else load_text(text).sha256[:16]
-    return f"{said}-{tokens}-{estimator}"
-
-
-def _check(estimator: str) -> None:
-    selects(estimator)  # an error if there is none of this name
-    if estimator == "low-rank":
-        raise BadEstimator(
-            f"low-rank needs a rank, so no default jumps exist; fit them with {argument('estimator', 'low-rank')} and "
-            f"{argument('rank')}, and give their folder"
-        )
-
-
 def _load_all(folders: Mapping[str, Path], model: Model) -> dict[str, Jumps]:
-    """What is kept in these folders and can be used."""
-    found: dict[str, Jumps] = {}
+    """The jumps of those folders that exist and can be loaded."""
+    jumps: dict[str, Jumps] = {}
     for name, folder in folders.items():
-        with contextlib.suppress(BadArtifact):  # not there, or broken: it is fitted again
-            found[name] = serialization.load(folder, model=model)
-    return found
+        with contextlib.suppress(BadArtifact):  # missing, or broken: fitted again
+            jumps[name] = serialization.load(folder, model=model)
+    return jumps
 
 
-def _fit(
+def _fit_all(
     model: Model,
     estimators: Sequence[str],
     text: str,
     tokens: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> dict[str, Jumps]:
-    found: dict[str, Jumps] = {}
-    # Those onto `final` want sums of their own.
-    for names in ([n for n in estimators if n != TO_PREDICTIONS], [TO_PREDICTIONS]):
-        wanted = [plan_settings(name) for name in names if name in estimators]
-        if not wanted:
-            continue
-        collected = plan_run(
+    """Fit jumps with one pass over the text for all estimators that need the same pairs and features."""
+    passes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in estimators:
+        estimator = find_estimator(name)
+        passes[estimator.pairs, estimator.features].append(name)
+    jumps: dict[str, Jumps] = {}
+    for names in passes.values():
+        moments = plan_run(
             model,
             text,
+            estimator=names[0],
             positions=MASKED_SHARE if model.masked else None,
             tokens=tokens,
-            **wanted[0] | {"select": any(each["select"] for each in wanted)},
+            validation=any(find_estimator(name).needs_validation() for name in names),
         ).run(progress=progress)
-        found |= {name: solve_jumps(collected, name, model=model) for name in names}
-    return found
+        jumps |= {name: solve_jumps(moments, name, model=model) for name in names}
+    return jumps
 
 
-def _keep(jumps: Jumps, folder: Path) -> None:
+def _store(jumps: Jumps, folder: Path) -> None:
     with writing(folder):
         work = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
         try:

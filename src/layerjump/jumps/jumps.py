@@ -1,12 +1,8 @@
-"""Jumps: a set of fitted maps with their scores and provenance.
-
-What is known about a jump, and about the run that fitted it.
-
-Jumps: a set of fitted maps, each an ordinary torch module, with all that is known about them.
+"""Jumps: a set of fitted maps, each an ordinary torch module, with their scores and provenance.
 
 jumps = Jumps.from_pretrained("jumps/smollm2", model=model)
 predicted = jumps[12, 30](states)     # states at level 12 → states at level 30
-jumps.info[12, 30].r2                 # how well, on text that nothing was fitted or chosen on
+jumps.info[12, 30].r2                 # R² on text that nothing was fitted or chosen on
 """
 
 from __future__ import annotations
@@ -22,19 +18,19 @@ from torch import nn
 
 from layerjump.errors import BadJumps, NoSuchJump
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, Unchanged, to_affine, to_module
+from layerjump.jumps.pairs import Pair, parse_pair
 from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
 
-Pair = tuple[Site, Site]
 Lands = Literal["level", "final", "site"]
-_SHOWN = 8
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
 class JumpInfo:
-    """What is known about one jump; scores are of the test split, (uniform, variance-weighted)."""
+    """Description of one jump; scores are of the test split, (uniform, variance-weighted)."""
 
     source: Site
     target: Site
@@ -48,54 +44,71 @@ class JumpInfo:
 
     @property
     def lands(self) -> Lands:
-        """What is left to do for a prediction: norm and head from a level, the head alone from final."""
+        """The kind of target: a `level` still needs norm and unembedding for a prediction, `final` the latter."""
         if self.target == FINAL:
             return "final"
         return "level" if self.target.part == "level" else "site"
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Where a set of jumps comes from. No date: the same run gives the same bytes on any day."""
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The model, text and positions that moments or jumps come from."""
 
     model: str
     revision: str | None
     fingerprint: str
+    """Hash of the model's weights."""
     tokenizer: str | None
+    """Hash of the tokenizer."""
     family: str
     n_blocks: int
     width: int
+    """Width of the residual stream, d_model."""
     text: str
     text_sha256: str
-    tokens: int  # run through the model
+    tokens: int
+    """Number of tokens that were run through the model."""
     positions: str
     skip_first: int
     special: bool
+    """Whether special tokens were among the positions."""
     split: str
-    n_fit: int  # positions picked, likewise below
-    n_select: int
-    n_test: int
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance(RunInfo):
+    """Where a set of jumps comes from. It has no date: the same run gives the same bytes on any day."""
+
+    n_fit: int
+    """Number of positions in the fit split."""
+    n_select: int
+    """Number of positions in the validation split."""
+    n_test: int
+    """Number of positions in the test split."""
     estimator: str
     settings: dict[str, Any]
-    layerjump: str  # version
+    layerjump: str
+    """Version of this library."""
 
 
 class Infos(Mapping[Pair, JumpInfo]):
-    """What is known about each jump: `infos[3, 6]`, `infos["3.attn.in", "final"]`, in sorted order."""
+    """Descriptions of a set of jumps: `infos[3, 6]`, `infos["3.attn.in", "final"]`, in sorted order."""
 
     def __init__(self, infos: Mapping[Pair, JumpInfo]) -> None:
         self._infos = {pair: infos[pair] for pair in sorted(infos)}
 
     def __getitem__(self, pair: Any) -> JumpInfo:
-        found = self._infos.get(parse_pair(pair))
-        if found is None:
-            source, target = parse_pair(pair)
+        source, target = parse_pair(pair)
+        info = self._infos.get((source, target))
+        if info is None:
+            names = [f"{source} → {target}" for source, target in self._infos]
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
             raise NoSuchJump(
-                f"there is no jump {source} → {target} here, only {self._listed()}; "
-                "ask for one of these or fit that one too"
+                f"there is no jump {source} → {target} in this set, only {', '.join(names[:_MAX_LISTED])}{more}; use "
+                f"one of these, or fit that pair"
             )
-        return found
+        return info
 
     def __contains__(self, pair: object) -> bool:
         return parse_pair(pair) in self._infos
@@ -106,23 +119,9 @@ class Infos(Mapping[Pair, JumpInfo]):
     def __len__(self) -> int:
         return len(self._infos)
 
-    def _listed(self) -> str:
-        names = [f"{source} → {target}" for source, target in self._infos]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        return ", ".join(names[:_SHOWN]) + more
 
-
-def parse_pair(pair: Any) -> Pair:
-    """Read a source and a target, each a level's number, a site's name or a `Site`."""
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise NoSuchJump(
-            f"{pair!r} was given, but a jump has a source and a target: jumps[3, 6], for example"
-        )
-    return Site.parse(pair[0]), Site.parse(pair[1])
-
-
-def sites_said(sites: set[Site]) -> str:
-    """A set of sites in a few words, such as `levels 0…29` or `1.attn.in, 2.attn.in and 7 more`."""
+def describe_sites(sites: set[Site]) -> str:
+    """Return a short description of a set of sites: `levels 0…29` or `1.attn.in, 2.attn.in and 7 more`."""
     ordered = sorted(sites, key=lambda site: (site == FINAL, site))
     indices = [site.index for site in ordered]
     levels = all(site.part == "level" for site in ordered)
@@ -135,7 +134,7 @@ def sites_said(sites: set[Site]) -> str:
 
 @dataclass(frozen=True)
 class JumpSpectrum:
-    """What a jump's weight W looks like."""
+    """Singular values of a jump's weight W, and what follows from them."""
 
     singular_values: tuple[float, ...]
     effective_rank: float  # exp of the entropy of the normalised squared singular values
@@ -157,10 +156,10 @@ class Jumps(nn.Module):
         self.info = Infos(infos)
         self.provenance = provenance
         self.used_on: str | None = None
-        """The model they are used on, where that has other weights than they were fitted on."""
+        """Name of the model they are used on, where its weights are not those they were fitted on."""
         self.folder: Path | None = None
-        """Where they were read from: an exit rule may lie beside them."""
-        self.maps = nn.ModuleDict({_key(pair): maps[pair] for pair in self.info})
+        """Folder they were loaded from, in which a calibrated exit rule may be found too."""
+        self.maps = nn.ModuleDict({_module_name(pair): maps[pair] for pair in self.info})
 
     @classmethod
     def of(
@@ -169,7 +168,7 @@ class Jumps(nn.Module):
         infos: Mapping[Pair, JumpInfo],
         provenance: Provenance,
     ) -> Jumps:
-        """Make a set of fitted maps and what is known about each; an error where the two disagree."""
+        """Make a set of fitted maps and their descriptions; an error where the two disagree."""
         _check(maps, infos, provenance)
         modules = {pair: to_module(maps[pair], infos[pair].features) for pair in maps}
         return cls(modules, infos, provenance)
@@ -180,7 +179,7 @@ class Jumps(nn.Module):
             _check_site(source, self.provenance.n_blocks)
             return Unchanged(self.provenance.width)
         info = self.info[source, target]
-        return self.maps[_key((info.source, info.target))]
+        return self.maps[_module_name((info.source, info.target))]
 
     def __iter__(self) -> Iterator[Pair]:
         return iter(self.info)
@@ -193,32 +192,51 @@ class Jumps(nn.Module):
 
     @property
     def n_parameters(self) -> int:
-        """How many numbers all maps store together."""
+        """The number of values that all maps store together."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def n_bytes(self) -> int:
-        """The memory these numbers take."""
+        """The memory that these values take."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def spectrum(self, source: int | str | Site, target: int | str | Site) -> JumpSpectrum:
-        """Singular values, ranks and distance from the identity of one jump's weight."""
-        return _spectrum(to_affine(self[source, target]))
-
-    def __repr__(self) -> str:
-        known = self.provenance
-        where = f"{sites_said({s for s, _ in self})} → {sites_said({t for _, t in self})}"
-        count = f"{len(self)} jump{'' if len(self) == 1 else 's'}"
-        other = f", used on {self.used_on} (other weights)" if self.used_on else ""
-        # Lenses of other tools do not say how many positions they were fitted on.
-        positions = f"{known.n_fit:,} positions of {known.text}" if known.n_fit else "unknown text"
-        return (
-            f"Jumps({known.estimator}, {count}: {where}, d {known.width}, fitted on {known.model} "
-            f"with {positions}{other})"
+        """Return singular values, ranks and distance from the identity of one jump's weight."""
+        affine = to_affine(self[source, target])
+        dy, dx = affine.shape
+        eye = torch.eye(dx, dtype=torch.float64)
+        factors = tuple(factor.cpu().double() for factor in affine.factors)
+        weight = Affine(affine.shape, factors).linear(eye)
+        values = torch.linalg.svdvals(weight)
+        squares = values.square()
+        total = float(squares.sum())
+        shares = squares / total if total else squares
+        return JumpSpectrum(
+            singular_values=tuple(values.tolist()),
+            effective_rank=float(torch.special.entr(shares).sum().exp()) if total else 0.0,
+            stable_rank=total / float(squares[0]) if total else 0.0,
+            from_identity=float((weight - eye).norm()) / math.sqrt(dx) if dx == dy else None,
+            bias_norm=0.0 if affine.bias is None else float(affine.bias.double().norm()),
         )
 
-    # The three below take huggingface_hub's names and arguments. Its `ModelHubMixin` itself is not
-    # used: it looks for a config.json that we do not have, and lets its own errors through.
+    def __repr__(self) -> str:
+        provenance = self.provenance
+        sources, targets = {source for source, _ in self}, {target for _, target in self}
+        count = f"{len(self)} jump{'' if len(self) == 1 else 's'}"
+        other = f", used on {self.used_on} (other weights)" if self.used_on else ""
+        # Lenses of other tools do not record how many positions they were fitted on.
+        positions = (
+            f"{provenance.n_fit:,} positions of {provenance.text}"
+            if provenance.n_fit
+            else "unknown text"
+        )
+        return (
+            f"Jumps({provenance.estimator}, {count}: {describe_sites(sources)} → {describe_sites(targets)}, "
+            f"d {provenance.width}, fitted on {provenance.model} with {positions}{other})"
+        )
+
+    # The three methods below take huggingface_hub's names and arguments. Its `ModelHubMixin` itself is
+    # not used: it looks for a config.json that we do not have, and lets its own errors through.
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write jumps.safetensors and jumps.json into a folder."""
@@ -238,10 +256,10 @@ class Jumps(nn.Module):
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> Jumps:
-        """Read a folder or a repository of the hub; with a model, check that it is the one fitted on."""
-        from layerjump.jumps import hub, serialization
+        """Load a folder or a hub repository; with a model, check that the jumps were fitted on it."""
+        from layerjump.jumps import serialization
 
-        folder = hub.fetch(
+        folder = serialization.download(
             pretrained_model_name_or_path,
             revision=revision,
             token=token,
@@ -260,10 +278,10 @@ class Jumps(nn.Module):
         branch: str | None = None,
         create_pr: bool | None = None,
     ) -> str:
-        """Upload to a repository of the hub, made if need be; returns the commit's address."""
-        from layerjump.jumps import hub
+        """Upload to a hub repository, which is created if needed; return the commit's address."""
+        from layerjump.jumps import serialization
 
-        return hub.push(
+        return serialization.upload(
             self,
             repo_id,
             commit_message=commit_message,
@@ -274,56 +292,36 @@ class Jumps(nn.Module):
         )
 
 
-def _key(pair: Pair) -> str:
-    # A module's name may not contain a dot.
+def _module_name(pair: Pair) -> str:
+    # The name of a submodule may not contain a dot.
     return "{}>{}".format(*pair).replace(".", ":")
-
-
-def _spectrum(affine: Affine) -> JumpSpectrum:
-    dy, dx = affine.shape
-    eye = torch.eye(dx, dtype=torch.float64)
-    weight = Affine(affine.shape, tuple(factor.cpu().double() for factor in affine.factors)).linear(
-        eye
-    )
-    values = torch.linalg.svdvals(weight)
-    squares = values.square()
-    total = float(squares.sum())
-    shares = squares / total if total else squares
-    return JumpSpectrum(
-        singular_values=tuple(values.tolist()),
-        effective_rank=float(torch.special.entr(shares).sum().exp()) if total else 0.0,
-        stable_rank=total / float(squares[0]) if total else 0.0,
-        from_identity=float((weight - eye).norm()) / math.sqrt(dx) if dx == dy else None,
-        bias_norm=0.0 if affine.bias is None else float(affine.bias.double().norm()),
-    )
 
 
 def _check(
     maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance
 ) -> None:
     if not maps:
-        raise BadJumps("there is no jump in this set; give at least one")
+        raise BadJumps("expected at least one jump, got none")
     if maps.keys() != infos.keys():
         source, target = sorted(maps.keys() ^ infos.keys())[0]
         raise BadJumps(
-            f"the jump {source} → {target} has a map or an info but not both; give both of each jump"
+            f"the jump {source} → {target} has a map or an info but not both; pass both for each jump"
         )
     for pair, affine in maps.items():
-        _check_pair(pair, infos[pair], provenance.n_blocks)
-        _check_shape(affine, infos[pair], provenance.width)
-
-
-def _check_pair(pair: Pair, info: JumpInfo, n_blocks: int) -> None:
-    source, target = pair
-    if (info.source, info.target) != pair:
-        raise BadJumps(
-            f"the jump {source} → {target} has the info of {info.source} → {info.target}; "
-            "give each jump its own"
-        )
-    if source == target:
-        raise BadJumps(f"a jump {source} → {source} is the identity by definition; leave it out")
-    for site in pair:
-        _check_site(site, n_blocks)
+        source, target = pair
+        info = infos[pair]
+        if (info.source, info.target) != pair:
+            raise BadJumps(
+                f"the jump {source} → {target} has the info of {info.source} → {info.target}; pass the info of each "
+                f"jump under its own pair"
+            )
+        if source == target:
+            raise BadJumps(
+                f"a jump {source} → {source} is the identity by definition; leave it out"
+            )
+        for site in pair:
+            _check_site(site, provenance.n_blocks)
+        _check_shape(affine, info, provenance.width)
 
 
 def _check_site(site: Site, n_blocks: int) -> None:
@@ -337,18 +335,18 @@ def _check_shape(affine: Affine, info: JumpInfo, width: int) -> None:
     if info.features not in FEATURES:
         raise BadJumps(f"{name} reads {info.features!r}; features are {', '.join(FEATURES)}")
     dy, dx = affine.shape
-    wanted_in = width * (2 if info.features == "both" else 1)
-    if info.source.part == "level" and dx != wanted_in:
-        raise BadJumps(f"{name} reads {dx} features, but {wanted_in} were wanted for d {width}")
+    expected = width * (2 if info.features == "both" else 1)
+    if info.source.part == "level" and dx != expected:
+        raise BadJumps(f"{name} reads {dx} features, expected {expected} for d {width}")
     if info.target.part == "level" and dy != width:
-        raise BadJumps(f"{name} gives {dy} coordinates, but {width} were wanted for d {width}")
-    if not _holds_together(affine):
-        raise BadJumps(f"{name} is made of tensors that do not multiply to {dx} → {dy} coordinates")
+        raise BadJumps(f"{name} has {dy} outputs, expected {width} for d {width}")
+    if not _shapes_chain(affine):
+        raise BadJumps(f"{name} has factors or a bias whose shapes do not give a map {dx} → {dy}")
     if len(affine.factors) == 2 and info.rank not in (None, len(affine.factors[1])):
         raise BadJumps(f"{name} has rank {len(affine.factors[1])}, but its info says {info.rank}")
 
 
-def _holds_together(affine: Affine) -> bool:
+def _shapes_chain(affine: Affine) -> bool:
     """Whether the factors' shapes chain from the map's input to its output, and the bias fits."""
     if any(factor.dim() != 2 for factor in affine.factors) or len(affine.factors) > 2:
         return False

@@ -1,18 +1,18 @@
-"""Linear maps: the fitted form, and the torch modules that apply them.
-
-The fitted map: frozen, callable, held in the form that costs least.
-
-Fitted maps as plain torch modules, and back again.
-"""
+"""Linear maps: the fitted form, the torch modules that apply them, and their storage in fewer bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+
+from layerjump.jumps.pairs import Pair
+
+FeatureKind = Literal["raw", "rms", "both"]
+FEATURES: tuple[FeatureKind, ...] = get_args(FeatureKind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Affine:
     shape: tuple[int, int]  # (dy, dx)
     factors: tuple[Tensor, ...] = ()
     bias: Tensor | None = None  # (dy,)
-    strength: float | None = None  # ridge only: the strength used, given or chosen
+    strength: float | None = None  # ridge only: the regularisation strength, passed or chosen
 
     @classmethod
     def of(
@@ -30,7 +30,7 @@ class Affine:
     ) -> Affine:
         """Make a map from its weight, or from the two thin factors of its weight."""
         shape = (factors[0].shape[0], factors[-1].shape[1])
-        # Solvers hand over transposed views; files and kernels want rows in order.
+        # Solvers return transposed views; files and kernels need contiguous rows.
         return cls(shape, tuple(factor.contiguous() for factor in factors), bias, strength)
 
     @property
@@ -42,23 +42,23 @@ class Affine:
 
     @property
     def n_parameters(self) -> int:
-        """How many numbers the map stores; the identity stores none."""
+        """The number of values the map stores; the identity stores none."""
         stored = self.factors if self.bias is None else (*self.factors, self.bias)
         return sum(tensor.numel() for tensor in stored)
 
     def to(self, dtype: torch.dtype) -> Affine:
-        """The same map with its numbers held in a dtype."""
+        """Return the same map in another dtype."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, factors=tuple(factor.to(dtype) for factor in self.factors), bias=bias)
 
     def times(self, factor: float) -> Affine:
-        """The map whose every output is so many times this one's."""
+        """Return the map whose outputs are `factor` times this one's."""
         first, *rest = self.factors
         bias = None if self.bias is None else self.bias * factor
         return replace(self, factors=(first * factor, *rest), bias=bias)
 
     def linear(self, columns: Tensor) -> Tensor:
-        """W @ columns, thin factors first: for rank r this costs 2 d² r instead of d³."""
+        """Return W @ columns, thin factors first: for rank r this costs 2 d² r instead of d³."""
         for factor in reversed(self.factors):
             columns = factor @ columns
         return columns
@@ -70,12 +70,20 @@ class Affine:
         return x if self.bias is None else x + self.bias
 
 
-FeatureKind = Literal["raw", "rms", "both"]
-FEATURES: tuple[FeatureKind, ...] = get_args(FeatureKind)
+@dataclass(frozen=True, eq=False)
+class SolvedMap:
+    """The map that an estimator computed for one pair."""
+
+    pair: Pair
+    jump: Affine
+    features: FeatureKind
+    """The features of the source states that it reads."""
+    temperature: float | None = None
+    """The factor that its outputs were multiplied by, where an estimator chooses one."""
 
 
 def compute_features(states: Tensor, kind: FeatureKind) -> Tensor:
-    """What a map reads of states h: h itself, h / rms(h), or the two side by side."""
+    """Return what a map reads of states h: h itself, h / rms(h), or the two concatenated."""
     if kind == "raw":
         return states
     # Squares of large half-precision states overflow.
@@ -100,7 +108,7 @@ class Features(nn.Module):
 
 
 class Unchanged(nn.Identity):
-    """The identity, which remembers its width."""
+    """The identity, with its width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -119,15 +127,21 @@ class Shift(nn.Module):
 
 
 def to_module(affine: Affine, kind: FeatureKind = "raw") -> nn.Module:
-    """The module that applies a map to raw states, in float32 and without gradients."""
-    steps = _steps(affine)
-    if kind != "raw":
-        steps = [Features(kind), *steps]
+    """Return the module that applies a map to raw states, in float32 and without gradients."""
+    steps: list[nn.Module] = [] if kind == "raw" else [Features(kind)]
+    if affine.factors:
+        up, *down = affine.factors
+        steps += [_linear(factor, None) for factor in reversed(down)]
+        steps.append(_linear(up, affine.bias))
+    elif affine.bias is None:
+        steps.append(Unchanged(affine.shape[1]))
+    else:
+        steps.append(Shift(affine.bias.float()))
     return steps[0] if len(steps) == 1 else nn.Sequential(*steps)
 
 
 def to_affine(module: nn.Module) -> Affine:
-    """The map inside a module of `to_module`, without its `Features` step."""
+    """Return the map inside a module of `to_module`, without its `Features` step."""
     children: Iterable[nn.Module] = module if isinstance(module, nn.Sequential) else [module]
     steps = [step for step in children if not isinstance(step, Features)]
     last = steps[-1]
@@ -143,16 +157,14 @@ def to_affine(module: nn.Module) -> Affine:
     )
 
 
-def _steps(affine: Affine) -> list[nn.Module]:
-    """The map as modules in the order of use; the last one has the bias."""
-    if not affine.factors:
-        return [Unchanged(affine.shape[1]) if affine.bias is None else Shift(affine.bias.float())]
-    up, *down = affine.factors
-    return [*(_linear(factor, None) for factor in reversed(down)), _linear(up, affine.bias)]
+def apply_map(jump: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Apply a map, a module in its own dtype and on its own device; return the result in those of the states."""
+    weight = next(jump.parameters(), None) if isinstance(jump, nn.Module) else None
+    return jump(states if weight is None else states.to(weight)).to(states)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    # Made without memory, because the weights are there already.
+    # On the meta device, because the weights exist already.
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.float().contiguous(), requires_grad=False)
     if bias is not None:
@@ -160,7 +172,42 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def apply_map(jump: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Apply a map, a module in its own dtype and on its own device; return the result in those of the states."""
-    weight = next(jump.parameters(), None) if isinstance(jump, nn.Module) else None
-    return jump(states if weight is None else states.to(weight)).to(states)
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+STORAGES = ("float32", *HALVES, "int8")
+
+
+class QuantizedMap(NamedTuple):
+    """A map after a round trip through a storage type, and the bytes it took there."""
+
+    affine: Affine
+    n_bytes: int
+
+
+def quantize_map(affine: Affine, storage: str) -> QuantizedMap:
+    """Quantise a map to one of `STORAGES` and read it back in float64, with the rounding that this implies."""
+    if storage in HALVES:
+        return QuantizedMap(affine.to(HALVES[storage]).to(torch.float64), 2 * affine.n_parameters)
+    if storage == "float32":
+        return QuantizedMap(affine.to(torch.float32).to(torch.float64), 4 * affine.n_parameters)
+    if storage != "int8":
+        raise ValueError(f"expected a storage of {', '.join(STORAGES)}, got {storage!r}")
+    quantized = [quantize_int8(factor) for factor in affine.factors]
+    factors = tuple(dequantize_int8(codes, scales) for codes, scales in quantized)
+    n_bytes = sum(codes.nbytes + scales.nbytes for codes, scales in quantized)
+    if affine.bias is None:
+        return QuantizedMap(replace(affine, factors=factors), n_bytes)
+    bias = affine.bias.float()  # as small as the scales, so it stays in float32
+    return QuantizedMap(replace(affine, factors=factors, bias=bias.double()), n_bytes + bias.nbytes)
+
+
+def quantize_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and each row's float32 scale: its largest entry becomes ±127."""
+    scales = (matrix.abs().amax(1) / 127).float()
+    safe = torch.where(scales > 0, scales, 1).to(matrix.dtype)
+    codes = (matrix / safe[:, None]).round().clamp(-127, 127)
+    return codes.to(torch.int8), scales
+
+
+def dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the matrix of codes and scales, in float64."""
+    return codes.double() * scales.double()[:, None]

@@ -16,7 +16,7 @@ from layerjump.models.structure import FINAL, Site
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Bytes held at once, and floating-point operations of the sums and of the model's body."""
+    """Bytes held at once, and floating-point operations of the second moments and of the model's blocks."""
 
     sums_bytes: int
     batch_bytes: int
@@ -27,6 +27,7 @@ class CostEstimate:
 
     @property
     def bytes(self) -> int:
+        """Bytes held at once."""
         return self.sums_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -38,31 +39,30 @@ class CostEstimate:
         )
 
     def require_memory(self) -> None:
-        """Refuse a run that would not fit in the memory that is free now."""
+        """Raise `TooLarge` for a run that does not fit in the memory that is free now."""
         free = psutil.virtual_memory().available
         if self.bytes > free:
             raise TooLarge(
                 f"this run needs {_size(self.bytes)} ({_size(self.sums_bytes)} of it for sums), but only "
-                f"{_size(free)} are free; ask for fewer pairs ({argument('pairs', 'to-last')} or a list) or "
-                f"fewer positions a batch"
+                f"{_size(free)} are free; use fewer pairs ({argument('pairs', 'to-last')}, or a list)"
             )
 
 
 def estimate_cost(model: Model, moments: Moments, batches: Mapping[str, Batches]) -> CostEstimate:
-    """The bill of summing `batches` (by split) as `moments` would."""
+    """Estimate the cost of collecting `moments` over `batches` (by split)."""
     raw = {site: site_width(model, site) for site in moments.sites}
     wider = 2 if moments.features == "both" else 1
     width = {site: raw[site] * (wider if site in moments.sources else 1) for site in raw}
-    products = [(site, site) for site in moments.squared] + moments.pairs
+    products = [(site, site) for site in moments.gram_sites] + moments.pairs
     entries = sum(width[a] * width[b] for a, b in products)
-    kept = sum(raw[site] for site in moments.reservoir.sites) * moments.reservoir.size
+    sampled = sum(raw[site] for site in moments.reservoir.sites) * moments.reservoir.size
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
-    most = max((int(split.most_picks) for split in batches.values()), default=0)
+    max_rows = max((int(split.most_picks) for split in batches.values()), default=0)
     return CostEstimate(
-        sums_bytes=len(batches) * (8 * entries + 4 * kept),
+        sums_bytes=len(batches) * (8 * entries + 4 * sampled),
         # states as captured, and their shifted copies in float64
-        batch_bytes=(4 + 8) * most * sum(width.values()),
+        batch_bytes=(4 + 8) * max_rows * sum(width.values()),
         sums_flops=2.0 * entries * positions,
         model_flops=_model_flops(model, batches),
         tokens=tokens,
@@ -71,7 +71,7 @@ def estimate_cost(model: Model, moments: Moments, batches: Mapping[str, Batches]
 
 
 def _model_flops(model: Model, batches: Mapping[str, Batches]) -> float:
-    """Two operations a weight and token; an encoder–decoder's tokens go through one stack each."""
+    """Two operations per weight and token; an encoder–decoder's tokens go through one stack each."""
     tokens = sum(split.n_tokens for split in batches.values())
     sources = sum(split.n_source_tokens for split in batches.values())
     flops = 2.0 * _weights(model) * (tokens - sources)
@@ -79,14 +79,14 @@ def _model_flops(model: Model, batches: Mapping[str, Batches]) -> float:
 
 
 def _weights(model: Model) -> int:
-    """The weights that a token goes through on its way from level 0 to level L."""
+    """The number of weights that a token passes from level 0 to level L."""
     blocks = set(model.structure.blocks)
     once = sum(p.numel() for block in blocks for p in block.parameters())
     return once * (model.n_blocks // len(blocks))
 
 
 def site_width(model: Model, site: Site) -> int:
-    """How many coordinates a state has at a site."""
+    """Return the width of the states at a site."""
     if site == FINAL:
         return model.structure.unembedding.get_parameter("weight").shape[1]
     if site.part == "heads":

@@ -1,9 +1,4 @@
-"""R² of maps and linearity of blocks, from held-out second moments.
-
-How well a map does on other text, read off that text's sums: no states, no second pass.
-
-How linear a block is, from the sums of its two levels: the scores of "Your Transformer is Secretly Linear".
-"""
+"""R² of maps and linearity of blocks, computed from held-out second moments: no states, no second pass."""
 
 from __future__ import annotations
 
@@ -14,8 +9,15 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadMoments
+from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.statistics import Source, Target, check, constant
+from layerjump.jumps.pairs import Pair
+from layerjump.jumps.statistics import Moments, Source, Target, check_moments, is_constant
+from layerjump.metrics.linearity import chance_floor
+from layerjump.models.structure import Site
+
+NEGLIGIBLE = 1e-12
+"""Share of a block's output variance below which the variance of its update is rounding."""
 
 
 class R2(NamedTuple):
@@ -26,59 +28,107 @@ class R2(NamedTuple):
 
 
 def residual(affine: Affine, source: Source, target: Target) -> Tensor:
-    """Σ (Wx + b − y)² for every coordinate of y, shape (dy,).
+    """Return Σ (Wx + b − y)² for every coordinate of y, shape (dy,).
 
-    = diag(W Σ Wᵀ) − 2 diag(W cross) + spread + n (W x̄ + b − ȳ)²: one product of d³, less at low
-    rank.
+    = diag(W Σ Wᵀ) − 2 diag(W cross) + Σ (y − ȳ)² + n (W x̄ + b − ȳ)²: one product of d³, less at low rank.
     """
-    check(source, [target])
+    check_moments(source, [target])
     if affine.shape != target.cross.mT.shape:
         raise BadMoments(
-            f"the map goes {affine.shape[1]} → {affine.shape[0]}, but these sums pair "
-            f"{target.cross.shape[0]} with {target.cross.shape[1]} coordinates."
+            f"the map goes {affine.shape[1]} → {affine.shape[0]}, but these moments pair {target.cross.shape[0]} with "
+            f"{target.cross.shape[1]} coordinates"
         )
     both = affine.linear(source.scatter) - 2 * target.cross.mT
-    varying = (both * affine.weight).sum(1) + target.spread
+    varying = (both * affine.weight).sum(1) + target.sum_squares
     return _with_shift(varying, affine(source.mean) - target.mean, source.n)
 
 
 def r2(affine: Affine, source: Source, target: Target) -> R2:
-    """R² of a map on the text of these sums.
+    """Return R² of a map on the text of these moments.
 
     `uniform` is scikit-learn's `r2_score` with its default average. There a coordinate without
-    variation scores 1 if it is hit exactly and 0 if not; sums know both only up to rounding, so
-    here "without" and "exactly" mean within 1e-8 of its mean, root mean square. In `weighted` the
-    error on such coordinates counts like any other; where nothing varies at all it is `uniform`.
+    variation scores 1 if it is predicted exactly and 0 if not; moments know both only up to
+    rounding, so here "without" and "exactly" mean within 1e-8 of its mean, root mean square. In
+    `weighted` the error on such coordinates counts like any other; where nothing varies it is `uniform`.
     """
     return _average(residual(affine, source, target), source, target)
 
 
 def r2_identity(source: Source, targets: Sequence[Target]) -> list[R2]:
-    """R² of x itself as a prediction of each target: diagonals only, no product of matrices."""
-    check(source, targets)
-    own = source.scatter.diagonal()
+    """Return R² of x itself as a prediction of each target: diagonals only, no matrix product."""
+    check_moments(source, targets)
     scores = []
     for target in targets:
         if target.cross.shape[0] != target.cross.shape[1]:
             raise BadMoments(
-                "the identity maps a site to one of the same width, but the source has "
-                f"{target.cross.shape[0]} coordinates and the target {target.cross.shape[1]}."
+                "the identity needs sites of the same width, but the source has "
+                f"{target.cross.shape[0]} coordinates and the target {target.cross.shape[1]}"
             )
-        varying = own - 2 * target.cross.diagonal() + target.spread
+        varying = _update_sum_squares(source, target)
         error = _with_shift(varying, source.mean - target.mean, source.n)
         scores.append(_average(error, source, target))
     return scores
 
 
+def block_pair(level: int) -> Pair:
+    """Return the levels before and after a block."""
+    return Site(level), Site(level + 1)
+
+
+def block_map(fit: Moments, level: int) -> Affine:
+    """Return the regression with intercept over a block. Without the residual its error is the same: W − I."""
+    pair = block_pair(level)
+    return solve("affine", fit.source(pair[0]), [fit.target(*pair)])[0]
+
+
+def block_scores(
+    jump: Affine, fit: Moments, test: Moments, level: int, suffix: str = ""
+) -> dict[str, float]:
+    """Return the two linearity scores of "Your Transformer is Secretly Linear" in sample and held out.
+
+    With them the identity's score and the chance floor; `suffix` ends all names. A block that adds only a constant
+    scores 1.
+    """
+    pair = block_pair(level)
+    scores: dict[str, float] = {}
+    for name, moments in (("", fit), (" held out", test)):
+        source, target = moments.source(pair[0]), moments.target(*pair)
+        error = float(residual(jump, source, target).sum())
+        update, total = _update_variation(source, target), float(target.sum_squares.sum())
+        scores[f"with residual{name}{suffix}"] = explained_share(error, total)
+        scores[f"without residual{name}{suffix}"] = (
+            explained_share(error, update) if update > NEGLIGIBLE * total else 1.0
+        )
+    source, target = fit.source(pair[0]), fit.target(*pair)
+    total = float(target.sum_squares.sum())
+    scores[f"identity{suffix}"] = explained_share(_update_variation(source, target), total)
+    scores[f"chance floor{suffix}"] = chance_floor(len(target.mean), fit.n)
+    return scores
+
+
+def explained_share(error: float, variation: float) -> float:
+    """Return 1 − error / variation; 1 where nothing varies."""
+    return 1 - error / variation if variation > 0 else 1.0
+
+
+def _update_sum_squares(source: Source, target: Target) -> Tensor:
+    """Σ ((y − x) − mean)² for every coordinate: the centred variation of what a block adds."""
+    return source.scatter.diagonal() - 2 * target.cross.diagonal() + target.sum_squares
+
+
+def _update_variation(source: Source, target: Target) -> float:
+    return float(_update_sum_squares(source, target).sum())
+
+
 def _with_shift(varying: Tensor, shift: Tensor, n: int) -> Tensor:
-    # The first part is a difference of large sums: rounding may take it below the 0 it cannot pass.
+    # The first part is a difference of large sums: rounding may take it below 0.
     return varying.clamp_min(0) + n * shift.square()
 
 
 def _average(error: Tensor, source: Source, target: Target) -> R2:
-    still = constant(source.n, target.mean, target.spread)
-    hit = constant(source.n, target.mean, error)
-    ratio = error / torch.where(still, 1.0, target.spread)
-    uniform = float(torch.where(still, hit.to(error.dtype), 1 - ratio).mean())
-    total = float(target.spread.sum())
+    still = is_constant(source.n, target.mean, target.sum_squares)
+    exact = is_constant(source.n, target.mean, error)
+    ratio = error / torch.where(still, 1.0, target.sum_squares)
+    uniform = float(torch.where(still, exact.to(error.dtype), 1 - ratio).mean())
+    total = float(target.sum_squares.sum())
     return R2(uniform, uniform if bool(still.all()) else 1 - float(error.sum()) / total)

@@ -1,31 +1,16 @@
-"""Second-moment sums of hidden states: add, merge, centre.
+"""Second moments of hidden states: sums that grow batch by batch, merge exactly, and yield centred moments.
 
-Rows of states before they are added: wide enough, finite, and what is typical of them.
-
-Products of states that are added to sums, without temporaries and without doing anything twice.
-
-What closed-form fitting reads: centred sums of one site, and of one site paired with another.
-
-All tensors are float64. Centred sums keep the small differences that uncentred ones lose beside a
-large mean.
-
-A seeded sample of raw states that does not depend on order, batches or processes.
-
-Every picked position has a key, a hash of seed, document, sequence and position; the reservoir keeps the rows with the
-smallest keys. So reservoirs of parts merge to the reservoir of the whole.
-
-Sums over states that add, merge, save and resume: all that closed-form fitting ever needs.
-
-States are shifted by a fixed vector per site (the first batch's typical state, kept with the sums), so that a large
-mean does not drown small differences. Sums and products are float64: on a CPU that is less than twice the cost of
-float32, and jumps then equal a float64 solution to ten digits. Accelerators that are slow in float64 may form products
-in float32 (`products`), as those of both features are for `calibrated`; there rows of outlying norm (attention sinks)
-still go through a float64 product.
+Closed-form estimators need nothing else. States are shifted by a fixed vector per site (the first batch's typical
+state), so that a large mean does not drown small differences. Sums are float64. Their products are float64 too: on a
+CPU that costs less than twice as much as float32, and jumps then equal a float64 solution to ten digits. Accelerators
+that are slow in float64 form products in float32 (`products`), as does `calibrated` for its many products; rows of
+outlying norm (attention sinks) still go through a float64 product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,60 +24,18 @@ from layerjump.models.structure import FINAL, Site
 
 OUTLYING = 8.0
 """Rows whose shifted norm is this many times the batch's median are multiplied in float64."""
-
-
-def require_finite(states: Mapping[Site, Tensor]) -> None:
-    """Before anything is added: a NaN or infinity makes the sum of its rows one."""
-    for site, state in states.items():
-        if not torch.isfinite(state.sum(dtype=torch.float64)):
-            raise BadMoments(f"the states at site {site} hold NaN or infinite values")
-
-
-def typical(states: Tensor) -> Tensor:
-    """The mean of the rows that are not outlying: a few attention sinks would drag it far from all others.
-
-    It is rounded to float32, so that taking it from float32 states is as exact as they are.
-    """
-    norm = torch.linalg.vector_norm(states, dim=-1)
-    return states[norm <= OUTLYING * norm.median()].double().mean(0).float().double()
-
-
-SQUARE_BLOCKS = 6
+GRAM_BLOCKS = 6
 """Blocks a side of a symmetric product: six save five twelfths of its arithmetic."""
-
-
-def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add xᵀy to a sum."""
-    if x.dtype == total.dtype:
-        total.addmm_(x.mT, y)  # without a temporary as large as the sum
-    else:
-        total += x.mT @ y
-
-
-def add_square(total: Tensor, x: Tensor) -> None:
-    """xᵀx is symmetric: what is below the diagonal is not added; `mirrored` gives it."""
-    for start, end in _square_blocks(x.shape[1]):
-        add_product(total[start:end, start:], x[:, start:end], x[:, start:])
-
-
-def mirrored(total: Tensor) -> Tensor:
-    """The whole of a sum of which what is on and above the diagonal was added."""
-    return total.triu() + total.triu(1).mT
-
-
-def _square_blocks(width: int) -> list[tuple[int, int]]:
-    step = -(-width // SQUARE_BLOCKS)
-    return [(start, min(start + step, width)) for start in range(0, width, step)]
-
-
+ROWS_AT_ONCE = 1024
+"""Rows in one float32 product: rounding grows with their number, the cost of adding to float64 falls."""
 # A standard deviation below this share of the mean counts as none. Float32 states cannot vary by
-# less; and rounding of float64 ones, squared beside such a deviation, stays under every cut-off.
+# less; and rounding of float64 ones, squared next to such a deviation, stays under every cut-off.
 CONSTANT = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One site's side: count, mean and scatter of its states x."""
+    """Centred moments of one source site, whose states are x; all tensors are float64."""
 
     n: int
     mean: Tensor  # (dx,)
@@ -101,192 +44,35 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What pairs a source with one target site, whose states are y."""
+    """Centred moments that pair a source with one target site, whose states are y."""
 
     mean: Tensor  # (dy,)
     cross: Tensor  # (dx, dy), Σ (x − x̄)(y − ȳ)ᵀ
-    spread: Tensor  # (dy,), Σ (y − ȳ)², the diagonal only
-    scatter: Tensor | None = None  # (dy, dy), where a study keeps it
+    sum_squares: Tensor  # (dy,), Σ (y − ȳ)², the diagonal only
+    scatter: Tensor | None = None  # (dy, dy), where a study collects it
 
 
-def constant(n: int, mean: Tensor, spread: Tensor) -> Tensor:
-    """Say which coordinates do not vary: standard deviation at most 1e-8 of the mean."""
-    return spread <= n * (CONSTANT * mean).square()
+@dataclass(eq=False)
+class Sums:
+    """Uncentred sums of shifted states x − s, in float64."""
 
+    sum: dict[Site, Tensor]  # Σ (x − s)
+    gram: dict[Site, Tensor]  # Σ (x − s)(x − s)ᵀ, on and above the diagonal
+    diagonal: dict[Site, Tensor]  # the diagonal alone, for sites that are only targets
+    cross: dict[Pair, Tensor]  # Σ (x − s)(y − t)ᵀ
+    norm: Tensor  # Σ ‖x‖ of every site
+    cosine: Tensor  # Σ cos(x, y) of every pair
+    angle: Tensor  # Σ arccos(cos(x, y)) / π of every pair
 
-def pool(pairs: Sequence[tuple[Source, Target]]) -> tuple[Source, Target]:
-    """Combine the sums of several groups of rows into those of all rows together, exactly.
-
-    Each group's scatter is about its own mean; moving it to the common mean adds n δδᵀ.
-    """
-    if not pairs:
-        raise BadMoments("there is nothing to pool: give at least one pair of sums.")
-    for source, target in pairs:
-        check(source, [target])
-    n = sum(source.n for source, _ in pairs)
-    mean_x = _total([source.mean * (source.n / n) for source, _ in pairs])
-    mean_y = _total([target.mean * (source.n / n) for source, target in pairs])
-    moved = [recentre(source, target, mean_x, mean_y) for source, target in pairs]
-    kept = [target.scatter for _, target in moved if target.scatter is not None]
-    return Source(n, mean_x, _total([source.scatter for source, _ in moved])), Target(
-        mean=mean_y,
-        cross=_total([target.cross for _, target in moved]),
-        spread=_total([target.spread for _, target in moved]),
-        scatter=_total(kept) if len(kept) == len(pairs) else None,
-    )
-
-
-def recentre(
-    source: Source, target: Target, mean_x: Tensor, mean_y: Tensor
-) -> tuple[Source, Target]:
-    """Take the same sums about other centres than the rows' own means."""
-    dx, dy = source.mean - mean_x, target.mean - mean_y
-    scatter = None if target.scatter is None else target.scatter + source.n * torch.outer(dy, dy)
-    return Source(source.n, mean_x, source.scatter + source.n * torch.outer(dx, dx)), Target(
-        mean=mean_y,
-        cross=target.cross + source.n * torch.outer(dx, dy),
-        spread=target.spread + source.n * dy.square(),
-        scatter=scatter,
-    )
-
-
-def _total(terms: Sequence[Tensor]) -> Tensor:
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
-
-
-def check(source: Source, targets: Sequence[Target]) -> None:
-    """Refuse sums that would give NaN or nonsense, and say which and why."""
-    if source.n < 1:
-        raise BadMoments(
-            f"these sums hold {source.n} rows, and at least one is needed. "
-            "Collect them over some text first."
-        )
-    dx = source.mean.numel()
-    _check_tensor("the source's mean", source.mean, (dx,))
-    _check_tensor("the source's scatter", source.scatter, (dx, dx))
-    for i, target in enumerate(targets):
-        _check_target(f"target {i}'s", target, dx)
-
-
-def _check_target(whose: str, target: Target, dx: int) -> None:
-    dy = target.mean.numel()
-    _check_tensor(f"{whose} mean", target.mean, (dy,))
-    _check_tensor(f"{whose} cross", target.cross, (dx, dy))
-    _check_tensor(f"{whose} spread", target.spread, (dy,))
-    if target.scatter is not None:
-        _check_tensor(f"{whose} scatter", target.scatter, (dy, dy))
-
-
-def _check_tensor(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise BadMoments(
-            f"{what} has shape {tuple(tensor.shape)}, but {shape} was wanted. "
-            "Pair sums of the same source and target sites."
-        )
-    if tensor.dtype != torch.float64:
-        raise BadMoments(f"{what} is {tensor.dtype}, but float64 was wanted. Convert the sums.")
-    if not torch.isfinite(tensor).all():
-        raise BadMoments(
-            f"{what} holds NaN or infinite values. Some states were not finite when the sums were "
-            "collected: load the model in float32 or bfloat16, and collect again."
-        )
-
-
-class Reservoir:
-    """The rows with the `size` smallest keys, at some sites.
-
-    Its memory is taken once: a row that comes in takes the place of one that goes out. Reading puts them in order.
-    """
-
-    def __init__(self, sites: Sequence[Site], size: int) -> None:
-        self.sites, self.size = list(sites), size
-        self._keys = torch.empty(0, dtype=torch.int64)
-        self._rows: dict[Site, Tensor] = {}
-        self._filled = 0
-
-    @property
-    def keys(self) -> Tensor:
-        self._settle()
-        return self._keys[: self._filled]
-
-    @property
-    def states(self) -> dict[Site, Tensor]:
-        """The kept rows, those with the smallest keys first."""
-        self._settle()
-        return {site: rows[: self._filled] for site, rows in self._rows.items()}
-
-    def add(self, states: Mapping[Site, Tensor], keys: Tensor) -> None:
-        """Offer rows; those with small enough keys stay."""
-        if not self.sites or not self.size:
-            return
-        keys = keys.cpu()
-        everyone = torch.cat([self._keys[: self._filled], keys])
-        staying = torch.argsort(everyone, stable=True)[: self.size]
-        comers = staying[staying >= self._filled] - self._filled
-        if len(comers):
-            self._put(keys[comers], states, comers, staying)
-
-    def merge(self, other: Reservoir) -> None:
-        """Offer another reservoir's rows."""
-        if len(other.keys):
-            self.add(other.states, other.keys)
-
-    def _put(
-        self, keys: Tensor, states: Mapping[Site, Tensor], rows: Tensor, staying: Tensor
-    ) -> None:
-        """Rows of states go to free places, then to those of kept rows that do not stay."""
-        if not self._rows:
-            self._keys = torch.empty(self.size, dtype=torch.int64)
-            self._rows = {s: torch.empty(self.size, states[s].shape[-1]) for s in self.sites}
-        going = torch.ones(self._filled, dtype=torch.bool)
-        going[staying[staying < self._filled]] = False
-        free = torch.arange(self._filled, self.size)
-        places = torch.cat([free, going.nonzero()[:, 0]])[: len(keys)]
-        self._keys[places] = keys
-        for site, kept in self._rows.items():
-            kept[places] = states[site][rows.to(states[site].device)].to(kept)
-        self._filled = min(self.size, self._filled + len(keys))
-
-    def _settle(self) -> None:
-        """Put the kept rows in order."""
-        if bool((self._keys[: self._filled].diff() >= 0).all()):
-            return  # they are, since somebody read them
-        order = torch.argsort(self._keys[: self._filled], stable=True)
-        self._keys[: self._filled] = self._keys[order]
-        for rows in self._rows.values():
-            rows[: self._filled] = rows[order]
-
-
-def keys_of(
-    document: Tensor, position: Tensor, sequence: Tensor | None = None, *, seed: int
-) -> Tensor:
-    """A 63-bit hash of (seed, document, sequence, position): two rounds of SplitMix64's mixing."""
-    key = _mix(document.long() * 0x1F123BB5 + seed)
-    place = position.long() if sequence is None else position.long() + (sequence.long() << 32)
-    return _mix(key ^ place * 0x5851F42D) & (2**63 - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = x + (0x9E3779B97F4A7C15 - 2**64)
-    x = (x ^ _shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ _shift(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Right shift of the bits as unsigned (torch's own keeps the sign)."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-ROWS_AT_ONCE = 1024
-"""Rows in one float32 product: rounding grows with their number, the cost of adding to float64 falls."""
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors, in an order that depends on the pairs alone."""
+        yield from (self.norm, self.cosine, self.angle)
+        for tensors in (self.sum, self.gram, self.diagonal, self.cross):
+            yield from tensors.values()
 
 
 class Moments:
-    """Running sums of states at the sites of some pairs."""
+    """Running second moments of states at the sites of some pairs."""
 
     def __init__(
         self,
@@ -299,237 +85,451 @@ class Moments:
     ) -> None:
         self.products = products
         self.features = features
-        """What maps will read of a source's states; its sums are of that."""
+        """Features of a source's states of which sums are collected."""
         self.pairs = list(pairs)
         self.sites = sites_of(self.pairs)
         self.sources = list(dict.fromkeys(source for source, _ in self.pairs))
-        self._targets = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
-        self._met = list(dict.fromkeys(target for _, target in self.pairs))
-        self._rooms: dict[object, Tensor] = {}
-        if features != "raw" and not set(self._met).isdisjoint(self.sources):
-            raise BadMoments(
-                f"sums of {features} features were asked for, but {describe(self.pairs)} lead to sites that others "
-                f"start from; give pairs that all lead to final, or raw features"
-            )
         self.full_targets = full_targets
-        # Σ x xᵀ is kept for sources; for mere targets its diagonal will do, unless a study needs more.
-        self.squared = list(self.sites) if full_targets else self.sources
+        # The Gram matrix is needed for sources; for other targets its diagonal is, unless a study needs more.
+        self.gram_sites = list(self.sites) if full_targets else self.sources
         self.n = 0
-        self.sums: dict[str, Tensor] = {}
         self.shift: dict[Site, Tensor] = {}
-        kept = [site for site in self.sites if site.part == "level" or site == FINAL]
-        self.reservoir = Reservoir(kept, reservoir)
-
-    # -- growing
+        self.sums: Sums | None = None
+        sampled = [site for site in self.sites if site.part == "level" or site == FINAL]
+        self.reservoir = Reservoir(sampled, reservoir)
+        self._targets_of = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
+        self._targets = list(dict.fromkeys(target for _, target in self.pairs))
+        self._buffers: dict[object, Tensor] = {}
+        if features != "raw" and not set(self._targets).isdisjoint(self.sources):
+            raise BadMoments(
+                f"expected raw features for {describe_pairs(self.pairs)}, which lead to sites that others start from, "
+                f"got {features}; use raw features, or pairs that all lead to final"
+            )
 
     @torch.no_grad()
     def add(self, states: Mapping[Site, Tensor], *, keys: Tensor | None = None) -> None:
-        """Fold a batch in: one row of every site's tensor for each picked position.
+        """Add a batch: one row of every site's tensor for each picked position.
 
-        `keys` orders the rows for the reservoir (see there); without them the reservoir is not fed.
+        `keys` decide which rows the reservoir samples (see `sampling_keys`); without them it samples none.
         """
         widened = {site: upcast(states[site]) for site in self.sites}
-        rows = {len(state) for state in widened.values()}
-        if len(rows) != 1:
+        n_rows = {len(rows) for rows in widened.values()}
+        if len(n_rows) != 1:
             raise BadMoments(
-                f"the sites' states have {sorted(rows)} rows; the same rows were wanted at all"
+                f"expected the same number of rows at every site, got {sorted(n_rows)}"
             )
-        if not self.sums:
+        for site, rows in widened.items():
+            # Checked before anything is added: one NaN or infinite value makes the column sum non-finite.
+            if not torch.isfinite(rows.sum(dtype=torch.float64)):
+                raise BadMoments(f"the states at site {site} hold NaN or infinite values")
+        if self.sums is None:
             self.set_shift(self.shift_for(widened))
-        self._check_widths({site: self._seen(site, state[:1]) for site, state in widened.items()})
-        self._add_products(widened)
+        self._check_widths(
+            {s: self._features(s, rows[:1]).shape[-1] for s, rows in widened.items()}
+        )
+        if self.products == torch.float64:
+            self._add_products(lambda site: self._shifted(site, widened[site]))
+        else:
+            self._add_float32_products(widened)
         self._add_angles(widened)
-        self.n += rows.pop()
+        self.n += n_rows.pop()
         if keys is not None:
             self.reservoir.add(widened, keys)
 
     def merge(self, other: Moments) -> None:
-        """Fold another run's sums in; they may have been taken about another shift."""
-        mine, theirs = ((m.pairs, m.squared, m.features) for m in (self, other))
-        if mine != theirs:
+        """Add another run's sums, which may be about another shift."""
+        ours, theirs = ((m.pairs, m.gram_sites, m.features) for m in (self, other))
+        if ours != theirs:
             raise BadMoments(
-                f"sums over {describe(other.pairs)}, {other.features} features, cannot be merged into sums over "
-                f"{describe(self.pairs)}, {self.features} features; collect both with the same pairs and features"
+                f"sums over {describe_pairs(other.pairs)}, {other.features} features, cannot be merged into sums over "
+                f"{describe_pairs(self.pairs)}, {self.features} features; collect both with the same pairs and features"
             )
-        if other.n == 0:
+        if other.n == 0 or other.sums is None:
             return
-        if self.n == 0:
-            self.shift, self.sums = dict(other.shift), {k: v.clone() for k, v in other.sums.items()}
+        if self.n == 0 or self.sums is None:
+            self.shift, self.sums = dict(other.shift), copy.deepcopy(other.sums)
         else:
-            self._check_widths(other.shift)
-            moved = other._about(self.shift)
-            for name, total in self.sums.items():
-                total += moved[name]
+            self._check_widths({site: len(shift) for site, shift in other.shift.items()})
+            moved = other._sums_about(self.shift)
+            for total, part in zip(self.sums.tensors(), moved.tensors(), strict=True):
+                total += part
         self.n += other.n
         self.reservoir.merge(other.reservoir)
 
     def shift_for(self, states: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
-        """A shift that suits these states: a typical one of each site."""
-        return {site: typical(self._seen(site, states[site])) for site in self.sites}
+        """Return a shift that suits these states: a typical state of each site.
+
+        That is the mean of the rows that are not outlying: a few attention sinks would drag it far from all others. It
+        is rounded to float32, so that subtracting it from float32 states is as exact as they are.
+        """
+        shift = {}
+        for site in self.sites:
+            rows = self._features(site, states[site])
+            norm = torch.linalg.vector_norm(rows, dim=-1)
+            typical = rows[norm <= OUTLYING * norm.median()].double().mean(0)
+            shift[site] = typical.float().double()
+        return shift
 
     def set_shift(self, shift: Mapping[Site, Tensor]) -> None:
         """Start from zero about a given shift (processes that will add their sums must share it)."""
         self.shift = {site: shift[site].double() for site in self.sites}
-        device = next(iter(self.shift.values())).device
-        self.sums = {
-            name: torch.zeros(shape, dtype=torch.float64, device=device)
-            for name, shape in self.shapes(self.shift).items()
-        }
+        self.sums = self.zeros(next(iter(self.shift.values())).device)
 
-    def shapes(self, shift: Mapping[Site, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The shape of every sum about such a shift."""
-        width = {site: len(shift[site]) for site in self.sites}
-        few, many = (len(self.pairs),), (len(self.sites),)
-        shapes: dict[str, tuple[int, ...]] = {"norm": many, "cosine": few, "angle": few}
-        shapes |= {f"sum/{site}": (width[site],) for site in self.sites}
-        shapes |= {f"square/{site}": (width[site], width[site]) for site in self.squared}
-        shapes |= {f"diagonal/{s}": (width[s],) for s in self.sites if s not in self.squared}
-        return shapes | {f"cross/{a}>{b}": (width[a], width[b]) for a, b in self.pairs}
+    def zeros(self, device: torch.device | str) -> Sums:
+        """Return sums of zero in the shapes that the shift's widths imply."""
 
-    # -- reading
+        def zero(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        width = {site: len(self.shift[site]) for site in self.sites}
+        return Sums(
+            sum={site: zero(width[site]) for site in self.sites},
+            gram={site: zero(width[site], width[site]) for site in self.gram_sites},
+            diagonal={s: zero(width[s]) for s in self.sites if s not in self.gram_sites},
+            cross={(a, b): zero(width[a], width[b]) for a, b in self.pairs},
+            norm=zero(len(self.sites)),
+            cosine=zero(len(self.pairs)),
+            angle=zero(len(self.pairs)),
+        )
+
+    # -- centred moments
 
     def source(self, site: Site) -> Source:
-        """The centred sums of a source site."""
-        total, n = self.sums[f"sum/{site}"], max(self.n, 1)
-        scatter = mirrored(self.sums[f"square/{site}"]) - torch.outer(total, total) / n
+        """Return the centred moments of a source site."""
+        sums = self._require_sums()
+        total, gram = sums.sum[site], sums.gram[site]
+        scatter = _mirror(gram) - torch.outer(total, total) / max(self.n, 1)
         return Source(self.n, self.mean(site), scatter)
 
     def target(self, source: Site, target: Site) -> Target:
-        """The centred sums that pair a source with a target."""
-        n, x, y = max(self.n, 1), self.sums[f"sum/{source}"], self.sums[f"sum/{target}"]
-        square = self.sums.get(f"square/{target}")
-        diagonal = self.sums[f"diagonal/{target}"] if square is None else square.diagonal()
+        """Return the centred moments that pair a source with a target."""
+        sums, n = self._require_sums(), max(self.n, 1)
+        x, y, gram = sums.sum[source], sums.sum[target], sums.gram.get(target)
+        diagonal = sums.diagonal[target] if gram is None else gram.diagonal()
         return Target(
             self.mean(target),
-            self.sums[f"cross/{source}>{target}"] - torch.outer(x, y) / n,
+            sums.cross[source, target] - torch.outer(x, y) / n,
             # Rounding may leave a constant coordinate a hair below zero.
             (diagonal - y.square() / n).clamp(min=0),
-            None if square is None else mirrored(square) - torch.outer(y, y) / n,
+            None if gram is None else _mirror(gram) - torch.outer(y, y) / n,
+        )
+
+    def pair_moments(self, pair: Pair, features: FeatureKind) -> tuple[Source, Target]:
+        """Return both sides of a pair for one kind of features: sums of both features hold each alone as well."""
+        source, target = self.source(pair[0]), self.target(*pair)
+        if features == self.features:
+            return source, target
+        width = len(source.mean) // 2
+        part = slice(0, width) if features == "raw" else slice(width, None)
+        return (
+            Source(source.n, source.mean[part], source.scatter[part, part]),
+            Target(target.mean, target.cross[part], target.sum_squares, target.scatter),
         )
 
     def mean(self, site: Site) -> Tensor:
-        """The mean state at a site."""
-        return self.shift[site] + self.sums[f"sum/{site}"] / max(self.n, 1)
+        """Return the mean state at a site."""
+        return self.shift[site] + self._require_sums().sum[site] / max(self.n, 1)
 
     def mean_cosine(self, pair: Pair) -> float:
-        """Mean cosine of the angle between the states at the two sites (NaN where widths differ)."""
-        return self.sums["cosine"][self.pairs.index(pair)].item() / max(self.n, 1)
+        """Return the mean cosine of the angle between the states at the two sites (NaN where widths differ)."""
+        return self._require_sums().cosine[self.pairs.index(pair)].item() / max(self.n, 1)
 
     def mean_angle(self, pair: Pair) -> float:
-        """Mean angular distance arccos(cos)/π between the states at the two sites."""
-        return self.sums["angle"][self.pairs.index(pair)].item() / max(self.n, 1)
+        """Return the mean angular distance arccos(cos)/π between the states at the two sites."""
+        return self._require_sums().angle[self.pairs.index(pair)].item() / max(self.n, 1)
 
     def mean_norm(self, site: Site) -> float:
-        """Mean length of the states at a site."""
-        return self.sums["norm"][self.sites.index(site)].item() / max(self.n, 1)
+        """Return the mean norm of the states at a site."""
+        return self._require_sums().norm[self.sites.index(site)].item() / max(self.n, 1)
 
-    # -- the sums themselves
+    # -- accumulation
+
+    def _require_sums(self) -> Sums:
+        if self.sums is None:
+            raise BadMoments("these moments hold no positions; add states first")
+        return self.sums
+
+    def _features(self, site: Site, states: Tensor) -> Tensor:
+        return compute_features(states, self.features) if site in self._targets_of else states
+
+    def _shifted(self, site: Site, states: Tensor) -> Tensor:
+        """Return shifted states in float64, in a buffer reused from batch to batch: allocation fragments the heap.
+
+        Targets are needed together; sites that are only sources share one buffer.
+        """
+        states = self._features(site, states)
+        key = site if site in self._targets else (states.shape[-1], states.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < len(states):
+            buffer = self._buffers[key] = torch.empty_like(states, dtype=torch.float64)
+        return torch.sub(states, self.shift[site], out=buffer[: len(states)])
+
+    def _add_products(self, shifted: Callable[[Site], Tensor]) -> None:
+        """Add all products of shifted rows. Rows of targets are held for all their sources, others made one by one."""
+        sums = self._require_sums()
+        held = {site: shifted(site) for site in self._targets}
+        for site in self.sites:
+            rows = held[site] if site in held else shifted(site)
+            sums.sum[site] += rows.sum(0, dtype=torch.float64)
+            if site in self.gram_sites:
+                add_gram(sums.gram[site], rows)
+            else:
+                sums.diagonal[site] += rows.square().sum(0, dtype=torch.float64)
+            for target in self._targets_of.get(site, ()):
+                _add_product(sums.cross[site, target], rows, held[target])
+
+    def _add_float32_products(self, states: Mapping[Site, Tensor]) -> None:
+        """Multiply in float32, except rows of such norm that their rounding would cover the others."""
+        features = {site: self._features(site, states[site]) for site in self.sites}
+        shifted = {site: rows - self.shift[site].to(rows) for site, rows in features.items()}
+        outlying = torch.zeros(len(next(iter(shifted.values()))), dtype=torch.bool)
+        for rows in shifted.values():
+            norm = torch.linalg.vector_norm(rows, dim=-1)
+            outlying |= (norm > OUTLYING * norm.median()).to(outlying.device)
+        self._add_products(lambda site: features[site][outlying].double() - self.shift[site])
+        for rows in shifted.values():
+            rows[outlying] = 0
+        for start in range(0, len(outlying), ROWS_AT_ONCE):
+            part = {site: rows[start : start + ROWS_AT_ONCE] for site, rows in shifted.items()}
+            self._add_products(part.__getitem__)
 
     def _add_angles(self, states: Mapping[Site, Tensor]) -> None:
+        sums = self._require_sums()
         norms = {site: torch.linalg.vector_norm(states[site], dim=-1) for site in self.sites}
-        self.sums["norm"] += torch.stack([norms[site].double().sum() for site in self.sites])
+        sums.norm += torch.stack([norms[site].double().sum() for site in self.sites])
         cosines, angles = [], []
         for a, b in self.pairs:
             if states[a].shape != states[b].shape:
-                cosines.append(self.sums["cosine"].new_full((), torch.nan))
+                cosines.append(sums.cosine.new_full((), torch.nan))
                 angles.append(cosines[-1])
                 continue
             length = (norms[a] * norms[b]).clamp(min=torch.finfo(norms[a].dtype).tiny)
             cosine = (torch.linalg.vecdot(states[a], states[b]) / length).double().clamp(-1, 1)
             cosines.append(cosine.sum())
             angles.append(cosine.arccos().sum() / torch.pi)
-        self.sums["cosine"] += torch.stack(cosines)
-        self.sums["angle"] += torch.stack(angles)
+        sums.cosine += torch.stack(cosines)
+        sums.angle += torch.stack(angles)
 
-    def _add_products(self, states: Mapping[Site, Tensor]) -> None:
-        require_finite(states)
-        if self.products == torch.float64:
-            self._multiply(lambda site: self._shifted(site, states[site]))
-        else:
-            self._add_float32_products(states)
-
-    def _seen(self, site: Site, states: Tensor) -> Tensor:
-        return compute_features(states, self.features) if site in self._targets else states
-
-    def _shifted(self, site: Site, states: Tensor) -> Tensor:
-        """In float64, in memory kept from batch to batch: taken anew each time, it frays the heap of a long run.
-
-        Targets are needed together; mere sources take turns in one place.
-        """
-        states = self._seen(site, states)
-        place = site if site in self._met else (states.shape[-1], states.device)
-        room = self._rooms.get(place)
-        if room is None or len(room) < len(states):
-            room = self._rooms[place] = torch.empty_like(states, dtype=torch.float64)
-        return torch.sub(states, self.shift[site], out=room[: len(states)])
-
-    def _add_float32_products(self, states: Mapping[Site, Tensor]) -> None:
-        """In float32, except for rows so long that their rounding would cover the others."""
-        seen = {site: self._seen(site, states[site]) for site in self.sites}
-        shifted = {site: seen[site] - self.shift[site].to(seen[site]) for site in self.sites}
-        outlying = self._outlying(shifted)
-        self._multiply(lambda site: seen[site][outlying].double() - self.shift[site])
-        for state in shifted.values():
-            state[outlying] = 0
-        for start in range(0, len(outlying), ROWS_AT_ONCE):
-            part = {site: state[start : start + ROWS_AT_ONCE] for site, state in shifted.items()}
-            self._multiply(part.__getitem__)
-
-    def _multiply(self, shifted: Callable[[Site], Tensor]) -> None:
-        """Targets' rows are held for all their sources; a mere source's rows are made, used and let go."""
-        held = {site: shifted(site) for site in self._met}
-        for site in self.sites:
-            rows = held[site] if site in held else shifted(site)
-            self.sums[f"sum/{site}"] += rows.sum(0, dtype=torch.float64)
-            if site in self.squared:
-                add_square(self.sums[f"square/{site}"], rows)
-            else:
-                self.sums[f"diagonal/{site}"] += rows.square().sum(0, dtype=torch.float64)
-            for target in self._targets.get(site, ()):
-                add_product(self.sums[f"cross/{site}>{target}"], rows, held[target])
-
-    def _outlying(self, shifted: Mapping[Site, Tensor]) -> Tensor:
-        """Rows of outlying norm at any site."""
-        outlying = torch.zeros(len(next(iter(shifted.values()))), dtype=torch.bool)
-        for state in shifted.values():
-            norm = torch.linalg.vector_norm(state, dim=-1)
-            outlying |= (norm > OUTLYING * norm.median()).to(outlying.device)
-        return outlying
-
-    def _about(self, shift: Mapping[Site, Tensor]) -> dict[str, Tensor]:
-        """The same sums about another shift: (x − t) = (x − s) + δ, multiplied out."""
-        moved = {
-            "norm": self.sums["norm"],
-            "cosine": self.sums["cosine"],
-            "angle": self.sums["angle"],
-        }
+    def _sums_about(self, shift: Mapping[Site, Tensor]) -> Sums:
+        """Return a copy of the sums about another shift: (x − t) = (x − s) + δ, multiplied out."""
+        sums, n = self._require_sums(), self.n
         delta = {site: self.shift[site] - shift[site] for site in self.sites}
-        for name, value in self.sums.items():
-            kind, _, place = name.partition("/")
-            if kind in ("square", "cross"):
-                a, b = (place.split(">") * 2)[:2] if kind == "square" else place.split(">")
-                x, y = self.sums[f"sum/{a}"], self.sums[f"sum/{b}"]
-                dx, dy = delta[Site.parse(a)], delta[Site.parse(b)]
-                moved[name] = value + torch.outer(dx, y) + torch.outer(x + self.n * dx, dy)
-            elif kind == "diagonal":
-                d, x = delta[Site.parse(place)], self.sums[f"sum/{place}"]
-                moved[name] = value + d * (2 * x + self.n * d)
-            elif kind == "sum":
-                moved[name] = value + self.n * delta[Site.parse(place)]
-        return moved
 
-    def _check_widths(self, given: Mapping[Site, Tensor]) -> None:
+        def moved(product: Tensor, a: Site, b: Site) -> Tensor:
+            x, y, dx, dy = sums.sum[a], sums.sum[b], delta[a], delta[b]
+            return product + torch.outer(dx, y) + torch.outer(x + n * dx, dy)
+
+        return Sums(
+            sum={site: total + n * delta[site] for site, total in sums.sum.items()},
+            gram={site: moved(gram, site, site) for site, gram in sums.gram.items()},
+            diagonal={
+                site: diagonal + delta[site] * (2 * sums.sum[site] + n * delta[site])
+                for site, diagonal in sums.diagonal.items()
+            },
+            cross={(a, b): moved(cross, a, b) for (a, b), cross in sums.cross.items()},
+            norm=sums.norm.clone(),
+            cosine=sums.cosine.clone(),
+            angle=sums.angle.clone(),
+        )
+
+    def _check_widths(self, widths: Mapping[Site, int]) -> None:
         for site in self.sites:
-            wanted, found = self.shift[site].shape[-1], given[site].shape[-1]
-            if wanted != found:
+            expected = len(self.shift[site])
+            if widths[site] != expected:
                 raise BadMoments(
-                    f"the sums hold states of width {wanted} at site {site}, but {found} was given; they belong "
-                    f"to different models"
+                    f"expected states of width {expected} at site {site}, got {widths[site]}; they belong to different "
+                    f"models"
                 )
 
 
-def describe(pairs: Iterable[Pair]) -> str:
-    """A short name for a list of pairs."""
+class Reservoir:
+    """A seeded sample of raw states that does not depend on order, batches or processes.
+
+    Every picked position has a key (`sampling_keys`); the reservoir holds the rows with the `size` smallest keys. So
+    reservoirs of parts merge to the reservoir of the whole. Memory is allocated once: a new row overwrites one that is
+    displaced. Reading sorts the rows.
+    """
+
+    def __init__(self, sites: Sequence[Site], size: int) -> None:
+        self.sites, self.size = list(sites), size
+        self._keys = torch.empty(0, dtype=torch.int64)
+        self._rows: dict[Site, Tensor] = {}
+        self._filled = 0
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of the sampled rows, in ascending order."""
+        self._sort()
+        return self._keys[: self._filled]
+
+    @property
+    def states(self) -> dict[Site, Tensor]:
+        """The sampled rows of every site, in ascending order of their keys."""
+        self._sort()
+        return {site: rows[: self._filled] for site, rows in self._rows.items()}
+
+    def add(self, states: Mapping[Site, Tensor], keys: Tensor) -> None:
+        """Offer rows; those with small enough keys are sampled."""
+        if not self.sites or not self.size:
+            return
+        keys = keys.cpu()
+        candidates = torch.cat([self._keys[: self._filled], keys])
+        smallest = torch.argsort(candidates, stable=True)[: self.size]
+        new = smallest[smallest >= self._filled] - self._filled
+        if not len(new):
+            return
+        if not self._rows:
+            self._keys = torch.empty(self.size, dtype=torch.int64)
+            self._rows = {s: torch.empty(self.size, states[s].shape[-1]) for s in self.sites}
+        # New rows go to unused slots first, then to those of rows that are displaced.
+        displaced = torch.ones(self._filled, dtype=torch.bool)
+        displaced[smallest[smallest < self._filled]] = False
+        unused = torch.arange(self._filled, self.size)
+        slots = torch.cat([unused, displaced.nonzero()[:, 0]])[: len(new)]
+        self._keys[slots] = keys[new]
+        for site, rows in self._rows.items():
+            rows[slots] = states[site][new.to(states[site].device)].to(rows)
+        self._filled = min(self.size, self._filled + len(new))
+
+    def merge(self, other: Reservoir) -> None:
+        """Offer another reservoir's rows."""
+        if len(other.keys):
+            self.add(other.states, other.keys)
+
+    def _sort(self) -> None:
+        if bool((self._keys[: self._filled].diff() >= 0).all()):
+            return
+        order = torch.argsort(self._keys[: self._filled], stable=True)
+        self._keys[: self._filled] = self._keys[order]
+        for rows in self._rows.values():
+            rows[: self._filled] = rows[order]
+
+
+def sampling_keys(
+    document: Tensor, position: Tensor, sequence: Tensor | None = None, *, seed: int
+) -> Tensor:
+    """Return a 63-bit hash of (seed, document, sequence, position): two rounds of SplitMix64's mixing."""
+
+    def shift_right(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & (
+            2 ** (64 - bits) - 1
+        )  # of the bits as unsigned: torch's own keeps the sign
+
+    def mix(x: Tensor) -> Tensor:
+        x = x + (0x9E3779B97F4A7C15 - 2**64)
+        x = (x ^ shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+        x = (x ^ shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
+        return x ^ shift_right(x, 31)
+
+    key = mix(document.long() * 0x1F123BB5 + seed)
+    index = position.long() if sequence is None else position.long() + (sequence.long() << 32)
+    return mix(key ^ index * 0x5851F42D) & (2**63 - 1)
+
+
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Add xᵀx on and above the diagonal only: it is symmetric."""
+    width = x.shape[1]
+    step = -(-width // GRAM_BLOCKS)
+    for start in range(0, width, step):
+        end = min(start + step, width)
+        _add_product(total[start:end, start:], x[:, start:end], x[:, start:])
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add xᵀy to a sum."""
+    if x.dtype == total.dtype:
+        total.addmm_(x.mT, y)  # without a temporary as large as the sum
+    else:
+        total += x.mT @ y
+
+
+def _mirror(total: Tensor) -> Tensor:
+    """The full symmetric matrix of which `add_gram` has added one half."""
+    return total.triu() + total.triu(1).mT
+
+
+def is_constant(n: int, mean: Tensor, sum_squares: Tensor) -> Tensor:
+    """Return which coordinates do not vary: standard deviation at most 1e-8 of the mean."""
+    return sum_squares <= n * (CONSTANT * mean).square()
+
+
+def pool(pairs: Sequence[tuple[Source, Target]]) -> tuple[Source, Target]:
+    """Combine the moments of several groups of rows into those of all rows together, exactly."""
+    if not pairs:
+        raise BadMoments("expected at least one pair of moments to pool, got none")
+    for source, target in pairs:
+        check_moments(source, [target])
+    n = sum(source.n for source, _ in pairs)
+    mean_x = _add_up([source.mean * (source.n / n) for source, _ in pairs])
+    mean_y = _add_up([target.mean * (source.n / n) for source, target in pairs])
+    moved = [recentre(source, target, mean_x, mean_y) for source, target in pairs]
+    scatters = [target.scatter for _, target in moved if target.scatter is not None]
+    return Source(n, mean_x, _add_up([source.scatter for source, _ in moved])), Target(
+        mean=mean_y,
+        cross=_add_up([target.cross for _, target in moved]),
+        sum_squares=_add_up([target.sum_squares for _, target in moved]),
+        scatter=_add_up(scatters) if len(scatters) == len(pairs) else None,
+    )
+
+
+def recentre(
+    source: Source, target: Target, mean_x: Tensor, mean_y: Tensor
+) -> tuple[Source, Target]:
+    """Return the same moments about other centres than the rows' means: that adds n δδᵀ."""
+    dx, dy = source.mean - mean_x, target.mean - mean_y
+    scatter = None if target.scatter is None else target.scatter + source.n * torch.outer(dy, dy)
+    return Source(source.n, mean_x, source.scatter + source.n * torch.outer(dx, dx)), Target(
+        mean=mean_y,
+        cross=target.cross + source.n * torch.outer(dx, dy),
+        sum_squares=target.sum_squares + source.n * dy.square(),
+        scatter=scatter,
+    )
+
+
+def _add_up(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def check_moments(source: Source, targets: Sequence[Target]) -> None:
+    """Raise `BadMoments` for moments of no rows, of shapes that do not match, or with non-finite values."""
+    if source.n < 1:
+        raise BadMoments(
+            f"these moments hold {source.n} rows, at least one is needed; collect them over some text first"
+        )
+    dx = source.mean.numel()
+    expected = [
+        ("the source's mean", source.mean, (dx,)),
+        ("the source's scatter", source.scatter, (dx, dx)),
+    ]
+    for i, target in enumerate(targets):
+        dy = target.mean.numel()
+        expected += [
+            (f"target {i}'s mean", target.mean, (dy,)),
+            (f"target {i}'s cross", target.cross, (dx, dy)),
+            (f"target {i}'s sum_squares", target.sum_squares, (dy,)),
+        ]
+        if target.scatter is not None:
+            expected.append((f"target {i}'s scatter", target.scatter, (dy, dy)))
+    for name, tensor, shape in expected:
+        if tuple(tensor.shape) != shape:
+            raise BadMoments(
+                f"expected {name} of shape {shape}, got {tuple(tensor.shape)}; pair moments of the same source and "
+                f"target sites"
+            )
+        if tensor.dtype != torch.float64:
+            raise BadMoments(f"expected {name} in float64, got {tensor.dtype}; convert the moments")
+        if not torch.isfinite(tensor).all():
+            raise BadMoments(
+                f"{name} holds NaN or infinite values: some states were not finite when the moments were collected; "
+                f"load the model in float32 or bfloat16, and collect again"
+            )
+
+
+def describe_pairs(pairs: Iterable[Pair]) -> str:
+    """Return a short description of a list of pairs."""
     listed = list(pairs)
     ends = f"{listed[0][0]}:{listed[0][1]} … {listed[-1][0]}:{listed[-1][1]}" if listed else "none"
     return f"{len(listed)} pairs ({ends})"

@@ -32,7 +32,7 @@ from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps, argument, one_line
 from layerjump.io import replace_file, writing
-from layerjump.jumps.fit import TO_TUNE
+from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import Pair
@@ -144,7 +144,7 @@ def tunable_pairs(jumps: Jumps, model: Model) -> list[Pair]:
     last = Site(model.n_blocks)
     check_tunable(jumps.provenance.estimator, list(jumps), model.n_blocks)
     pairs = [pair for pair in jumps if pair[1] in (FINAL, last)]
-    if jumps.provenance.settings.get("how") != TO_TUNE:
+    if jumps.provenance.settings.get("how") != KEPT_BOTH_TARGETS:
         pairs = [pair for pair in pairs if pair[1] == last or (pair[0], last) not in jumps]
     if not any(to_affine(jumps[pair]).n_parameters for pair in pairs):
         raise BadEstimator(

@@ -77,8 +77,8 @@ class PruningRecord(BaseModel):
         """Describe a pruned model."""
         before, after = pruned.parameters
         name = pruned.original.name
-        about = {key: pruned.about[key] for key in ("fingerprint", "text", "text_sha256")}
-        about |= {key: pruned.about[key] for key in ("tokens", "split", "seed")}
+        recorded = ("fingerprint", "text", "text_sha256", "tokens", "split", "seed")
+        about = {name: getattr(pruned.about, name) for name in recorded}
         return cls(
             layerjump=__version__,
             # The path of a folder describes a machine, not the model.

@@ -22,7 +22,7 @@ from layerjump.data.corpus import Corpus, load_text
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadPruning, TextTooShort, argument
 from layerjump.jumps.collect import plan_run
-from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
 from layerjump.pruning.edit_model import (
@@ -65,7 +65,7 @@ class CalibrationData:
     fit: Batches
     validation: Batches
     test: Batches
-    about: dict[str, Any]
+    about: RunInfo
     """Description of model and text."""
 
 
@@ -128,7 +128,7 @@ class Pruned:
     """Dropped spans: (i, j) stands for blocks i + 1 to j."""
     method: str
     criterion: str
-    about: dict[str, Any]
+    about: RunInfo
     """Description of the original model and the text."""
     test_loss: LossComparison | None = None
     """Losses on test documents; None before they are measured."""
@@ -236,7 +236,7 @@ def prepare_calibration(
     plan = plan_run(
         model, corpus, pairs="adjacent", positions=positions, tokens=tokens, split=split, seed=seed
     )
-    for name in ("fit", "select", "test"):
+    for name in ("fit", "validation", "test"):
         if name not in plan.batches:
             raise TextTooShort(
                 f"{argument('split', split)} leaves no {name} documents of {corpus.name}; give that part a larger share"
@@ -246,11 +246,11 @@ def prepare_calibration(
         corpus,
         model.tokenization,
         positions,
-        documents=_first_documents(plan.batches["select"], VALIDATION_TOKENS),
+        documents=_first_documents(plan.batches["validation"], VALIDATION_TOKENS),
         seed=seed,
         budget=VALIDATION_BATCH,
     )
-    return CalibrationData(fit, validation, plan.batches["test"], plan.about)
+    return CalibrationData(fit, validation, plan.batches["test"], plan.info)
 
 
 def _first_documents(batches: Batches, tokens: int) -> list[int]:
@@ -277,7 +277,7 @@ def drop_and_replace(
     n_positions, width = calibration.fit.n_picks, model.d_model
     if method != "remove" and n_positions < 2 * width:
         raise TextTooShort(
-            f"{calibration.about['text']} has {n_positions:,} positions to fit maps of width {width}; pass text with "
+            f"{calibration.about.text} has {n_positions:,} positions to fit maps of width {width}; pass text with "
             f"at least {2 * width:,} (better {10 * width:,}), or {argument('method', 'remove')}, which fits nothing"
         )
     log.info("%s: drop blocks %s, %s", model.name, ", ".join(map(str, dropped)), method)

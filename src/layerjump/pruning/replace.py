@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
 from layerjump.jumps.collect import SplitMoments, product_dtype
-from layerjump.jumps.estimators.least_squares import Factor, uncentred
+from layerjump.jumps.estimators.least_squares import Factor, factorise_uncentred
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.jumps.maps import apply_map
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments
@@ -99,9 +98,7 @@ class StreamTransform:
 class ReplacementFitter:
     """Fits a replacement for each dropped span of a model into a copy without these blocks."""
 
-    def __init__(
-        self, model: Model, pruned: Model, batches: Batches, about: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: Model, pruned: Model, batches: Batches, about: RunInfo) -> None:
         self.transforms: list[StreamTransform] = []
         """Transforms of the pruned model's residual stream, by level."""
         self._model, self._pruned = model, pruned
@@ -125,15 +122,13 @@ class ReplacementFitter:
 
     def _fit_linear(self, span: Span, level: int, *, is_first: bool) -> Jumps:
         source, target = Site(span[0]), Site(span[1])
-        moments = {
-            name: Moments([(source, target)], reservoir=0) for name in ("fit", "select", "test")
-        }
+        fit, validation, test = (Moments([(source, target)], reservoir=0) for _ in range(3))
         for states, targets in self._paired_states([Site(level)], span, is_first=is_first):
-            moments["fit"].add({source: states[Site(level)], target: targets})
-        jumps = solve_jumps(SplitMoments(moments, self._about), "affine")
+            fit.add({source: states[Site(level)], target: targets})
+        jumps = solve_jumps(SplitMoments(fit, validation, test, self._about), "affine")
         if self._pruned.hf.dtype == torch.float64:
             # Jumps store float32; a float64 model gets the map at full precision.
-            fit, jump = moments["fit"], jumps[span]
+            jump = jumps[span]
             (exact,) = solve("affine", fit.source(source), [fit.target(source, target)])
             assert isinstance(jump, nn.Linear)
             assert exact.bias is not None
@@ -266,4 +261,4 @@ def _sum_products(moments: Moments) -> _Products:
     my, mh, yh = (moments.target(a, b).cross + n * torch.outer(mean[a], mean[b]) for a, b in PAIRS)
     scatter = moments.source(RESIDUAL).scatter
     trace_yy = scatter.diagonal().sum() + n * mean[RESIDUAL].square().sum()
-    return _Products(uncentred(moments.source(FFN_OUT)), my, mh, yh, float(trace_yy))
+    return _Products(factorise_uncentred(moments.source(FFN_OUT)), my, mh, yh, float(trace_yy))

@@ -12,12 +12,11 @@ from torch import Tensor
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
 from layerjump.interventions.patching import Rerun
-from layerjump.jumps.block_linearity import block_map, block_pair, explained
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import apply_map, to_module
 from layerjump.jumps.pairs import Pair
-from layerjump.jumps.scoring import residual
+from layerjump.jumps.scoring import block_map, block_pair, explained_share, residual
 from layerjump.jumps.statistics import Moments
 from layerjump.metrics.token_loss import token_losses_at
 from layerjump.models.activations import capture_states
@@ -159,7 +158,7 @@ class BlockSelector:
             pair = block_pair(level)
             source, target = moments.source(pair[0]), moments.target(*pair)
             error = float(residual(block_map(moments, level), source, target).sum())
-            scores[level + 1] = explained(error, float(target.spread.sum()))
+            scores[level + 1] = explained_share(error, float(target.sum_squares.sum()))
         return scores
 
     def influence(self) -> dict[int, float]:

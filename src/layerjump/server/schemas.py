@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from layerjump.generation.kv_cache import CacheKind
+from layerjump.jumps.estimators.registry import SERVED
 
-FITTED = ("mat", "affine", "ridge")
+FITTED = SERVED
 """Estimators that the page fits itself, in one pass over the built-in text."""
 MAX_CHARACTERS, MAX_TOP_K, MAX_TRACKED, MAX_LENSES = 20_000, 50, 16, 4
 MAX_NEW_TOKENS = 256

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus
-from layerjump.jumps.collect import RunPlan, SplitMoments, product_dtype
+from layerjump.jumps.collect import RunPlan, product_dtype
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.scoring import R2
@@ -219,7 +219,7 @@ class _Fitter:
             self.fit_batches.positions,
             documents=documents,
             seed=self.setup.settings.seed,
-            max_length=self.plan.about["max_length"],
+            max_length=self.plan.max_length,
         )
         total = self.fit_batches.n_tokens
         for states in capture_states(self.setup.model, batches, moments.sites):
@@ -230,9 +230,8 @@ class _Fitter:
         return batches.n_tokens
 
     def _solve(self, moments: Moments, tokens: int) -> _Fit:
-        splits = SplitMoments(
-            {**self.test.splits, "fit": moments}, self.plan.about | {"tokens": tokens}
-        )
+        info = replace(self.plan.info, tokens=tokens)
+        splits = replace(self.test, fit=moments, info=info)
         jumps = solve_jumps(splits, self.estimator, model=self.setup.model)
         return _Fit(jumps, moments.n, tokens)
 

@@ -268,7 +268,7 @@ def run_schedule(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
 
 def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
     """Return R² of every jump on select documents."""
-    moments = setup.all_position_moments("all").select
+    moments = setup.all_position_moments("all").validation
     return {
         (a.index, b.index): r2(jump, moments.source(a), moments.target(a, b)).uniform
         for (a, b), jump in maps_of(jumps).items()

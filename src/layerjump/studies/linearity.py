@@ -17,12 +17,12 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from layerjump.jumps.block_linearity import block_map, block_pair, block_scores
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.memory import estimate_cost
 from layerjump.jumps.pairs import parse_pairs
-from layerjump.jumps.statistics import Moments, keys_of
+from layerjump.jumps.scoring import block_map, block_pair, block_scores
+from layerjump.jumps.statistics import Moments, sampling_keys
 from layerjump.metrics import linearity
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.activations import capture_states
@@ -258,7 +258,7 @@ def _collect(setup: Setup, part: str, share: float) -> _Activations:
     done = 0
     for states in capture_states(model, batches, moments.sites):
         document, position = states.batch.document, states.batch.position
-        keys = keys_of(document, position, states.batch.sequence, seed=setup.settings.seed)
+        keys = sampling_keys(document, position, states.batch.sequence, seed=setup.settings.seed)
         document_of.update(zip(keys.tolist(), document.tolist(), strict=True))
         first = position == 0
         states_at_0.append({site: state[first] for site, state in states.at.items()})

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from layerjump.errors import BadEstimator
 from layerjump.jumps.collect import SplitMoments
 from layerjump.jumps.estimators.low_rank import low_rank, njtc_rank, truncate_rank
+from layerjump.jumps.estimators.registry import Pooling
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
-from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.maps import STORAGES, Affine, quantize_map, to_affine
 from layerjump.jumps.pairs import Pair
-from layerjump.jumps.quantize import STORAGES, quantize_map
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
@@ -197,7 +197,7 @@ class _MapKind:
 def _map_kinds(setup: Setup, moments: SplitMoments) -> tuple[list[_MapKind], list[str]]:
     """Return every kind of map that this model and text allow, and notes on those that are left out."""
     notes: list[str] = []
-    has_select = bool(moments.select.n)
+    has_select = bool(moments.validation.n)
     names = ("mat", "affine", "ridge") if has_select else ("mat", "affine")
     full = {name: maps_of(solve_jumps(moments, name)) for name in names}
     kinds = [_MapKind.in_float32(name, FULL_RANK, maps) for name, maps in full.items()]
@@ -241,9 +241,9 @@ def low_rank_kinds(
     return [_MapKind.in_float32(f"{family} {rank}", family, maps[rank]) for rank in low_ranks]
 
 
-def _pooled_kind(moments: SplitMoments, pooling: str) -> _MapKind:
-    rank = njtc_rank(moments.about["width"])
-    jumps = maps_of(solve_jumps(moments, "ojfa", how=pooling, rank=rank))
+def _pooled_kind(moments: SplitMoments, pooling: Pooling) -> _MapKind:
+    rank = njtc_rank(moments.info.width)
+    jumps = maps_of(solve_jumps(moments, "ojfa", pooling=pooling, rank=rank))
     shared = next(iter(jumps.values()))
     return _MapKind.in_float32(f"ojfa {pooling}", POOLED, dict.fromkeys(jumps, shared))
 

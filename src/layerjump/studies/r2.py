@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 import torch
 
 from layerjump.jumps.collect import SplitMoments
-from layerjump.jumps.fit import TO_PREDICTIONS
+from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.scoring import r2
@@ -79,7 +79,8 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     setup.documents("test")  # raises now, not after the pass, where there are none
     moments = setup.moments("all")
     # Calibrated maps do not lead to levels.
-    estimators = [name for name in setup.settings.estimators if name != TO_PREDICTIONS]
+    names = setup.settings.estimators
+    estimators = [name for name in names if find_estimator(name).targets != "predictions"]
     jumps = {name: setup.jumps(name, "all") for name in estimators}
     tables = Tables(
         pairs={name: _pair_rows(jumps[name]) for name in estimators},

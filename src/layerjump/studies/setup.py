@@ -22,7 +22,8 @@ from layerjump.data.positions import MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
 from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
 from layerjump.jumps.collect import RunPlan, SplitMoments, plan_run, sample_positions
-from layerjump.jumps.fit import NAMES, TO_PREDICTIONS, selects, solve_jumps
+from layerjump.jumps.estimators.registry import find_estimator
+from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.pairs import PREDICTIONS, Pair
@@ -119,12 +120,8 @@ def make_settings(
 
 def _check(settings: Settings) -> None:
     """Raise before a long run what would stop it in the middle."""
-    unknown = [name for name in settings.estimators if name not in NAMES]
-    if unknown:
-        raise BadEstimator(
-            f"there is no estimator {unknown[0]!r}; expected one of {', '.join(NAMES)}"
-        )
-    if settings.estimators[:1] == (TO_PREDICTIONS,):
+    estimators = [find_estimator(name, closed_form=True) for name in settings.estimators]
+    if estimators and estimators[0].targets == "predictions":
         raise BadEstimator(
             f"calibrated maps lead to predictions only, but every study uses the first of "
             f"{argument('estimators')}; put another first, such as mat,calibrated"
@@ -303,7 +300,7 @@ class Setup:
 
     def _selects(self) -> bool:
         """Return whether any estimator of the run is tuned on the select split."""
-        return any(selects(name) for name in self.settings.estimators)
+        return any(find_estimator(name).needs_validation() for name in self.settings.estimators)
 
     # Jumps between levels
 
@@ -324,7 +321,7 @@ class Setup:
             tokens=self.settings.tokens,
             split=self.settings.split,
             seed=self.settings.seed,
-            select=self._selects() if select is None else select,
+            validation=self._selects() if select is None else select,
             features="both" if pairs == PREDICTIONS else "raw",
         )
 
@@ -346,7 +343,9 @@ class Setup:
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
         """Return every jump of the pairs, fitted once; calibrated ones lead to predictions only."""
-        key = estimator, PREDICTIONS if estimator == TO_PREDICTIONS else pairs or self.level_pairs
+        if find_estimator(estimator).targets == "predictions":
+            pairs = PREDICTIONS
+        key = estimator, pairs or self.level_pairs
         if key not in self._cache.jumps:
             self._cache.jumps[key] = solve_jumps(self.moments(key[1]), estimator, model=self.model)
         return self._cache.jumps[key]
@@ -411,8 +410,8 @@ class Setup:
         if pairs == "all":
             fitted = self._sample(plan.batches["fit"].look_at(EVERY_POSITION))
         batches = {name: part.look_at(fitted) for name, part in plan.batches.items()}
-        about = plan.about | {"positions": f"{fitted}, {positions} of them masked"}
-        return replace(plan, batches=batches, about=about)
+        info = replace(plan.info, positions=f"{fitted}, {positions} of them masked")
+        return replace(plan, batches=batches, info=info)
 
     def _sample(self, batches: Batches) -> Positions:
         return sample_positions(batches.n_picks, self.model.d_model, everywhere=True)

@@ -22,9 +22,9 @@ from layerjump.data.corpus import Corpus
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, TextTooShort
 from layerjump.io import read_json, write_json
-from layerjump.jumps.block_linearity import block_map, block_pair, block_scores
 from layerjump.jumps.collect import RunPlan, plan_run
 from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.scoring import block_map, block_pair, block_scores
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.metrics.linearity import jump_strength
@@ -173,7 +173,7 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
             tokens=tokens,
             split=PROFILE_SPLIT,
             seed=seed,
-            select=False,
+            validation=False,
         )
 
     try:

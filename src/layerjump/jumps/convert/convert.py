@@ -10,7 +10,8 @@ from pathlib import Path
 from layerjump.errors import BadForeignLens, argument
 from layerjump.jumps.convert import jacobian_lens, mat, tuned_lens
 from layerjump.jumps.convert.foreign_lens import ForeignLens, to_jumps
-from layerjump.jumps.jumps import Jumps, Pair, sites_said
+from layerjump.jumps.jumps import Jumps, describe_sites
+from layerjump.jumps.pairs import Pair
 from layerjump.jumps.serialization import check_model
 from layerjump.models.model import Model
 
@@ -71,7 +72,7 @@ def export_lens(jumps: Jumps, model: Model, path: str | Path, format: str) -> li
             "%s of %s jumps left out, from %s: %s has no place for them",
             len(left_out),
             len(jumps),
-            sites_said({source for source, _ in left_out}),
+            describe_sites({source for source, _ in left_out}),
             format,
         )
     return left_out

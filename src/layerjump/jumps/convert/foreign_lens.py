@@ -13,8 +13,9 @@ from torch import Tensor
 
 from layerjump import __version__
 from layerjump.errors import BadForeignLens, WrongModel
-from layerjump.jumps.jumps import JumpInfo, Jumps, Pair, Provenance
+from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.pairs import Pair
 from layerjump.models.fingerprint import describe_model
 from layerjump.models.model import Model
 

@@ -22,8 +22,9 @@ from layerjump.jumps.convert.foreign_lens import (
     plain_map,
 )
 from layerjump.jumps.convert.safe_unpickle import read_torch, write_torch
-from layerjump.jumps.jumps import Jumps, Pair
+from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
+from layerjump.jumps.pairs import Pair
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 

@@ -13,8 +13,9 @@ from layerjump import io
 from layerjump.errors import BadForeignLens, WrongModel, argument
 from layerjump.jumps.convert.foreign_lens import ForeignLens, checked, most_bytes, plain_map
 from layerjump.jumps.convert.safe_unpickle import read_pickle, write_pickle
-from layerjump.jumps.jumps import Jumps, Pair
+from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
+from layerjump.jumps.pairs import Pair
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 

@@ -1,17 +1,11 @@
-"""Least squares and ridge regression from second moments.
+"""Estimators by least squares, from second moments: identity, mean shift, mat, affine, ridge, orthogonal.
 
-One factorisation of a source's second moments, from which every jump of that source is solved.
+All jumps from one source are solved from one factorisation of its second moments. Coordinates are first divided by
+their root mean square, so that one of huge norm does not decide what counts as small in the others. Then Cholesky; and
+where the matrix is singular to working precision, an eigendecomposition with a cut-off, whose solution is the one of
+least norm in the divided coordinates.
 
-Coordinates are first divided by their root mean square, so that one of huge norm does not decide
-what counts as small in the others. Then Cholesky; and where the matrix is singular to working
-precision, an eigendecomposition with a cut-off, whose solution is the one of least norm in the
-divided coordinates.
-
-Ridge regression. The strength may be chosen on other text, and that needs no second fit there.
-
-Choosing and fitting are apart: one eigendecomposition of the source gives the error of every
-strength for every target, cheaply; the map itself then comes from the same factorisation as least
-squares, because eigenvectors of raw sums lose digits beside a coordinate of huge norm.
+Estimators take centred moments of one source and many targets, and trust them: `registry.solve` checks them first.
 """
 
 from __future__ import annotations
@@ -23,110 +17,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadEstimator, BadMoments
+from layerjump.errors import BadEstimator, BadMoments, argument
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.statistics import Source, Target, check, constant
-
-
-@dataclass(frozen=True, eq=False)
-class Exact:
-    """S = D L Lᵀ D with a well-conditioned Cholesky factor L."""
-
-    inverse_scale: Tensor  # (d,), the diagonal of D⁻¹
-    lower: Tensor  # (d, d), L
-
-    def solve(self, columns: Tensor) -> Tensor:
-        """S⁻¹ @ columns."""
-        scale = self.inverse_scale.unsqueeze(1)
-        return torch.cholesky_solve(columns * scale, self.lower) * scale
-
-
-@dataclass(frozen=True, eq=False)
-class Truncated:
-    """S⁺ = D⁻¹ B Bᵀ D⁻¹: B holds the directions that vary, each over the root of its eigenvalue."""
-
-    inverse_scale: Tensor  # (d,), the diagonal of D⁻¹
-    basis: Tensor  # (d, k), B
-
-    def solve(self, columns: Tensor) -> Tensor:
-        """The least-norm answer to S @ answer = columns, in the divided coordinates."""
-        scale = self.inverse_scale.unsqueeze(1)
-        return (self.basis @ (self.basis.mT @ (columns * scale))) * scale
-
-
-Factor = Exact | Truncated
-
-
-def centred(source: Source, *, penalty: float = 0.0) -> Factor:
-    """Factorise Σ (x − x̄)(x − x̄)ᵀ + penalty · I, for maps with an intercept."""
-    dead = constant(source.n, source.mean, source.scatter.diagonal())
-    if penalty == 0:
-        return factorise(source.scatter, dead, independent=source.n - 1)
-    penalised = source.scatter.clone()
-    penalised.diagonal().add_(penalty)
-    return factorise(penalised, dead, independent=len(dead))
-
-
-def uncentred(source: Source) -> Factor:
-    """Factorise Σ x xᵀ, for maps without an intercept."""
-    moments = source.scatter + source.n * torch.outer(source.mean, source.mean)
-    return factorise(moments, moments.diagonal() <= 0, independent=source.n)
-
-
-def factorise(matrix: Tensor, dead: Tensor, *, independent: int) -> Factor:
-    """Factorise a second-moment matrix of `independent` rows; `dead` coordinates get weight 0."""
-    tiny = torch.finfo(matrix.dtype).tiny
-    inverse_scale = matrix.diagonal().clamp_min(tiny).rsqrt().masked_fill(dead, 0.0)
-    unit = matrix * inverse_scale.unsqueeze(1) * inverse_scale
-    # True already of the others, up to rounding; it cuts a dead coordinate loose from the rest.
-    unit.fill_diagonal_(1.0)
-    rank = independent + int(dead.sum())
-    lower = _cholesky(unit) if rank >= len(unit) else None
-    if lower is not None:
-        return Exact(inverse_scale, lower)
-    return Truncated(inverse_scale, _basis(unit, rank))
-
-
-def cut_off(values: Tensor) -> Tensor:
-    """The size up to which an eigenvalue of a PSD matrix is rounding; `values` are ascending.
-
-    Such a matrix has no negative eigenvalue, so the most negative one found shows how large the
-    error of the sums is (it matters when their products were formed in float32).
-    """
-    rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]
-    return torch.maximum(rounding, -2 * values[0])
-
-
-def _cholesky(unit: Tensor) -> Tensor | None:
-    """The Cholesky factor, or None where it fails or leans on directions that are rounding."""
-    lower, info = torch.linalg.cholesky_ex(unit)
-    limit = len(unit) * torch.finfo(unit.dtype).eps * torch.linalg.matrix_norm(unit)
-    # Written so that a NaN from an overflowing solve counts as singular.
-    regular = int(info) == 0 and bool(_least_eigenvalue(lower) > limit)
-    return lower if regular else None
-
-
-def _least_eigenvalue(lower: Tensor) -> Tensor:
-    """Estimate, from above, the least eigenvalue of L Lᵀ: inverse power steps on a few vectors."""
-    generator = torch.Generator(lower.device).manual_seed(0)
-    probe = torch.randn(len(lower), 4, generator=generator, dtype=lower.dtype, device=lower.device)
-    for _ in range(4):
-        probe = torch.cholesky_solve(probe / torch.linalg.vector_norm(probe, dim=0), lower)
-    return 1 / torch.linalg.vector_norm(probe, dim=0).max()
-
-
-def _basis(unit: Tensor, rank: int) -> Tensor:
-    """Eigenvectors over the root of their eigenvalues, of at most `rank` directions."""
-    values, vectors = torch.linalg.eigh(unit)
-    keep = values > cut_off(values)
-    # n rows span n directions: whatever else looks like variation is rounding.
-    keep[: max(0, len(unit) - rank)] = False
-    return vectors[:, keep] * values[keep].rsqrt()
-
+from layerjump.jumps.statistics import Source, Target, check_moments, is_constant
 
 # Half-decades. The low end is least squares for all practical purposes; it lies so low because a
 # few coordinates of huge variance raise the mean variance in which strengths are measured.
 STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-20, 5))
+
+
+def identity(source: Source, targets: Sequence[Target]) -> list[Affine]:
+    """x itself: the logit lens."""
+    return [Affine(_square_shape(source, target)) for target in targets]
+
+
+def mean_shift(source: Source, targets: Sequence[Target]) -> list[Affine]:
+    """x, shifted by the difference of the means."""
+    return [
+        Affine(_square_shape(source, target), bias=target.mean - source.mean) for target in targets
+    ]
+
+
+def mat(source: Source, targets: Sequence[Target]) -> list[Affine]:
+    """Least squares without an intercept: the map of "Jump to Conclusions" (arXiv 2303.09435).
+
+    W = (Σ y xᵀ)(Σ x xᵀ)⁻¹, from moments about zero.
+    """
+    factor = factorise_uncentred(source)
+    return [
+        Affine.of(factor.solve(target.cross + source.n * torch.outer(source.mean, target.mean)).mT)
+        for target in targets
+    ]
+
+
+def affine(source: Source, targets: Sequence[Target]) -> list[Affine]:
+    """Least squares with an intercept, from centred moments."""
+    factor = factorise_centred(source)
+    return [_through_means(factor.solve(target.cross).mT, source, target) for target in targets]
+
+
+def orthogonal(source: Source, targets: Sequence[Target]) -> list[Affine]:
+    """The rotation or reflection, and shift, of least squared error (orthogonal Procrustes).
+
+    W = U Vᵀ, where U and V are the singular vectors of Σ (y − ȳ)(x − x̄)ᵀ.
+    """
+    maps = []
+    for target in targets:
+        _square_shape(source, target)
+        U, _, Vh = torch.linalg.svd(target.cross.mT)
+        maps.append(_through_means(U @ Vh, source, target))
+    return maps
 
 
 def ridge(
@@ -134,84 +74,183 @@ def ridge(
     targets: Sequence[Target],
     *,
     strength: float | None = None,
-    select: tuple[Source, Sequence[Target]] | None = None,
+    validation: tuple[Source, Sequence[Target]] | None = None,
 ) -> list[Affine]:
-    """The maps that minimise Σ‖Wx + b − y‖² + λ‖W‖², with λ = strength · mean variance of x · n.
+    """The maps that minimise Σ‖Wx + b − y‖² + λ‖W‖², with λ = strength · n · mean variance of x.
 
-    Give a strength; or give the sums of other text, and each pair takes the strength of the grid
-    `STRENGTHS` whose map has the least squared error there. The map remembers its strength.
+    Pass a strength; or pass the moments of a validation split, and each pair takes the strength of the grid
+    `STRENGTHS` whose map has the least squared error there. The map records its strength.
+
+    Choosing and fitting are separate: one eigendecomposition of the source gives the error of every strength for every
+    target; the map itself then comes from the same factorisation as least squares, because eigenvectors of unscaled
+    moments lose digits next to a coordinate of huge norm.
     """
-    if strength is not None and select is None:
-        strengths = [_checked(strength)] * len(targets)
-    elif select is not None and strength is None:
-        _check_select(select, source, targets)
-        strengths = choose(source, targets, *select)
+    if strength is not None and validation is None:
+        if not (math.isfinite(strength) and strength >= 0):
+            raise BadEstimator(
+                f"expected a finite {argument('strength')} of at least 0, got {strength}"
+            )
+        strengths = [float(strength)] * len(targets)
+    elif validation is not None and strength is None:
+        _check_validation(validation, source, targets)
+        strengths = choose_strengths(source, targets, *validation)
     else:
-        raise BadEstimator("ridge wants either a strength or the sums of a select split.")
-    factors = {chosen: centred(source, penalty=chosen * unit(source)) for chosen in set(strengths)}
+        raise BadEstimator(
+            "ridge needs a strength or the moments of a validation split, and not both"
+        )
+    factors = {
+        value: factorise_centred(source, penalty=value * strength_unit(source))
+        for value in set(strengths)
+    }
     maps = []
-    for target, chosen in zip(targets, strengths, strict=True):
-        weight = factors[chosen].solve(target.cross).mT
-        bias = target.mean - weight @ source.mean
-        maps.append(Affine.of(weight, bias=bias, strength=chosen))
+    for target, value in zip(targets, strengths, strict=True):
+        weight = factors[value].solve(target.cross).mT
+        maps.append(Affine.of(weight, bias=target.mean - weight @ source.mean, strength=value))
     return maps
 
 
-def unit(source: Source) -> float:
-    """What λ is at strength 1: n × the mean variance of x, so that strength itself has no unit."""
+def strength_unit(source: Source) -> float:
+    """λ at strength 1: n × the mean variance of x, so that strengths have no unit."""
     return float(source.scatter.diagonal().mean())
 
 
-def choose(
-    source: Source, targets: Sequence[Target], other: Source, others: Sequence[Target]
+def choose_strengths(
+    source: Source, targets: Sequence[Target], held_source: Source, held_targets: Sequence[Target]
 ) -> list[float]:
-    """For each target, the strength of the grid with the least squared error on other text.
+    """For each target, return the strength of the grid with the least squared error on held-out text.
 
-    The maps pass through the fit split's means, so the other text's sums are taken about those.
+    The maps pass through the fit split's means, so the held-out moments are taken about those.
     """
     values, vectors = torch.linalg.eigh(source.scatter)
-    keep = values > cut_off(values)
+    keep = values > eigenvalue_cutoff(values)
     V = vectors[:, keep]
-    inverse = 1 / (values[keep] + unit(source) * values.new_tensor(STRENGTHS).unsqueeze(1))
-    shift = other.mean - source.mean
-    scatter = V.mT @ (other.scatter + other.n * torch.outer(shift, shift)) @ V
-    chosen = []
-    for target, held in zip(targets, others, strict=True):
-        cross = held.cross + other.n * torch.outer(shift, held.mean - target.mean)
-        errors = _errors(inverse, V.mT @ target.cross, scatter, V.mT @ cross)
-        chosen.append(STRENGTHS[int(errors.argmin())])
-    return chosen
+    # Row k of `inverse` is the diagonal of the penalised inverse at strength k, in the eigenbasis.
+    inverse = 1 / (values[keep] + strength_unit(source) * values.new_tensor(STRENGTHS).unsqueeze(1))
+    shift = held_source.mean - source.mean
+    scatter = V.mT @ (held_source.scatter + held_source.n * torch.outer(shift, shift)) @ V
+    strengths = []
+    for target, held in zip(targets, held_targets, strict=True):
+        cross = held.cross + held_source.n * torch.outer(shift, held.mean - target.mean)
+        fitted, held_cross = V.mT @ target.cross, V.mT @ cross
+        # The error is quadratic in a row of `inverse`: one product of d³ serves the whole grid.
+        quadratic = scatter * (fitted @ fitted.mT)
+        linear = (fitted * held_cross).sum(1)
+        errors = ((inverse @ quadratic) * inverse).sum(1) - 2 * (inverse @ linear)
+        strengths.append(STRENGTHS[int(errors.argmin())])
+    return strengths
 
 
-def _errors(inverse: Tensor, fitted: Tensor, scatter: Tensor, cross: Tensor) -> Tensor:
-    """Squared error on other text at every strength, up to a constant, all in the eigenbasis.
+@dataclass(frozen=True, eq=False)
+class CholeskyFactor:
+    """S = D L Lᵀ D with a well-conditioned Cholesky factor L."""
 
-    At one strength the map is diag(f) fitted, f a row of `inverse`: the error is quadratic in f,
-    and one product of d³ serves the whole grid.
+    inverse_scale: Tensor  # (d,), the diagonal of D⁻¹
+    lower: Tensor  # (d, d), L
+
+    def solve(self, columns: Tensor) -> Tensor:
+        """Return S⁻¹ @ columns."""
+        scale = self.inverse_scale.unsqueeze(1)
+        return torch.cholesky_solve(columns * scale, self.lower) * scale
+
+
+@dataclass(frozen=True, eq=False)
+class TruncatedFactor:
+    """S⁺ = D⁻¹ B Bᵀ D⁻¹: B holds the directions that vary, each divided by the root of its eigenvalue."""
+
+    inverse_scale: Tensor  # (d,), the diagonal of D⁻¹
+    basis: Tensor  # (d, k), B
+
+    def solve(self, columns: Tensor) -> Tensor:
+        """Return the least-norm solution of S @ solution = columns, in the divided coordinates."""
+        scale = self.inverse_scale.unsqueeze(1)
+        return (self.basis @ (self.basis.mT @ (columns * scale))) * scale
+
+
+Factor = CholeskyFactor | TruncatedFactor
+
+
+def factorise_centred(source: Source, *, penalty: float = 0.0) -> Factor:
+    """Factorise Σ (x − x̄)(x − x̄)ᵀ + penalty · I, for maps with an intercept."""
+    dead = is_constant(source.n, source.mean, source.scatter.diagonal())
+    if penalty == 0:
+        return factorise(source.scatter, dead, n_independent=source.n - 1)
+    penalised = source.scatter.clone()
+    penalised.diagonal().add_(penalty)
+    return factorise(penalised, dead, n_independent=len(dead))
+
+
+def factorise_uncentred(source: Source) -> Factor:
+    """Factorise Σ x xᵀ, for maps without an intercept."""
+    gram = source.scatter + source.n * torch.outer(source.mean, source.mean)
+    return factorise(gram, gram.diagonal() <= 0, n_independent=source.n)
+
+
+def factorise(matrix: Tensor, dead: Tensor, *, n_independent: int) -> Factor:
+    """Factorise a second-moment matrix of `n_independent` rows; `dead` coordinates get weight 0."""
+    tiny = torch.finfo(matrix.dtype).tiny
+    inverse_scale = matrix.diagonal().clamp_min(tiny).rsqrt().masked_fill(dead, 0.0)
+    unit = matrix * inverse_scale.unsqueeze(1) * inverse_scale
+    # Exact for the live coordinates up to rounding; it decouples a dead coordinate from the others.
+    unit.fill_diagonal_(1.0)
+    rank = n_independent + int(dead.sum())
+    if rank >= len(unit):
+        lower, info = torch.linalg.cholesky_ex(unit)
+        limit = len(unit) * torch.finfo(unit.dtype).eps * torch.linalg.matrix_norm(unit)
+        # Written so that a NaN from an overflowing solve counts as singular.
+        if int(info) == 0 and bool(_least_eigenvalue(lower) > limit):
+            return CholeskyFactor(inverse_scale, lower)
+    values, vectors = torch.linalg.eigh(unit)
+    keep = values > eigenvalue_cutoff(values)
+    # n rows span n directions: anything else that looks like variation is rounding.
+    keep[: max(0, len(unit) - rank)] = False
+    return TruncatedFactor(inverse_scale, vectors[:, keep] * values[keep].rsqrt())
+
+
+def eigenvalue_cutoff(values: Tensor) -> Tensor:
+    """Return the size up to which an eigenvalue of a PSD matrix is rounding; `values` are ascending.
+
+    Such a matrix has no negative eigenvalue, so the most negative one shows how large the error of
+    the sums is (it matters when their products were formed in float32).
     """
-    quadratic = scatter * (fitted @ fitted.mT)
-    linear = (fitted * cross).sum(1)
-    return ((inverse @ quadratic) * inverse).sum(1) - 2 * (inverse @ linear)
+    rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]
+    return torch.maximum(rounding, -2 * values[0])
 
 
-def _checked(strength: float) -> float:
-    if not (math.isfinite(strength) and strength >= 0):
-        raise BadEstimator(f"strength is {strength}, but a finite number of at least 0 was wanted.")
-    return float(strength)
+def _least_eigenvalue(lower: Tensor) -> Tensor:
+    """Estimate, from above, the least eigenvalue of L Lᵀ by inverse power steps on a few vectors."""
+    generator = torch.Generator(lower.device).manual_seed(0)
+    probe = torch.randn(len(lower), 4, generator=generator, dtype=lower.dtype, device=lower.device)
+    for _ in range(4):
+        probe = torch.cholesky_solve(probe / torch.linalg.vector_norm(probe, dim=0), lower)
+    return 1 / torch.linalg.vector_norm(probe, dim=0).max()
 
 
-def _check_select(
-    select: tuple[Source, Sequence[Target]], source: Source, targets: Sequence[Target]
-) -> None:
-    other, others = select
-    check(other, others)
-    if len(others) != len(targets):
-        raise BadEstimator(
-            f"select holds {len(others)} targets, but there are {len(targets)} to fit. "
-            "Give the same targets, in the same order, of both splits."
-        )
-    if [t.cross.shape for t in others] != [t.cross.shape for t in targets]:
+def _through_means(weight: Tensor, source: Source, target: Target) -> Affine:
+    return Affine.of(weight, bias=target.mean - weight @ source.mean)
+
+
+def _square_shape(source: Source, target: Target) -> tuple[int, int]:
+    dx, dy = len(source.mean), len(target.mean)
+    if dx != dy:
         raise BadMoments(
-            f"the widths of the two splits differ: select's source has {len(other.mean)} "
-            f"coordinates, and the one to fit {len(source.mean)}; or their targets differ."
+            f"this estimator needs sites of the same width, but the source has {dx} coordinates and the target {dy}; "
+            f"use affine, mat, ridge or low-rank"
+        )
+    return dy, dx
+
+
+def _check_validation(
+    validation: tuple[Source, Sequence[Target]], source: Source, targets: Sequence[Target]
+) -> None:
+    held_source, held_targets = validation
+    check_moments(held_source, held_targets)
+    if len(held_targets) != len(targets):
+        raise BadEstimator(
+            f"expected {len(targets)} targets in the validation split, got {len(held_targets)}; "
+            "pass the same targets, in the same order, of both splits"
+        )
+    if [t.cross.shape for t in held_targets] != [t.cross.shape for t in targets]:
+        raise BadMoments(
+            f"the widths of the two splits differ: the validation source has {len(held_source.mean)} "
+            f"coordinates, and the one to fit {len(source.mean)}; or their targets differ"
         )

@@ -1,135 +1,152 @@
-"""Ridge regression onto the post-norm state, with a temperature chosen by held-out KL (`calibrated`).
+"""Ridge regression onto the state after the final norm, with a temperature chosen by held-out KL (`calibrated`).
 
-What maps are worth to predictions: KL(model ‖ lens) on held-out states.
+Least squares shrinks uncertain predictions towards the mean. After a map to level L the final norm rescales them to
+full length, so the lens is over-confident. A map onto the post-norm state (`final`) keeps the shrinkage, and the
+unembedding alone decodes it.
 
-Least squares minimises the error of a state, not of the distribution that the head makes of it. Two choices are made by
-KL instead. A map onto `final` is multiplied by one number, a temperature: it is a little or, in the first levels of a
-masked model, far too sure (KL is convex in the factor, without a soft-cap). And in the last levels a map onto level L,
-read through the model's own norm, may be better than one onto `final`, which stands in for that norm too.
-
-The map that lands after the final norm: a lens that is calibrated, in closed form.
-
-Least squares answers an uncertain state with something close to the mean: it shrinks. A map onto level L is followed by
-the final norm, which blows that short answer up to full length, and the lens is over-confident. A map onto the state
-after the norm keeps the shrinkage, and the head alone decodes it.
+Least squares minimises the error of a state, not of the distribution that the unembedding makes of it. Two choices are
+made by KL(model ‖ lens) on held-out states instead. A map onto `final` is multiplied by one number, an inverse
+temperature: it is a little, or in the first levels of a masked model far too confident (KL is convex in the factor,
+without a soft-cap). And in the last levels a map to level L, decoded through the model's own norm, may be better than
+one onto `final`, which replaces that norm too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from layerjump.errors import BadEstimator, argument
 from layerjump.jumps.estimators.least_squares import ridge
-from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, compute_features
+from layerjump.jumps.estimators.registry import Settings
+from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, SolvedMap, compute_features
 from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import residual
-from layerjump.jumps.statistics import Moments, Source, Target
+from layerjump.jumps.statistics import Moments
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site
 
-ROWS = 256
-"""Held-out states that are looked at."""
-CELLS = 2**25
-"""Logits that are held at once: fewer rows where a vocabulary is very large."""
-FEWEST = 32
-"""With fewer rows there is no telling."""
-RANGE = (0.2, 1.3)
-LOOKS = 8
-"""Golden section: the factor is known to a few hundredths then, and KL is flat there."""
-BEYOND = 2.0
+if TYPE_CHECKING:
+    from layerjump.jumps.collect import SplitMoments
+
+MAX_ROWS = 256
+"""Held-out states on which KL is measured."""
+MAX_LOGITS = 2**25
+"""Logits held at once: fewer rows where a vocabulary is very large."""
+MIN_ROWS = 32
+"""With fewer rows KL is too noisy to choose by."""
+TEMPERATURE_RANGE = (0.2, 1.3)
+SEARCH_STEPS = 8
+"""Golden-section search: the factor is then known to a few hundredths, where KL is flat."""
+MIN_GAIN = 2.0
 """Standard errors by which KL must fall."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-class Judge:
-    """Judges one map after another, on the same held-out rows of the same model."""
+def solve_calibrated(
+    moments: SplitMoments, settings: Settings, model: Model | None
+) -> Iterator[SolvedMap]:
+    """Yield every level's map onto `final` at its best temperature, or the one to level L where its KL is lower."""
+    if model is None:
+        raise BadEstimator(
+            f"calibrated compares predictions with the model's own; pass {argument('model')}, the one that these "
+            f"moments come from"
+        )
+    judge = HeldOutKL(model, moments.validation.reservoir.states)
+    last, pairs = Site(model.n_blocks), moments.fit.pairs
+    for source in moments.fit.sources:
+        jump, features = fit_calibrated(moments.fit, moments.validation, (source, FINAL))
+        factor = judge.best_factor(source, jump, features)
+        solutions = [SolvedMap((source, FINAL), jump.times(factor), features, factor)]
+        if (source, last) in pairs and judge.has_enough_rows:
+            pair = (source, last)
+            solutions.append(
+                SolvedMap(pair, *fit_calibrated(moments.fit, moments.validation, pair))
+            )
+            if not settings.keep_both_targets:
+                solutions = [min(solutions, key=judge.mean_loss)]
+        yield from solutions
 
-    def __init__(self, model: Model, rows: Mapping[Site, Tensor]) -> None:
-        self._spectrum = model.structure
-        self._like = model.structure.unembedding.get_parameter("weight")
-        most = max(1, min(ROWS, CELLS // model.structure.vocab_size))
-        self._rows = {site: states[:most] for site, states in rows.items()}
-        # What the head adds to nothing: a factor is of the state, not of the head's bias.
-        self._bias = self._product(self._like.new_zeros(1, self._like.shape[1]))
-        self._own = self._logits(self._product(self._rows[FINAL])).softmax(-1) if rows else None
+
+def fit_calibrated(fit: Moments, validation: Moments, pair: Pair) -> tuple[Affine, FeatureKind]:
+    """Return the pair's ridge map, and the features it reads: those of least error on the validation split."""
+    candidates = []
+    # Moments of both features hold each alone as well.
+    for features in FEATURES if fit.features == "both" else (fit.features,):
+        source, target = fit.pair_moments(pair, features)
+        held_source, held_target = validation.pair_moments(pair, features)
+        (jump,) = ridge(source, [target], validation=(held_source, [held_target]))
+        error = float(residual(jump, held_source, held_target).sum())
+        candidates.append((error, jump, features))
+    _, jump, features = min(candidates, key=lambda candidate: candidate[0])
+    return jump, features
+
+
+class HeldOutKL:
+    """KL(model ‖ lens) of one map after another, on the same held-out states of the same model."""
+
+    def __init__(self, model: Model, states: Mapping[Site, Tensor]) -> None:
+        self._structure = model.structure
+        self._weight = model.structure.unembedding.get_parameter("weight")
+        n_rows = max(1, min(MAX_ROWS, MAX_LOGITS // model.structure.vocab_size))
+        self._states = {site: rows[:n_rows] for site, rows in states.items()}
+        # The unembedding of zero: the factor scales the state, not the unembedding's bias.
+        self._bias = self._unembed(self._weight.new_zeros(1, self._weight.shape[1]))
+        self._model_probabilities = (
+            self._logits(self._unembed(self._states[FINAL])).softmax(-1) if states else None
+        )
 
     @property
-    def enough(self) -> bool:
-        """Whether there are rows enough to go by."""
-        return self._own is not None and len(self._own) >= FEWEST
+    def has_enough_rows(self) -> bool:
+        """Whether there are enough held-out states to choose by."""
+        return self._model_probabilities is not None and len(self._model_probabilities) >= MIN_ROWS
 
     @torch.no_grad()
-    def factor(self, site: Site, made: Affine, kind: FeatureKind) -> float:
-        """By what to multiply a map onto `final` for the least KL; 1 where that does not fall beyond noise."""
-        if not self.enough:
+    def best_factor(self, site: Site, jump: Affine, features: FeatureKind) -> float:
+        """Return the factor of least KL for a map onto `final`; 1 where KL does not fall by more than noise."""
+        if not self.has_enough_rows:
             return 1.0
-        guess = self._product(self._mapped(site, made, kind)) - self._bias
-        low, high = RANGE
+        unembedded = self._unembed(self._apply(site, jump, features)) - self._bias
+        low, high = TEMPERATURE_RANGE
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        at = {factor: self._losses(self._bias + factor * guess) for factor in (left, right)}
-        for _ in range(LOOKS - 2):
-            if at[left].mean() < at[right].mean():
+        losses = {
+            factor: self._losses(self._bias + factor * unembedded) for factor in (left, right)
+        }
+        for _ in range(SEARCH_STEPS - 2):
+            if losses[left].mean() < losses[right].mean():
                 high, right = right, left
                 left = high - _GOLDEN * (high - low)
-                at[left] = self._losses(self._bias + left * guess)
+                losses[left] = self._losses(self._bias + left * unembedded)
             else:
                 low, left = left, right
                 right = low + _GOLDEN * (high - low)
-                at[right] = self._losses(self._bias + right * guess)
-        best = min(at, key=lambda factor: float(at[factor].mean()))
-        gain = self._losses(self._bias + guess) - at[best]
-        return best if gain.mean() > BEYOND * gain.std() / len(gain) ** 0.5 else 1.0
+                losses[right] = self._losses(self._bias + right * unembedded)
+        best = min(losses, key=lambda factor: float(losses[factor].mean()))
+        gain = self._losses(self._bias + unembedded) - losses[best]
+        return best if gain.mean() > MIN_GAIN * gain.std() / len(gain) ** 0.5 else 1.0
 
     @torch.no_grad()
-    def loss(self, site: Site, target: Site, made: Affine, kind: FeatureKind) -> float:
-        """Mean KL of a map onto level L or `final`, but for what is the same for every map."""
-        landed = self._mapped(site, made, kind).to(self._like)
-        final = landed if target == FINAL else self._spectrum.to_final(landed)
-        return float(self._losses(self._product(final)).mean())
+    def mean_loss(self, solution: SolvedMap) -> float:
+        """Return the mean KL of a map to level L or `final`, up to the model's entropy."""
+        source, target = solution.pair
+        states = self._apply(source, solution.jump, solution.features).to(self._weight)
+        final = states if target == FINAL else self._structure.to_final(states)
+        return float(self._losses(self._unembed(final)).mean())
 
-    def _mapped(self, site: Site, made: Affine, kind: FeatureKind) -> Tensor:
-        return made(compute_features(self._rows[site], kind).double())
+    def _apply(self, site: Site, jump: Affine, features: FeatureKind) -> Tensor:
+        return jump(compute_features(self._states[site], features).double())
 
-    def _losses(self, product: Tensor) -> Tensor:
-        """KL of every row, but for the model's own entropy."""
-        assert self._own is not None
-        logits = self._logits(product)
-        return (logits.logsumexp(-1) - (self._own * logits).sum(-1)).double()
+    def _losses(self, unembedded: Tensor) -> Tensor:
+        """KL of every row, up to the model's entropy."""
+        assert self._model_probabilities is not None
+        logits = self._logits(unembedded)
+        return (logits.logsumexp(-1) - (self._model_probabilities * logits).sum(-1)).double()
 
-    def _product(self, final: Tensor) -> Tensor:
-        return self._spectrum.unembedding(final.to(self._like)).detach()
+    def _unembed(self, final: Tensor) -> Tensor:
+        return self._structure.unembedding(final.to(self._weight)).detach()
 
-    def _logits(self, product: Tensor) -> Tensor:
-        return self._spectrum.adjust_logits(product).float()
-
-
-def calibrated(fit: Moments, select: Moments, pair: Pair) -> tuple[Affine, FeatureKind]:
-    """The pair's ridge map, and what it reads: the kind of features that errs least on the select split."""
-    found = []
-    for kind in kinds_in(fit):
-        source, target = sides(fit, pair, kind)
-        held = sides(select, pair, kind)
-        (made,) = ridge(source, [target], select=(held[0], [held[1]]))
-        found.append((float(residual(made, *held).sum()), kind, made))
-    _, kind, made = min(found, key=lambda row: row[0])
-    return made, kind
-
-
-def kinds_in(sums: Moments) -> tuple[FeatureKind, ...]:
-    """The kinds of features that sums hold: those of both hold each alone as well."""
-    return FEATURES if sums.features == "both" else (sums.features,)
-
-
-def sides(sums: Moments, pair: Pair, kind: FeatureKind) -> tuple[Source, Target]:
-    """A pair's sums, of one kind of features."""
-    source, target = sums.source(pair[0]), sums.target(*pair)
-    if kind == sums.features:
-        return source, target
-    width = len(source.mean) // 2
-    part = slice(0, width) if kind == "raw" else slice(width, None)
-    return (
-        Source(source.n, source.mean[part], source.scatter[part, part]),
-        Target(target.mean, target.cross[part], target.spread, target.scatter),
-    )
+    def _logits(self, unembedded: Tensor) -> Tensor:
+        return self._structure.adjust_logits(unembedded).float()

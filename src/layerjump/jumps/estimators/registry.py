@@ -1,116 +1,244 @@
-"""The registry of estimators.
+"""The registry of estimators: what each one is, what it needs, and the function that computes its maps.
 
-Every estimator takes one source and many targets, so that all jumps that leave a site share one
-factorisation of its second moments. `solve` checks the sums; the functions behind the rows trust
-them.
+Python, the command line, the server and the help texts read this one table. A row names its function instead of
+importing it, so that `layerjump --help` does not load torch. Adding an estimator means one function and one row.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+from layerjump.errors import BadEstimator, argument
 
-from layerjump.errors import BadEstimator, BadMoments
-from layerjump.jumps.estimators.least_squares import centred, ridge, uncentred
-from layerjump.jumps.estimators.low_rank import low_rank, n_njtc
-from layerjump.jumps.maps import Affine
-from layerjump.jumps.statistics import Source, Target, check
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from layerjump.jumps.maps import Affine, FeatureKind
+    from layerjump.jumps.pairs import Pair
+    from layerjump.jumps.statistics import Source, Target
 
-def identity(source: Source, targets: Sequence[Target]) -> list[Affine]:
-    """x itself: the logit lens."""
-    return [Affine(_square(source, target)) for target in targets]
+Pooling = Literal["pooled", "best-level"]
+Scope = Literal["source", "run", "gradients"]
+"""How an estimator's function is called.
 
-
-def mean_shift(source: Source, targets: Sequence[Target]) -> list[Affine]:
-    """x moved by the difference of the means."""
-    return [Affine(_square(source, target), bias=target.mean - source.mean) for target in targets]
-
-
-def mat(source: Source, targets: Sequence[Target]) -> list[Affine]:
-    """Least squares without an intercept: the map of "Jump to Conclusions" (arXiv 2303.09435).
-
-    W = (Σ y xᵀ)(Σ x xᵀ)⁻¹, from sums that are not centred.
-    """
-    factor = uncentred(source)
-    return [
-        Affine.of(factor.solve(target.cross + source.n * torch.outer(source.mean, target.mean)).mT)
-        for target in targets
-    ]
+- `source`: `f(source, targets, **settings) -> list[Affine]`; all jumps from one site share one factorisation.
+- `run`: `f(moments, settings, model) -> Iterator[SolvedMap]`; it reads all sites at once, or the model.
+- `gradients`: `f(model, text, …) -> Jumps`; it reads the text itself, because second moments do not suffice.
+"""
 
 
-def affine(source: Source, targets: Sequence[Target]) -> list[Affine]:
-    """Least squares with an intercept, from centred sums."""
-    factor = centred(source)
-    return [_through_means(factor.solve(target.cross).mT, source, target) for target in targets]
+@dataclass(frozen=True)
+class Settings:
+    """The settings of estimators; None or False stands for the estimator's default."""
+
+    strength: float | None = None
+    """Regularisation strength in units of the mean variance; None: chosen on the validation split."""
+    rank: int | None = None
+    """Rank of the map."""
+    metric: str | None = None
+    """`unembedding`: weigh errors by their effect on the logits."""
+    pooling: Pooling | None = None
+    """One map fitted to all levels' rows (`pooled`), or one level's map that serves all (`best-level`)."""
+    keep_both_targets: bool = False
+    """Keep the maps to level L and to `final`, so that `refine` can compare them after tuning."""
+
+    def given(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, False)}
+
+    def on_disk(self) -> dict[str, Any]:
+        """The same as a jumps file records them: `how` stands for `pooling` and for `keep_both_targets`."""
+        recorded = self.given()
+        if recorded.pop("keep_both_targets", False):
+            recorded["how"] = KEPT_BOTH_TARGETS
+        if "pooling" in recorded:
+            recorded["how"] = recorded.pop("pooling")
+        return recorded
 
 
-def orthogonal(source: Source, targets: Sequence[Target]) -> list[Affine]:
-    """The rotation or reflection, and shift, of least squared error (orthogonal Procrustes).
-
-    W = U Vᵀ, where U and V are the singular vectors of Σ (y − ȳ)(x − x̄)ᵀ.
-    """
-    maps = []
-    for target in targets:
-        _square(source, target)
-        U, _, Vh = torch.linalg.svd(target.cross.mT)
-        maps.append(_through_means(U @ Vh, source, target))
-    return maps
-
-
-def _through_means(weight: Tensor, source: Source, target: Target) -> Affine:
-    return Affine.of(weight, bias=target.mean - weight @ source.mean)
-
-
-def _square(source: Source, target: Target) -> tuple[int, int]:
-    dx, dy = len(source.mean), len(target.mean)
-    if dx != dy:
-        raise BadMoments(
-            f"this estimator only maps a site to one of the same width, but the source has {dx} "
-            f"coordinates and the target {dy}. Use `affine`, `mat`, `ridge` or `low-rank`."
-        )
-    return dy, dx
+KEPT_BOTH_TARGETS = "to-tune"
+"""The value of `how` in a jumps file whose late levels have a map to level L and one to `final`."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """One way to turn sums into maps."""
+    """One way to compute maps."""
 
     name: str
-    fit: Callable[..., list[Affine]]
-    meaning: str
+    description: str
+    function: str
+    """Module and name of the function, within this package."""
+    scope: Scope = "source"
     settings: tuple[str, ...] = ()
-    square: bool = False  # only between sites of the same width
-    selects: bool = False  # chooses a setting on the sums of a select split
+    """Fields of `Settings` that it takes."""
+    required: tuple[str, ...] = ()
+    """Those of them that have no default."""
+    uses_validation: bool = False
+    """Whether it chooses something on the validation split (a strength, unless one is given)."""
+    needs_model: bool = False
+    """Whether second moments do not suffice: it compares predictions with the model's own."""
+    same_width: bool = False
+    """Whether source and target must have the same width."""
+    pairs: str = "to-last"
+    """Pairs that it is fitted on by default."""
+    targets: Literal["any", "one", "predictions"] = "any"
+    """Targets it can map to: any site, one for all sources, or `final` (and level L in addition)."""
+    features: FeatureKind = "raw"
+    """Features of the source states that it is fitted on by default."""
+    float32_products: bool = False
+    """Whether products in float32 are exact enough for it, where there are many."""
+    served: bool = False
+    """Whether the local page offers to fit it."""
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether it runs backward passes or trains, instead of solving second moments."""
+        return self.scope == "gradients"
+
+    def needs_validation(self, strength: float | None = None) -> bool:
+        """Whether a fit needs a validation split; not, if a strength is passed."""
+        return self.uses_validation and strength is None
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function that computes the maps."""
+        module, _, name = self.function.partition(".")
+        return getattr(importlib.import_module(f"layerjump.jumps.estimators.{module}"), name)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raise `BadEstimator` for a setting that it does not take, and for one that it lacks."""
+        given = settings.given()
+        for name in given:
+            if name not in self.settings:
+                takes = ", ".join(map(argument, self.settings)) or "no settings"
+                raise BadEstimator(
+                    f"{self.name} has no setting {argument(name)}, it takes {takes}; leave {argument(name)} out"
+                )
+        for name in self.required:
+            if name not in given:
+                raise BadEstimator(f"{self.name} needs a {name}; pass {argument(name)}")
+
+    def check_targets(self, pairs: Sequence[Pair], n_blocks: int) -> None:
+        """Raise `BadEstimator` for pairs that it cannot solve; called before a pass over the text."""
+        from layerjump.models.structure import FINAL, Site
+
+        targets = {target for _, target in pairs}
+        lacking = {source for source, _ in pairs} - {a for a, target in pairs if target == FINAL}
+        if self.targets == "predictions" and (lacking or targets - {FINAL, Site(n_blocks)}):
+            raise BadEstimator(
+                f"{self.name} maps to the state after the final norm; use {argument('pairs', self.pairs)} or to-final, "
+                f"or an estimator such as affine, which maps to any site"
+            )
+        if self.targets == "one" and len(targets) > 1:
+            raise BadEstimator(
+                f"{self.name} is one map from every level to one target; use {argument('pairs', self.pairs)}"
+            )
 
 
 _ROWS = (
-    Estimator("identity", identity, "the state itself, unchanged (the logit lens)", square=True),
-    Estimator("mean-shift", mean_shift, "the state, moved by the difference of means", square=True),
-    Estimator("mat", mat, "least squares without an intercept, as in Jump to Conclusions"),
-    Estimator("affine", affine, "least squares with an intercept"),
     Estimator(
-        "ridge",
-        ridge,
-        "least squares with an intercept and a penalty on large weights",
-        ("strength", "select"),
-        selects=True,
+        "identity",
+        "the state itself, unchanged (the logit lens)",
+        "least_squares.identity",
+        same_width=True,
     ),
     Estimator(
-        "orthogonal", orthogonal, "the best rotation or reflection, and a shift", square=True
+        "mean-shift",
+        "the state, shifted by the difference of the means",
+        "least_squares.mean_shift",
+        same_width=True,
+    ),
+    Estimator(
+        "mat",
+        "least squares without an intercept, as in Jump to Conclusions",
+        "least_squares.mat",
+        served=True,
+    ),
+    Estimator("affine", "least squares with an intercept", "least_squares.affine", served=True),
+    Estimator(
+        "ridge",
+        "least squares with an intercept and an L2 penalty",
+        "least_squares.ridge",
+        settings=("strength",),
+        uses_validation=True,
+        served=True,
+    ),
+    Estimator(
+        "orthogonal",
+        "the best rotation or reflection, and a shift",
+        "least_squares.orthogonal",
+        same_width=True,
     ),
     Estimator(
         "low-rank",
-        low_rank,
-        "the best map through a bottleneck of the given rank, with an intercept",
-        ("rank", "metric"),
+        "reduced-rank regression with an intercept",
+        "low_rank.low_rank",
+        settings=("rank", "metric"),
+        required=("rank",),
     ),
-    Estimator("n-njtc", n_njtc, "the best map of rank d // 100: a narrow jump, in closed form"),
+    Estimator("n-njtc", "reduced-rank regression of rank d // 100 (N-NJTC)", "low_rank.n_njtc"),
+    Estimator(
+        "ojfa",
+        "one low-rank map that serves all levels (OJFA)",
+        "low_rank.solve_ojfa",
+        scope="run",
+        settings=("rank", "pooling"),
+        uses_validation=True,
+        targets="one",
+    ),
+    Estimator(
+        "calibrated",
+        "ridge onto the state after the final norm, with a temperature",
+        "post_norm.solve_calibrated",
+        scope="run",
+        settings=("keep_both_targets",),
+        uses_validation=True,
+        needs_model=True,
+        pairs="predictions",
+        targets="predictions",
+        features="both",
+        float32_products=True,
+    ),
+    Estimator(
+        "jacobian",
+        "the mean Jacobian of the last level, by backward passes",
+        "gradient.fit_jacobian",
+        scope="gradients",
+        needs_model=True,
+        targets="one",
+    ),
+    Estimator(
+        "n-njtc-trained",
+        "N-NJTC as published, trained by gradient descent",
+        "gradient.train_n_njtc",
+        scope="gradients",
+        settings=("rank",),
+        needs_model=True,
+        targets="one",
+    ),
 )
 ESTIMATORS: dict[str, Estimator] = {row.name: row for row in _ROWS}
+CLOSED_FORM = tuple(name for name, row in ESTIMATORS.items() if not row.needs_gradients)
+"""Estimators that are solved from second moments."""
+BY_GRADIENTS = tuple(name for name, row in ESTIMATORS.items() if row.needs_gradients)
+SERVED = tuple(name for name, row in ESTIMATORS.items() if row.served)
+"""Estimators that the local page offers to fit."""
+
+
+def find_estimator(name: str, *, closed_form: bool = False) -> Estimator:
+    """Return the row of this name; with `closed_form`, only one that is solved from second moments."""
+    names = CLOSED_FORM if closed_form else tuple(ESTIMATORS)
+    if name in names:
+        return ESTIMATORS[name]
+    if name in BY_GRADIENTS:
+        function = ESTIMATORS[name].function.partition(".")[2]
+        raise BadEstimator(
+            f"{name} is not solved from second moments; call lj.{function}, or choose one of {', '.join(names)}"
+        )
+    raise BadEstimator(f"there is no estimator {name!r}; choose one of {', '.join(names)}")
 
 
 def solve(
@@ -118,21 +246,25 @@ def solve(
     source: Source,
     targets: Sequence[Target],
     *,
-    select: tuple[Source, Sequence[Target]] | None = None,
     strength: float | None = None,
     rank: int | None = None,
     metric: Tensor | None = None,
+    validation: tuple[Source, Sequence[Target]] | None = None,
 ) -> list[Affine]:
-    """Fit the maps from one source to each of its targets with the estimator of that name.
+    """Fit the maps from one source to each of its targets, with an estimator of scope `source`.
 
-    Settings that the estimator does not have are refused, not ignored.
+    `validation` holds the same sites' moments of the validation split, on which ridge chooses its strength.
     """
-    if name not in ESTIMATORS:
-        raise BadEstimator(f"there is no estimator {name!r}. Known: {', '.join(ESTIMATORS)}.")
-    row = ESTIMATORS[name]
-    given = {"select": select, "strength": strength, "rank": rank, "metric": metric}
-    given = {setting: value for setting, value in given.items() if value is not None}
-    for setting in given.keys() - set(row.settings):
-        raise BadEstimator(f"{name} has no setting {setting!r}. Leave it out.")
-    check(source, targets)
-    return row.fit(source, targets, **given)
+    from layerjump.jumps.statistics import check_moments
+
+    estimator = find_estimator(name, closed_form=True)
+    if estimator.scope != "source":
+        raise BadEstimator(f"{name} is not solved source by source; use solve_jumps")
+    settings = Settings(strength=strength, rank=rank, metric=None if metric is None else "tensor")
+    estimator.check_settings(settings)
+    if validation is not None and not estimator.uses_validation:
+        raise BadEstimator(f"{name} chooses nothing on a validation split; leave it out")
+    check_moments(source, targets)
+    values = {"strength": strength, "rank": rank, "metric": metric, "validation": validation}
+    passed = {key: value for key, value in values.items() if value is not None}
+    return estimator.load()(source, targets, **passed)
