@@ -92,19 +92,19 @@ def main() -> None:
     stories = 8 if options.quick else 60
     real = long_stories(text, stories)
     print(f"real stories: {judge_stories(judge, real)}")
-    found: dict[str, list[Measures]] = {}
+    runs_by_penalty: dict[str, list[Measures]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        place = options.keep or Path(temporary)
+        models_folder = options.keep or Path(temporary)
         for seed in range(seeds):
             for penalty, weight in PENALTY_WEIGHTS.items():
                 one = replace(recipe, penalty=penalty, penalty_weight=weight, seed=seed)
-                folder = place / f"{penalty}-{seed}"
+                folder = models_folder / f"{penalty}-{seed}"
                 record = train_or_load(text, held_out, one, folder)
                 measures = measure(record, folder, judge, stories)
-                found.setdefault(penalty, []).append(measures)
+                runs_by_penalty.setdefault(penalty, []).append(measures)
                 print(f"seed {seed} {penalty:<7} {format_measures(measures)}", flush=True)
-    print_table(found)
-    print(json.dumps(summarise(found)))
+    print_table(runs_by_penalty)
+    print(json.dumps(summarise(runs_by_penalty)))
 
 
 def train_or_load(
@@ -139,8 +139,8 @@ def measure(record: PretrainingRecord, folder: Path, judge: Model, stories: int)
 
 def task_accuracy(folder: Path) -> Measures:
     """Return the accuracy on each task, as lm-eval scores it."""
-    found = evaluate(lj.load(folder), TASKS, TASK_DATA, limit=MAX_ITEMS, batch_size=8)
-    return {f"accuracy {row.task}": row.value for row in found.scores if row.metric == "acc"}
+    evaluation = evaluate(lj.load(folder), TASKS, TASK_DATA, limit=MAX_ITEMS, batch_size=8)
+    return {f"accuracy {row.task}": row.value for row in evaluation.scores if row.metric == "acc"}
 
 
 @torch.no_grad()
@@ -150,14 +150,14 @@ def sample_stories(folder: Path, count: int) -> list[str]:
     hf: Any = model.hf
     end = model.tokenization.tokenizer.eos_token_id
     torch.manual_seed(0)
-    made = hf.generate(
+    samples = hf.generate(
         torch.full((count, 1), end),
         attention_mask=torch.ones(count, 1, dtype=torch.long),
         do_sample=True,
         max_new_tokens=model.max_positions - 1,
         pad_token_id=end,
     )
-    texts = model.tokenization.tokenizer.batch_decode(made, skip_special_tokens=True)
+    texts = model.tokenization.tokenizer.batch_decode(samples, skip_special_tokens=True)
     return [text.strip() for text in texts if len(text.split()) > 3]
 
 
@@ -170,22 +170,24 @@ def judge_stories(judge: Model, texts: list[str]) -> Measures:
     if not texts:
         return {"judge's perplexity": math.nan, "distinct 1": math.nan, "distinct 2": math.nan}
     corpus = Corpus("samples", tuple(texts), "")
-    found = {
+    measures = {
         "judge's perplexity": token_losses(
             judge, make_batches(corpus, judge.tokenization, ALL_POSITIONS)
         ).perplexity
     }
     for n in (1, 2):
         grams = [gram for text in texts for gram in ngrams(text.split(), n)]
-        found[f"distinct {n}"] = len(set(grams)) / max(1, len(grams))
-    return found
+        measures[f"distinct {n}"] = len(set(grams)) / max(1, len(grams))
+    return measures
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
-def summarise(found: dict[str, list[Measures]]) -> dict[str, dict[str, dict[str, float | None]]]:
+def summarise(
+    runs_by_penalty: dict[str, list[Measures]],
+) -> dict[str, dict[str, dict[str, float | None]]]:
     """Return penalty → measure → mean and sd over seeds."""
     return {
         penalty: {
@@ -193,7 +195,7 @@ def summarise(found: dict[str, list[Measures]]) -> dict[str, dict[str, dict[str,
             for name in runs[0]
             for average, spread in [mean_sd([run[name] for run in runs])]
         }
-        for penalty, runs in found.items()
+        for penalty, runs in runs_by_penalty.items()
     }
 
 
@@ -201,22 +203,22 @@ def mean_sd(values: list[float]) -> tuple[float, float]:
     return mean(values), stdev(values) if len(values) > 1 else 0.0
 
 
-def print_table(found: dict[str, list[Measures]]) -> None:
+def print_table(runs_by_penalty: dict[str, list[Measures]]) -> None:
     """Print one line a measure, with a star where the difference from no penalty is significant."""
-    names = list(found)
+    names = list(runs_by_penalty)
     print(f"{'mean ± sd over seeds':<38}" + "".join(f"{name:>22}" for name in names))
-    for measure in found["none"][0]:
+    for measure in runs_by_penalty["none"][0]:
         cells = []
         for name in names:
-            average, spread = mean_sd([run[measure] for run in found[name]])
-            star = "*" if name != "none" and is_significant(found, name, measure) else " "
+            average, spread = mean_sd([run[measure] for run in runs_by_penalty[name]])
+            star = "*" if name != "none" and is_significant(runs_by_penalty, name, measure) else " "
             cells.append(f"{average:>12.4g} ± {spread:<6.2g}{star}")
         print(f"{measure:<38}" + "".join(cells))
     ours, plain = (
-        mean_sd([run["without residual held out"] for run in found[name]])[0]
+        mean_sd([run["without residual held out"] for run in runs_by_penalty[name]])[0]
         for name in ("cosine", "none")
     )
-    sure = is_significant(found, "cosine", "without residual held out")
+    sure = is_significant(runs_by_penalty, "cosine", "without residual held out")
     verdict = "reproduced" if ours < plain else "contradicted"
     print(
         f"The paper: a cosine penalty lowers linearity without residual. Here {plain:.3f} → {ours:.3f}: "
@@ -224,9 +226,9 @@ def print_table(found: dict[str, list[Measures]]) -> None:
     )
 
 
-def is_significant(found: dict[str, list[Measures]], name: str, measure: str) -> bool:
+def is_significant(runs_by_penalty: dict[str, list[Measures]], name: str, measure: str) -> bool:
     """Return whether the mean of the differences from no penalty, seed by seed, is significant."""
-    pairs = zip(found[name], found["none"], strict=True)
+    pairs = zip(runs_by_penalty[name], runs_by_penalty["none"], strict=True)
     differences = [ours[measure] - plain[measure] for ours, plain in pairs]
     if len(differences) < 2:
         return False

@@ -244,8 +244,8 @@ def test_an_interrupted_export_leaves_no_partial_checkpoint(tmp_path):
     (root / "model/config.json").write_text("original")
     started = tmp_path / "started"
 
-    def write(place: Path) -> None:
-        (place / "config.json").write_text("half")
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("half")
         started.touch()
         time.sleep(60)
 

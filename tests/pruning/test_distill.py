@@ -21,9 +21,9 @@ def model_and_calibration(data_folder):
 def loss_of(pruned, calibration, kl=0.0) -> float:
     module = DistillationModule(pruned, kl_weight=kl, train_all_weights=False)
     with torch.no_grad():
-        found = [float(module(batch=batch)["loss"]) for batch in calibration.fit]
+        losses = [float(module(batch=batch)["loss"]) for batch in calibration.fit]
     module.finish()
-    return sum(found) / len(found)
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("method", ["linear", "fold"])

@@ -344,7 +344,7 @@ def _prune_count(
     selectors = [selector]
     if criterion == "loss" and not selector.contiguous and selector.spans(count):
         selectors.append(replace(selector, contiguous=True))
-    selections = {tuple(contiguous_spans(each.select(criterion, count))) for each in selectors}
+    selections = {tuple(contiguous_spans(way.select(criterion, count))) for way in selectors}
     candidates = [
         drop_and_replace(selector.model, spans, method, calibration) for spans in sorted(selections)
     ]
