@@ -135,7 +135,9 @@ def _read(model, lens, tokenizer, context, continuation) -> float:
     start = len(tokenizer.encode(context))
     states = model.hf(torch.tensor([whole]), output_hidden_states=True).hidden_states[2][0]
     scores = lens.logits(2, states).log_softmax(-1)
-    return sum(float(scores[position - 1, whole[position]]) for position in range(start, len(whole)))
+    return sum(
+        float(scores[position - 1, whole[position]]) for position in range(start, len(whole))
+    )
 
 
 def test_a_level_in_lm_evals_model_arguments(tiny, data_folder, jumps, data, plain, tmp_path):

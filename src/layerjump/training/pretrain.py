@@ -78,39 +78,29 @@ class Recipe:
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, names in (
-            ("arch", self.arch, list(ARCHITECTURES)),
-            ("penalty", self.penalty, [NO_PENALTY, *PENALTIES]),
-        ):
-            if value not in names:
-                raise BadTraining(
-                    f"expected {argument(name)} to be one of {', '.join(names)}, got {value!r}"
-                )
+        penalties = [NO_PENALTY, *PENALTIES]
+        self._require(
+            "arch", self.arch in ARCHITECTURES, f"to be one of {', '.join(ARCHITECTURES)}"
+        )
+        self._require("penalty", self.penalty in penalties, f"to be one of {', '.join(penalties)}")
         for name in ("steps", "batch_size", "eval_every", "length"):
-            if getattr(self, name) < 1:
-                raise BadTraining(
-                    f"expected {argument(name)} of 1 or more, got {getattr(self, name)}"
-                )
-        if self.seed < 0:
-            raise BadTraining(f"expected {argument('seed')} of 0 or more, got {self.seed}")
-        if not self.learning_rate > 0 or not math.isfinite(self.learning_rate):
-            raise BadTraining(
-                f"expected a finite {argument('learning_rate')} above 0, got {self.learning_rate}"
-            )
-        if not self.penalty_weight >= 0 or not math.isfinite(self.penalty_weight):
-            raise BadTraining(
-                f"expected a finite {argument('penalty_weight')} of 0 or more, got {self.penalty_weight}"
-            )
+            self._require(name, getattr(self, name) >= 1, "of 1 or more")
+        self._require("seed", self.seed >= 0, "of 0 or more")
+        self._require("learning_rate", 0 < self.learning_rate < math.inf, "above 0")
+        self._require("penalty_weight", 0 <= self.penalty_weight < math.inf, "of 0 or more")
+        n_blocks = self.shape.layers
+        in_range = all(1 <= level <= n_blocks for level in self.levels or ())
+        self._require("levels", in_range, f"among 1 to {n_blocks}")
         if self.length > self.shape.max_positions:
             raise BadTraining(
                 f"the model has {self.shape.max_positions} positions, but rows of {self.length} tokens are requested; "
                 f"pass {argument('length', self.shape.max_positions)} or less, or "
                 f"{argument('max_positions', self.length)}"
             )
-        if any(not 1 <= level <= self.shape.layers for level in self.levels or ()):
-            raise BadTraining(
-                f"expected {argument('levels')} among 1 to {self.shape.layers}, got {list(self.levels or ())}"
-            )
+
+    def _require(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise BadTraining(f"expected {argument(name)} {expected}, got {getattr(self, name)!r}")
 
     @property
     def architecture(self) -> Architecture:
