@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from layerjump.cli.main import app
 from layerjump.io import write_json
-from layerjump.report.report import label_runs, panels, write_comparison, write_report
+from layerjump.report.report import label_runs, panels, share_y_axes, write_comparison, write_report
 from layerjump.studies.charts import number, percent
 from layerjump.studies.results import to_json
 from layerjump.studies.runner import MAIN, STUDIES, results_from_json, study_named
@@ -122,7 +122,7 @@ def test_model_text_settings_machine_and_notes_are_told(results, page):
     assert results["text"]["sha256"] in words
     for study in results["studies"].values():
         assert all(note in words for note in study["notes"])
-    assert "n examples: " in words
+    assert "test positions: " in words
 
 
 def test_hostile_strings_stay_text(page, hostile_page):
@@ -177,6 +177,17 @@ def test_a_comparison_shows_both_runs_side_by_side(results, tmp_path):
     assert "Not measured in this run." in text
     assert {"tiny-gpt2-r2-pairs-mat.csv", "other-model-r2-pairs-mat.csv"} <= set(files_of(text))
     assert "| study | number | tiny-gpt2 | other-model |" in paths[1].read_text(encoding="utf-8")
+
+
+def test_line_charts_that_are_compared_have_the_same_y_axis(results):
+    study = results_from_json(results).studies["linearity"]
+    one, two = panels(study)[1], panels(study)[1]
+    two.figures[0].data[0].y = [10 * value for value in two.figures[0].data[0].y]
+    share_y_axes([one, two])
+    ranges = [panel.figures[0].layout.yaxis.range for panel in (one, two)]
+    assert ranges[0] == ranges[1]
+    assert ranges[0][0] == 0
+    assert ranges[0][1] > max(two.figures[0].data[0].y)
 
 
 def test_runs_of_the_same_name_are_told_apart(results):

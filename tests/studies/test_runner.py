@@ -4,9 +4,7 @@ import json
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from helpers.story_text import letters, stories
 from helpers.study_results import tables_of
 
@@ -50,11 +48,6 @@ def test_results_are_what_the_file_holds(whole):
     )
     assert list(results.studies) == list(MAIN)
     assert all(result.seconds > 0 for result in results.studies.values())
-
-
-def test_only_json_is_left():
-    found = to_json({1: (np.float64("nan"), torch.tensor(2), np.arange(2)), "x": float("inf")})
-    assert found == {"1": [None, 2, [0, 1]], "x": None}
 
 
 def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_path):

@@ -153,9 +153,24 @@ def _skipped(outcome: Skipped) -> str:
 
 
 def _facts(result: Result[Any, Any]) -> str:
-    facts = [f"{safe(plain_words(key))}: {_value(value)}" for key, value in result.settings.items()]
+    facts = [
+        f"{safe(_FACTS.get(key, plain_words(key)))}: {_value(value)}"
+        for key, value in result.settings.items()
+    ]
     facts.append(f"took {number(result.seconds)}\u00a0s")
     return f'<p class="facts">{" · ".join(facts)}</p>'
+
+
+_FACTS = {
+    "n_fit": "fit positions",
+    "n_test": "test positions",
+    "n_examples": "test positions",
+    "n_documents": "test documents",
+    "width": "d_model",
+    "sampled": "sampled positions",
+    "budget": "test tokens",
+}
+"""Labels of facts whose key in results.json is not a plain name."""
 
 
 def _notes(notes: Sequence[str]) -> str:
@@ -182,7 +197,7 @@ def _compared_section(
         if isinstance(outcome, Skipped)
     )
     for title in unique(title for of_run in drawn for title in of_run):
-        _share_y_axes([of_run[title] for of_run in drawn if title in of_run])
+        share_y_axes([of_run[title] for of_run in drawn if title in of_run])
         blocks = [
             _run_block(label, of_run.get(title), outcome, results.run, drawer)
             for label, of_run, outcome, results in zip(labels, drawn, outcomes, runs, strict=True)
@@ -202,7 +217,7 @@ def _run_block(
     return f'<div class="run"><h4>{safe(label)}</h4>{inner}</div>'
 
 
-def _share_y_axes(compared: Sequence[Panel]) -> None:
+def share_y_axes(compared: Sequence[Panel]) -> None:
     """Give line charts that are shown side by side the same range of y, unless the study set one."""
     for figures in zip(*[panel.figures for panel in compared], strict=False):
         free = all(

@@ -336,15 +336,15 @@ def _headline(rows: Sequence[ScheduleRow], n_blocks: int) -> Headline:
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return precision@1 and KL of every rule against the blocks run, then the jumps alone."""
     rows, pairs = result.tables.schedules, result.tables.pairs
-    most = max(row.blocks_run for row in rows)
-    within = [row for row in rows if row.blocks_run <= most / 2]
-    reading = f"Every schedule runs more than half of the {most} blocks."
+    n_blocks = rows[0].schedule.n_blocks
+    within = [row for row in rows if row.blocks_run <= n_blocks / 2]
+    reading = f"Every schedule runs more than half of the {n_blocks} blocks."
     if within:
         best = max(within, key=lambda row: row.scores.p1.mean)
         reading = (
-            f"Of the schedules that run at most half of the {most} blocks, the best is by the rule {best.rule} with "
-            f"{number(best.blocks_run)} blocks: it predicts the model's token in {percent(best.scores.p1.mean)} of the "
-            f"cases."
+            f"Of the schedules that run at most half of the blocks, the best is by the rule {best.rule} with "
+            f"{best.blocks_run} of {n_blocks} blocks: it predicts the model's token in "
+            f"{percent(best.scores.p1.mean)} of the cases."
         )
     schedules = Panel(
         "Precision against blocks run",
@@ -352,7 +352,9 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
         ("schedules",),
         [
             unit_axis(_rule_chart(rows, "precision@1", lambda row: row.scores.p1)),
-            _rule_chart(rows, "KL from the model, nats", lambda row: row.scores.kl),
+            _rule_chart(rows, "KL from the model, nats", lambda row: row.scores.kl).update_yaxes(
+                rangemode="tozero"
+            ),
         ],
     )
     cheap, dear = (end(pairs, key=lambda row: row.kl) for end in (min, max))
