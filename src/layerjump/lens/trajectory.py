@@ -390,14 +390,14 @@ def capture_prompts(
     model: Model, prompts: Sequence[Prompt], sites: tuple[Site, ...]
 ) -> Iterator[tuple[int, PromptStates]]:
     """Run prompts of similar length together; yield each prompt's index and its hidden states at the sites."""
-    last = Site(model.n_blocks)
+    last, padding = Site(model.n_blocks), model.tokenization.pad
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
     while order:
         size = 1
         while size < len(order) and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS:
             size += 1
         indices, order = order[:size], order[size:]
-        batch = _pad([prompts[index] for index in indices], model.tokenization.pad)
+        batch = _pad([prompts[index] for index in indices], padding)
         (captured,) = capture_states(model, [batch], [*sites, last])
         counts = [len(prompts[index].positions) for index in indices]
         by_site = {site: captured[site].split(counts) for site in (*sites, last)}

@@ -96,9 +96,8 @@ def top_table(trajectory: Trajectory, row: int = -1) -> Table:
             f"{_short(float(track.probability[level, row]))} #{int(track.rank[level, row]) + 1}"
             for track in trajectory.tracked
         ]
-        # A no-break space, so that lines break between tokens.
         top = [
-            Text(f"{_truncate(escape_token(token), _TOP_WIDTH)}\u00a0{_short(p)}", style=_style(p))
+            Text(f"{_truncate(escape_token(token), _TOP_WIDTH)} {_short(p)}", style=_style(p))
             for token, p in zip(tokens, probabilities, strict=True)
         ]
         table.add_row(name, bar(probabilities[0]), *tracks, Text("  ").join(top))
