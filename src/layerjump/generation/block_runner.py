@@ -12,6 +12,8 @@ re-implemented.
 from __future__ import annotations
 
 import inspect
+import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +24,47 @@ from layerjump.errors import BadModel
 from layerjump.generation.kv_cache import KeysStored, KVCache
 from layerjump.models.hooks import Call, intercept_calls
 from layerjump.models.model import Model
+
+
+@dataclass
+class Counts:
+    """The work of one generation, prompt included."""
+
+    block_runs: int = 0
+    """Calls of a block, on any number of tokens."""
+    block_tokens: int = 0
+    """Tokens run through blocks, summed over blocks."""
+    wasted_tokens: int = 0
+    """Of these, tokens that had exited but ran along because another row of their batch went deeper."""
+    filled_blocks: int = 0
+    """Blocks whose keys and values were computed from a predicted or copied state."""
+    unembeddings: int = 0
+    """Products with the full unembedding, of any number of tokens."""
+    shortlist_unembeddings: int = 0
+    """Products with the unembedding of a shortlist."""
+    probe_evaluations: int = 0
+    drafts: int = 0
+    """Tokens that exited early and were then verified by the full model."""
+    accepted: int = 0
+    """Drafts that the full model confirmed."""
+    rollbacks: int = 0
+    """Times that tokens were dropped from the KV cache."""
+    near_ties: int = 0
+    """Verified tokens whose two largest logits differ by less than 1e-4, where rounding decides."""
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("blocks", "unembeddings", "rules", "rest"), 0.0)
+    )
+    """Wall-clock time by part."""
+
+    def __post_init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def record_time(self, part: str, unembedding_seconds: float = 0.0) -> None:
+        """Add the time since the last call to a part, less what of it went into unembeddings."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._since - unembedding_seconds
+        self.seconds["unembeddings"] += unembedding_seconds
+        self._since = now
 
 
 class Blocks(Protocol):
@@ -51,9 +94,7 @@ class BlockRunner:
         self._mask, self._positions = mask, positions
         self.length = 0
         """Tokens entered so far, in every row."""
-        self.block_runs = 0
-        self.block_tokens = 0
-        self.filled_blocks = 0
+        self.counts = Counts()
 
     @property
     def positions(self) -> Tensor:
@@ -77,8 +118,8 @@ class BlockRunner:
         """Run a block, counted from 1, on its queue; its output joins the next queue and is returned."""
         states = self._queues[block - 1]
         assert states is not None, "run the block before this one first"
-        self.block_runs += 1
-        self.block_tokens += states.shape[0] * states.shape[1]
+        self.counts.block_runs += 1
+        self.counts.block_tokens += states.shape[0] * states.shape[1]
         output = self._blocks.run(block - 1, states)
         self._queues[block - 1] = None
         if block < self.n_blocks:
@@ -88,7 +129,7 @@ class BlockRunner:
 
     def fill(self, block: int, states: Tensor) -> None:
         """Store keys and values of predicted states in a block, counted from 1, and empty its queue."""
-        self.filled_blocks += 1
+        self.counts.filled_blocks += 1
         self._blocks.store(block - 1, states)
         self._queues[block - 1] = None
 

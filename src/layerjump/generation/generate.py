@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -17,9 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerjump.errors import BadExit, argument
-from layerjump.generation.block_runner import BlockRunner
+from layerjump.generation.block_runner import BlockRunner, Counts
 from layerjump.generation.kv_cache import CacheKind
-from layerjump.generation.loop import Counts, Decoder, Sequences
+from layerjump.generation.loop import Decoder, Sequences
 from layerjump.generation.packed_cpu import choose_blocks
 from layerjump.generation.rules import ExitConfig, Rule, checked_levels
 from layerjump.jumps.jumps import Jumps
@@ -104,8 +104,9 @@ def generate(
             raise BadExit(f"{argument('prompts')} is empty; give at least one prompt")
         prompts = model.tokenization.generation_inputs(texts)
         generation.setdefault("pad_token_id", model.tokenization.pad)
-    settings = _Settings(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer)
-    custom_generate = EarlyExit(settings, model)
+    custom_generate = EarlyExit(
+        jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer, model
+    )
     inputs = {name: tensor.to(model.device) for name, tensor in prompts.items()}
     hf: Any = model.hf
     hf.generate(**inputs, custom_generate=custom_generate, **generation)
@@ -128,14 +129,12 @@ def early_exit(
     functions: give the streamer here, and stop strings as a `stopping_criteria`. After a call, `result` holds the
     `Generated`.
     """
-    return EarlyExit(
-        _Settings(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer)
-    )
+    return EarlyExit(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The settings that `generate` and `early_exit` share, checked."""
+@dataclass(eq=False)
+class EarlyExit:
+    """A custom generation function of `transformers`; `early_exit` makes it and `generate` documents its settings."""
 
     jumps: Jumps | None
     exit: ExitConfig
@@ -143,6 +142,10 @@ class _Settings:
     cache: CacheKind
     max_draft_tokens: int
     streamer: Any
+    model: Model | None = None
+    """The model of the last call."""
+    result: Generated | None = field(default=None, init=False)
+    """The outcome of the last call."""
 
     def __post_init__(self) -> None:
         if self.cache not in get_args(CacheKind):
@@ -158,18 +161,8 @@ class _Settings:
             raise BadExit(
                 f"{argument('max_draft_tokens')} must be 1 or more, got {self.max_draft_tokens}"
             )
-
-
-class EarlyExit:
-    """A custom generation function of `transformers`; made by `early_exit`."""
-
-    def __init__(self, settings: _Settings, model: Model | None = None) -> None:
-        self.settings = settings
-        self.result: Generated | None = None
-        """The outcome of the last call."""
-        self._model = model
-        if model is not None:
-            self._check(model)
+        if self.model is not None:
+            self._check_model(self.model)
 
     @torch.no_grad()
     def __call__(
@@ -182,53 +175,51 @@ class EarlyExit:
         **model_kwargs: Any,
     ) -> Any:
         """Generate; `model.generate` calls this after its own preparations."""
-        if self._model is None or self._model.hf is not model:
-            self._model = Model.wrap(model)
-            self._check(self._model)
-        _check_supported(generation_config, model_kwargs)
-        _check_length(self._model, input_ids.shape[1], stopping_criteria.max_length)
-        settings, config = self.settings, generation_config
+        if self.model is None or self.model.hf is not model:
+            self.model = Model.wrap(model)
+            self._check_model(self.model)
+        config, max_length = generation_config, stopping_criteria.max_length
+        _check_call(self.model, input_ids.shape[1], max_length, config, model_kwargs)
         eos, pad = config._eos_token_tensor, config._pad_token_tensor
         sequences = Sequences(
             input_ids,
             stopping_criteria,
             pad=None if pad is None else int(pad),
             eos_tokens=frozenset() if eos is None else frozenset(eos.reshape(-1).tolist()),
-            streamer=settings.streamer,
+            streamer=self.streamer,
         )
         decoder = Decoder(
-            self._model,
-            settings.jumps,
-            settings.exit,
-            _make_runner(self._model, input_ids, model_kwargs),
+            self.model,
+            self.jumps,
+            self.exit,
+            _make_runner(self.model, input_ids, model_kwargs),
             sequences,
             logits_processor,
             do_sample=bool(config.do_sample),
         )
-        if settings.verify:
-            decoder.decode_verified(settings.max_draft_tokens, stopping_criteria.max_length)
+        if self.verify:
+            decoder.decode_verified(self.max_draft_tokens, max_length)
         else:
-            decoder.decode(settings.cache)
-        self.result = _result(self._model, sequences, decoder.counts)
+            decoder.decode(self.cache)
+        self.result = _result(self.model, sequences, decoder.counts)
         ids = sequences.padded()
         if config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
         return ids
 
-    def _check(self, model: Model) -> None:
+    def _check_model(self, model: Model) -> None:
         """Refuse a model that cannot decode with these settings."""
         if model.task != "causal":
             raise BadExit(
                 f"early exit needs a causal language model, but {model.name} is a {model.task} model"
             )
         model.require_predictions()
-        jumps, exit = self.settings.jumps, self.settings.exit
-        checked_levels(exit.rule, model.n_blocks)
-        if exit.shortlist is not None:
-            exit.shortlist.check(model)
-        if jumps is not None:
-            check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
-            jumps.to(model.device)
+        checked_levels(self.exit.rule, model.n_blocks)
+        if self.exit.shortlist is not None:
+            self.exit.shortlist.check(model)
+        if self.jumps is not None:
+            check_model(self.jumps, model, allow_other_weights=self.jumps.used_on is not None)
+            self.jumps.to(model.device)
 
 
 def check_ranges(generation: Mapping[str, Any]) -> None:
@@ -244,8 +235,14 @@ def check_ranges(generation: Mapping[str, Any]) -> None:
         raise BadExit(f"{argument('top_p')} must be more than 0 and at most 1, got {top_p:g}")
 
 
-def _check_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse what early exit cannot do, rather than do something else."""
+def _check_call(
+    model: Model,
+    prompt_length: int,
+    max_length: int,
+    config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+) -> None:
+    """Refuse settings of `model.generate` that early exit does not support, and more tokens than fit."""
     cache = model_kwargs.get("past_key_values")
     outputs = ("scores", "logits", "attentions", "hidden_states")
     unsupported = {
@@ -261,10 +258,7 @@ def _check_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any]) 
     for setting, is_used in unsupported.items():
         if is_used:
             raise BadExit(f"early exit does not support {setting}")
-
-
-def _check_length(model: Model, prompt_length: int, max_length: int) -> None:
-    """Refuse to run past a table of learned positions; families that compute positions may exceed their maximum."""
+    # Only a table of learned positions ends; families that compute positions may run past their maximum.
     tables = [module for module in model.stack.modules() if isinstance(module, nn.Embedding)]
     learned = any(table is not model.hf.get_input_embeddings() for table in tables)
     if learned and max_length > model.max_positions:

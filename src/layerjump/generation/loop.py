@@ -9,9 +9,8 @@ In shapes, `rows` are the sequences of the batch, `T` the tokens so far and `V` 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,47 +37,6 @@ ACCEPTANCE_WINDOW = 16
 """Drafts over which the acceptance rate is measured."""
 PAUSE = 64
 """Tokens without drafts after an acceptance rate below the minimum."""
-
-
-@dataclass
-class Counts:
-    """The work of one generation, prompt included."""
-
-    block_runs: int = 0
-    """Calls of a block, on any number of tokens."""
-    block_tokens: int = 0
-    """Tokens run through blocks, summed over blocks."""
-    wasted_tokens: int = 0
-    """Of these, tokens that had exited but ran along because another row of their batch went deeper."""
-    filled_blocks: int = 0
-    """Blocks whose keys and values were computed from a predicted or copied state."""
-    unembeddings: int = 0
-    """Products with the full unembedding, of any number of tokens."""
-    shortlist_unembeddings: int = 0
-    """Products with the unembedding of a shortlist."""
-    probe_evaluations: int = 0
-    drafts: int = 0
-    """Tokens that exited early and were then verified by the full model."""
-    accepted: int = 0
-    """Drafts that the full model confirmed."""
-    rollbacks: int = 0
-    """Times that tokens were dropped from the KV cache."""
-    near_ties: int = 0
-    """Verified tokens whose two largest logits differ by less than 1e-4, where rounding decides."""
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("blocks", "unembeddings", "rules", "rest"), 0.0)
-    )
-    """Wall-clock time by part."""
-
-    def __post_init__(self) -> None:
-        self._since = time.perf_counter()
-
-    def record_time(self, part: str, unembedding_seconds: float = 0.0) -> None:
-        """Add the time since the last call to a part, less what of it went into unembeddings."""
-        now = time.perf_counter()
-        self.seconds[part] += now - self._since - unembedding_seconds
-        self.seconds["unembeddings"] += unembedding_seconds
-        self._since = now
 
 
 class Sequences:
@@ -211,7 +169,7 @@ class Decoder:
         *,
         do_sample: bool,
     ) -> None:
-        self.counts = Counts()
+        self.counts = runner.counts
         self.sequences = sequences
         self._runner, self._jumps, self._exit = runner, jumps, exit
         self._processors, self._do_sample = processors, do_sample
@@ -237,12 +195,11 @@ class Decoder:
             step = self.decode_step(sequences.ids, rows)
             if step.level < self._n_blocks and cache != "exact":
                 self._fill_skipped_blocks(step, cache)
-            scores = self._process(sequences.ids, self._step_logits(step))
-            sequences.write(column, self._sample(scores), rows, step.exit_levels)
+            scores = self._scores(sequences.ids, self._step_logits(step))
+            sequences.write(column, self._choose(scores), rows, step.exit_levels)
             sequences.finalize(column, rows, scores)
             sequences.stream()
             self.counts.record_time("rest")
-        self._count_blocks()
 
     def _prefill(self) -> None:
         """Run the prompt, except its last token, through all blocks: its keys and values are the model's own."""
@@ -269,13 +226,15 @@ class Decoder:
                 )
                 exits = self._exit.rule.should_exit(reading) & ~exited
                 if bool(exits.any()):
-                    logits = _merge(logits, self._expand(reading.logits), exits)
-                    exited = exited | exits
+                    exit_logits = self._expand(reading.logits)
+                    if logits is not None:
+                        exit_logits = torch.where(exits[:, None], exit_logits, logits)
+                    logits, exited = exit_logits, exited | exits
                     for row in exits.nonzero()[:, 0].tolist():
                         exit_levels[row] = level
                 if reading.has_logits:
                     earlier_tokens += (reading.top_token,)
-                self._count_reading(reading)
+                self._count(reading)
                 if logits is not None and bool(exited.all()):
                     return Step(level, states, exit_levels, logits)
             self.counts.wasted_tokens += len(ids) - exit_levels.count(self._n_blocks)
@@ -352,13 +311,12 @@ class Decoder:
             self._rollback(column - 1)
             sequences.stream()
             self.counts.record_time("rest")
-        self._count_blocks()
 
     def _draft(self, column: int, step: Step, rows: Tensor, draft_probs: dict[int, Tensor]) -> bool:
         """Write drafts into a column; whether one of them would end its sequence."""
         assert step.early_logits is not None
-        scores = self._process(self.sequences.ids[:, :column], step.early_logits)
-        tokens = self._sample(scores)
+        scores = self._scores(self.sequences.ids[:, :column], step.early_logits)
+        tokens = self._choose(scores)
         if self._do_sample:
             draft_probs[column] = scores.softmax(-1)
         self.sequences.write(column, tokens, rows, step.exit_levels)
@@ -382,16 +340,16 @@ class Decoder:
             rows = sequences.open_rows(at) & ~rejected
             if not bool(rows.any()):
                 continue
-            scores = self._process(sequences.ids[:, :at], logits[:, at - start])
+            scores = self._scores(sequences.ids[:, :at], logits[:, at - start])
             if at < n_drafted:
                 drafts = sequences.ids[:, at]
-                tokens = self._accept_or_replace(scores, drafts, draft_probs.get(at))
+                tokens = self._choose(scores, drafts, draft_probs.get(at))
                 changed = (tokens != drafts) & rows
                 accepted_drafts += (~changed[rows]).tolist()
                 sequences.write(at, tokens, changed, full_model)
                 rejected = rejected | changed
             else:
-                sequences.write(at, self._sample(scores), rows, full_model)
+                sequences.write(at, self._choose(scores), rows, full_model)
             if not self._do_sample:
                 self.counts.near_ties += int((is_near_tie(scores) & rows).sum())
             sequences.finalize(at, rows, scores)
@@ -419,35 +377,31 @@ class Decoder:
         shortlist = self._exit.shortlist
         return logits if shortlist is None else shortlist.expand(logits, self._vocab_size)
 
-    def _process(self, ids: Tensor, logits: Tensor) -> Tensor:
+    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Scores of the next token, (rows, V): Hugging Face's processors on float32 logits."""
         return self._processors(ids, logits.to(torch.float32, copy=True))  # they may write in place
 
-    def _sample(self, scores: Tensor) -> Tensor:
-        """The top token of every row, or a sample, (rows,)."""
-        if not self._do_sample:
-            return scores.argmax(-1)
-        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
-
-    def _accept_or_replace(
-        self, scores: Tensor, drafts: Tensor, draft_probs: Tensor | None
+    def _choose(
+        self, scores: Tensor, drafts: Tensor | None = None, draft_probs: Tensor | None = None
     ) -> Tensor:
-        """The full model's tokens, (rows,): each draft where it is accepted, else its replacement.
+        """The next tokens, (rows,): the top ones or a sample. Drafts stay where they are accepted.
 
         Sampling accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)) and else samples from (p − q)₊,
         so that the outcome is distributed as p, whatever q is (arXiv 2211.17192).
         """
         if not self._do_sample:
             return scores.argmax(-1)
-        assert draft_probs is not None
-        p, q, index = scores.softmax(-1), draft_probs, drafts[:, None]  # p: full model, q: draft
+        p = scores.softmax(-1)  # (rows, V), this model
+        if drafts is None or draft_probs is None:
+            return torch.multinomial(p, 1)[:, 0]
+        q, index = draft_probs, drafts[:, None]  # (rows, V), what the drafts were sampled from
         accepted = torch.rand_like(p[:, 0]) * q.gather(1, index)[:, 0] < p.gather(1, index)[:, 0]
         residual = (p - q).clamp_min(0)
         # Where p = q every draft is accepted and the residual is zero; multinomial still needs some weight.
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
         return torch.where(accepted, drafts, torch.multinomial(residual, 1)[:, 0])
 
-    def _count_reading(self, reading: LevelReading) -> None:
+    def _count(self, reading: LevelReading) -> None:
         self.counts.probe_evaluations += reading.probe_evaluations
         if self._exit.shortlist is None:
             self.counts.unembeddings += reading.has_logits
@@ -455,18 +409,8 @@ class Decoder:
             self.counts.shortlist_unembeddings += reading.has_logits
         self.counts.record_time("rules", reading.unembedding_seconds)
 
-    def _count_blocks(self) -> None:
-        runner = self._runner
-        self.counts.block_runs = runner.block_runs
-        self.counts.block_tokens = runner.block_tokens
-        self.counts.filled_blocks = runner.filled_blocks
-
 
 def is_near_tie(scores: Tensor) -> Tensor:
     """Whether the two largest scores are close enough for rounding to decide, (rows,)."""
     two = scores.topk(2).values
     return two[:, 0] - two[:, 1] < NEAR_TIE
-
-
-def _merge(earlier: Tensor | None, logits: Tensor, rows: Tensor) -> Tensor:
-    return logits if earlier is None else torch.where(rows[:, None], logits, earlier)
