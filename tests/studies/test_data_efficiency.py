@@ -1,4 +1,4 @@
-"""`data`: prefixes of one pass, and spoilt copies of the text."""
+"""`data`: prefixes of the fit text, and corrupted copies of it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_the_last_prefix_is_the_whole_fit(setup, result):
     last = result["tables"]["prefixes"][-1]
     assert last["positions"] == setup.moments("to-last").fit.n
     rows = result["tables"]["prefix levels"][-4:]
-    # The same sequences, but batched otherwise, and the model itself rounds to float32.
+    # The same sequences in other batches; the model computes in float32.
     for row in rows:
         assert row["r2"] == pytest.approx(whole.info[row["level"], 4].r2[0], abs=1e-6)
         assert row["r2 weighted"] == pytest.approx(whole.info[row["level"], 4].r2[1], abs=1e-6)
 
 
-def test_prefixes_grow_and_more_text_is_better(setup, result):
+def test_prefixes_grow_and_more_text_scores_higher(setup, result):
     rows = result["tables"]["prefixes"]
     assert 6 <= len(rows) <= 8
     counts = [row["positions"] for row in rows]
@@ -57,17 +57,17 @@ def test_level_rows_average_to_the_prefix(result):
         assert sum(row["p@1"] for row in rows) / 4 == pytest.approx(prefix["p@1"])
 
 
-def test_clean_text_is_best(setup, result):
+def test_clean_text_scores_highest(setup, result):
     rows = {row["variant"]: row for row in result["tables"]["variants"]}
     assert list(rows) == ["clean", "shuffled", "duplicated", "noised"]
     assert rows["clean"]["r2"] == result["tables"]["prefixes"][-1]["r2"]
     if setup.model.masked:
-        return  # the tiny masked model hardly reads its context, so order is little to it
+        return  # the tiny masked model hardly uses its context, so word order matters little
     for name in ("shuffled", "duplicated", "noised"):
         assert rows[name]["r2"] < rows["clean"]["r2"]
 
 
-def test_spoilt_copies_leave_the_other_documents_alone():
+def test_corruption_leaves_other_documents_unchanged():
     corpus = stories(10)
     for variant in data_efficiency.CORRUPTIONS:
         changed = data_efficiency.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
@@ -77,7 +77,7 @@ def test_spoilt_copies_leave_the_other_documents_alone():
         assert not all(same)
 
 
-def test_shuffling_keeps_the_words_and_the_blanks():
+def test_shuffling_keeps_words_and_whitespace():
     before = "one  two\nthree four five six seven"
     (after,) = data_efficiency.shuffle_words([before], 0)
     assert after != before
@@ -85,12 +85,12 @@ def test_shuffling_keeps_the_words_and_the_blanks():
     assert [c for c in after if c.isspace()] == [c for c in before if c.isspace()]
 
 
-def test_duplicating_is_half_the_documents_twice():
+def test_duplication_repeats_the_first_half():
     assert data_efficiency.duplicate_half(["a", "b", "c", "d"], 0) == ["a", "b", "a", "b"]
     assert data_efficiency.duplicate_half(["a", "b", "c"], 0) == ["a", "b", "a"]
 
 
-def test_noise_replaces_about_15_percent_by_words_of_the_text():
+def test_noise_replaces_about_15_percent_with_words_of_the_text():
     before = [" ".join(f"w{n}" for n in range(5000))]
     after = data_efficiency.replace_words(before, 0)[0].split()
     changed = sum(f"w{n}" != word for n, word in enumerate(after))

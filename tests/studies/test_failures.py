@@ -1,4 +1,4 @@
-"""`failures`: bins that hold every example, errors that are errors, worst examples that are the worst."""
+"""`failures`: bins partition the examples, errors equal direct computation, the worst examples come first."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ def result(setup):
 
 
 @pytest.mark.parametrize("table", BINNED)
-def test_bins_hold_every_example_once(setup, result, table):
-    readings = setup.lens_scores()
-    hits = readings.hits(1).double().mean(-1)
+def test_bins_partition_the_examples(setup, result, table):
+    scores = setup.lens_scores()
+    hits = scores.hits(1).double().mean(-1)
     for level in (1, 2, 3):
-        for place, lens in enumerate(readings.lenses):
+        for index, lens in enumerate(scores.lenses):
             rows = [r for r in result["tables"][table] if (r["level"], r["lens"]) == (level, lens)]
-            assert sum(row["n"] for row in rows) == readings.n_examples
-            mean = sum(row["n"] * row["p@1"] for row in rows) / readings.n_examples
-            assert mean == pytest.approx(float(hits[place, level]))
-            kl = sum(row["n"] * row["kl"] for row in rows) / readings.n_examples
-            assert kl == pytest.approx(float(readings.kl[place, level].double().mean()), rel=1e-5)
+            assert sum(row["n"] for row in rows) == scores.n_examples
+            mean = sum(row["n"] * row["p@1"] for row in rows) / scores.n_examples
+            assert mean == pytest.approx(float(hits[index, level]))
+            kl = sum(row["n"] * row["kl"] for row in rows) / scores.n_examples
+            assert kl == pytest.approx(float(scores.kl[index, level].double().mean()), rel=1e-5)
 
 
-def test_quarters_of_the_entropy_are_quarters(setup, result):
+def test_entropy_bins_are_quartiles(setup, result):
     counts = [row["n"] for row in result["tables"]["by entropy"][:4]]
     assert max(counts) - min(counts) <= 2
 
 
-def test_the_worst_are_the_worst(setup, result):
-    readings = setup.lens_scores()
+def test_worst_examples_have_the_largest_kl(setup, result):
+    scores = setup.lens_scores()
     worst = result["tables"]["worst"]
-    found = [row["kl"] for row in worst]
-    assert found == sorted(found, reverse=True)
-    place = readings.lenses.index("mat")
-    largest = readings.kl[place, 2].sort(descending=True).values[:20]
-    assert found == pytest.approx(largest.tolist())
+    kl = [row["kl"] for row in worst]
+    assert kl == sorted(kl, reverse=True)
+    index = scores.lenses.index("mat")
+    largest = scores.kl[index, 2].sort(descending=True).values[:20]
+    assert kl == pytest.approx(largest.tolist())
     assert len(worst) == 20
 
 
-def test_contexts_belong_to_their_examples(setup, result):
+def test_contexts_match_their_documents(setup, result):
     for row in result["tables"]["worst"]:
         story = setup.corpus.documents[row["document"]].lower().replace(" ", "")
         shown = re.sub(r"\s|##", "", row["context"].lower())
@@ -71,12 +71,12 @@ def test_contexts_belong_to_their_examples(setup, result):
         assert all(piece in story for piece in pieces)
 
 
-def test_the_tail_is_that_of_the_errors(setup, result):
+def test_percentiles_equal_direct_computation(setup, result):
     jumps, errors, targets = setup.jumps("mat"), [], []
     with torch.no_grad():
-        for found in capture_states(setup.model, setup.test_batches(), [1, 4]):
-            errors.append((jumps[1, 4](found[1]) - found[4]).double().norm(dim=-1))
-            targets.append(found[4].double().norm(dim=-1))
+        for states in capture_states(setup.model, setup.test_batches(), [1, 4]):
+            errors.append((jumps[1, 4](states[1]) - states[4]).double().norm(dim=-1))
+            targets.append(states[4].double().norm(dim=-1))
     error, target = torch.cat(errors).numpy(), torch.cat(targets).numpy()
     (row,) = [r for r in result["tables"]["errors"] if (r["level"], r["map"]) == (1, "mat")]
     assert row["99 %"] == pytest.approx(np.percentile(error, 99), rel=1e-5)
@@ -84,7 +84,7 @@ def test_the_tail_is_that_of_the_errors(setup, result):
     assert row["50 %"] < row["90 %"] < row["95 %"] < row["99 %"] <= row["max"]
 
 
-def test_the_first_token_is_apart(setup, result):
+def test_first_token_rows_separate_position_0(setup, result):
     rows = result["tables"]["first token"]
     assert {row["at"] for row in rows} == {"position 0", "other positions"}
     assert {row["map"] for row in rows} == {"mat", "identity"}
@@ -98,11 +98,11 @@ def test_the_first_token_is_apart(setup, result):
     assert mat["position 0"]["relative error"] > mat["other positions"]["relative error"]
 
 
-def test_bins_by_hand():
-    place, names = failures.bin_positions(torch.tensor([0, 1, 2, 3, 4, 7, 8]))
-    assert [names[p] for p in place] == ["0", "1", "2–3", "2–3", "4–7", "4–7", "8–15"]
-    place, names = failures.bin_counts(np.array([0, 1, 9, 10, 999, 1000]))
-    assert [names[p] for p in place] == ["never", "1–9", "1–9", "10–99", "100–999", "1,000–9,999"]
+def test_bin_edges():
+    bins, names = failures.bin_positions(torch.tensor([0, 1, 2, 3, 4, 7, 8]))
+    assert [names[b] for b in bins] == ["0", "1", "2–3", "2–3", "4–7", "4–7", "8–15"]
+    bins, names = failures.bin_counts(np.array([0, 1, 9, 10, 999, 1000]))
+    assert [names[b] for b in bins] == ["never", "1–9", "1–9", "10–99", "100–999", "1,000–9,999"]
     assert failures.quarter_levels(12) == [3, 6, 9]
     assert failures.quarter_levels(1) == [0]
 

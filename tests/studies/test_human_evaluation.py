@@ -1,4 +1,4 @@
-"""`plausibility`: the sheet is blind and shuffled, and a filled one scores as it was filled."""
+"""`plausibility`: the sheet is blinded and shuffled, and a marked sheet scores as it was marked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def setup(data_folder, request):
 
 @pytest.fixture(scope="module")
 def study(setup, tmp_path_factory):
-    """The folder that a run leaves."""
+    """The output directory of a run."""
     folder = tmp_path_factory.mktemp("study")
     run_studies(setup, select_studies("plausibility"), folder)
     return folder
@@ -69,21 +69,21 @@ def key_of(folder):
 
 
 def truth(item):
-    """A known annotator: likes the map from level 2 on, the identity from level 3 on in even sentences."""
+    """A simulated annotator: accepts the map from level 2 on, the identity from level 3 on in even sentences."""
     if item["lens"] == "mat":
         return item["level"] >= 2
     return item["level"] >= 3 and item["sentence"] % 2 == 0
 
 
-def test_every_sentence_level_and_lens_is_there_once(study):
+def test_items_cover_every_sentence_level_and_lens_once(study):
     items = key_of(study).values()
-    found = {(item["sentence"], item["level"], item["lens"]) for item in items}
+    readings = {(item["sentence"], item["level"], item["lens"]) for item in items}
     sentences = {item["sentence"] for item in items}
-    assert len(found) == len(items) == len(sentences) * LEVELS * 2
+    assert len(readings) == len(items) == len(sentences) * LEVELS * 2
     assert len(sentences) == 12  # a tenth of 120 documents
 
 
-def test_the_sheet_is_blind_and_the_results_do_not_hold_the_key(study):
+def test_sheet_is_blinded_and_results_do_not_contain_the_key(study):
     text = (study / SHEET).read_text("utf-8-sig")
     assert text.splitlines()[0] == "item,context,best 1,best 2,best 3,best 4,best 5,plausible"
     assert "identity" not in text
@@ -97,7 +97,7 @@ def test_the_sheet_is_blind_and_the_results_do_not_hold_the_key(study):
     assert "digest" not in json.dumps(saved)
 
 
-def test_items_are_shuffled_and_the_seed_says_how(setup, study, tmp_path):
+def test_items_are_shuffled_by_the_seed(setup, study, tmp_path):
     order = [(item["sentence"], item["level"]) for item in key_of(study).values()]
     assert order != sorted(order)
     assert order[:10] != sorted(order)[:10]
@@ -108,45 +108,45 @@ def test_items_are_shuffled_and_the_seed_says_how(setup, study, tmp_path):
     assert (tmp_path / SHEET).read_bytes() != (study / SHEET).read_bytes()
 
 
-def test_a_masked_models_gap_is_shown_without_its_word(setup, study):
+def test_masked_position_is_shown_as_a_gap(setup, study):
     rows = list(csv.DictReader(io.StringIO((study / SHEET).read_text("utf-8-sig"))))
     assert all(("____" in row["context"]) == setup.model.masked for row in rows)
     assert all(row["plausible"] == "" for row in rows)
 
 
-def test_at_the_last_level_both_lenses_say_the_same(study):
+def test_at_the_last_level_both_lenses_agree(study):
     key = key_of(study)
     rows = csv.DictReader(io.StringIO((study / SHEET).read_text("utf-8-sig")))
-    said = {}
+    tokens_of = {}
     for row in rows:
         item = key[row["item"]]
         if item["level"] == LEVELS - 1:
-            said.setdefault(item["sentence"], set()).add(tuple(row.values())[1:7])
-    assert all(len(tokens) == 1 for tokens in said.values())
+            tokens_of.setdefault(item["sentence"], set()).add(tuple(row.values())[1:7])
+    assert all(len(tokens) == 1 for tokens in tokens_of.values())
 
 
 @pytest.mark.parametrize("marks", [("1", "0"), ("yes", "No"), ("Y", "n"), ("TRUE", "False")])
 @pytest.mark.parametrize("spreadsheet", [{}, {"delimiter": ";", "bom": False}, {"delimiter": "\t"}])
-def test_a_filled_sheet_scores_as_it_was_filled(copy, study, marks, spreadsheet):
+def test_marked_sheet_scores_as_it_was_marked(copy, study, marks, spreadsheet):
     key = key_of(study)
     folder = copy(
         lambda row: {"plausible": marks[not truth(key[row["item"]])]},
         keep=lambda rows: rows[::-1],
         **spreadsheet,
     )
-    found = read_marks(folder)
-    by_lens = shares(found)
+    read = read_marks(folder)
+    by_lens = shares(read)
     assert list(by_lens) == ["mat", "identity"]
     assert by_lens["mat"].share == pytest.approx(3 / 5)
     assert by_lens["mat"].low == pytest.approx(3 / 5)  # all sentences alike
     assert by_lens["identity"].share == pytest.approx(2 / 5 * 6 / 12)
     assert by_lens["identity"].low < 0.2 < by_lens["identity"].high
-    cases = {case: share.share for case, share in comparison(found).items()}
+    cases = {case: share.share for case, share in comparison(read).items()}
     assert cases["identity only"] == 0
     assert cases["both"] == pytest.approx(2 / 5 / 2)
     assert cases["mat only"] == pytest.approx(3 / 5 - 2 / 5 / 2)
     assert sum(cases.values()) == pytest.approx(1)
-    levels = {key: share.share for key, share in shares_by_level(found).items()}
+    levels = {key: share.share for key, share in shares_by_level(read).items()}
     assert [levels["mat", level] for level in range(LEVELS)] == [0, 0, 1, 1, 1]
     assert [levels["identity", level] for level in range(LEVELS)] == [0, 0, 0, 0.5, 0.5]
 
@@ -156,7 +156,7 @@ def only(number, **change):
 
 
 @pytest.mark.parametrize(
-    ("change", "keep", "said"),
+    ("change", "keep", "message"),
     [
         (only("3", plausible=" "), list, "item 3 is not marked"),
         (only("3", plausible="maybe"), list, "'maybe'"),
@@ -167,13 +167,13 @@ def only(number, **change):
         (only("3"), lambda rows: rows[:-2], "lacks 2 of 120 items"),
     ],
 )
-def test_a_sheet_that_cannot_be_scored_says_why(copy, change, keep, said):
-    with pytest.raises(BadArtifact, match=said) as error:
+def test_invalid_sheets_raise_one_line(copy, change, keep, message):
+    with pytest.raises(BadArtifact, match=message) as error:
         read_marks(copy(change, keep=keep))
     assert "\n" not in str(error.value)
 
 
-def test_other_files_are_refused(study, tmp_path):
+def test_other_files_raise(study, tmp_path):
     with pytest.raises(BadArtifact, match="there is no file"):
         read_marks(tmp_path)
     (tmp_path / KEY).write_text('{"kind": "something else"}')
@@ -188,7 +188,7 @@ def test_other_files_are_refused(study, tmp_path):
         read_marks(tmp_path / SHEET)
 
 
-def test_empty_rows_at_the_end_are_no_items(copy):
+def test_empty_rows_at_the_end_are_ignored(copy):
     folder = copy(only("none"))
     with (folder / SHEET).open("a") as file:
         file.write(",,,,,,,\r\n,,,,,,,\r\n")
@@ -219,7 +219,7 @@ def test_the_command(setup, copy):
     assert len(failed.stderr.splitlines()) == 1
 
 
-def test_no_cell_breaks_its_row_or_becomes_a_formula(tmp_path):
+def test_cells_are_quoted_on_one_line(tmp_path):
     tokens = ("\n", "=1+1", "3-4", '"', ";")
     items = [Item("a\nb\tc", tokens, "mat", 0, 0), Item("=x", tokens, "identity", 0, 0)]
     sheet = write_sheet(items)

@@ -1,4 +1,4 @@
-"""`size`: parameters, bytes and operations against quality."""
+"""`size`: parameters, bytes and operations of maps and shortcuts, and their quality."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_quality_falls_with_rank_and_hardly_with_storage(setup, maps):
     assert maps["n-njtc"]["r2"] == pytest.approx(maps["low-rank 1"]["r2"], abs=1e-5)
 
 
-def test_the_unembeddings_metric_needs_one_final_norm(setup, maps, result):
+def test_unembedding_metric_needs_a_single_final_norm(setup, maps, result):
     has = any("metric" in name for name in maps)
     assert has == (not setup.model.masked)
     assert any("metric" in note for note in result["notes"]) == setup.model.masked
@@ -85,14 +85,14 @@ def test_exits_cost_more_the_later_they_are(setup, result):
     assert rows[L]["p@1"] == 1
 
 
-def test_without_select_documents_ojfa_is_left_out(setup):
+def test_without_validation_documents_ojfa_is_left_out(setup):
     bare = setup.with_empty_cache(settings=Settings(score_positions=50, split="90/0/10"))
     result = map_cost.run(bare).to_json()
     assert not any("ojfa" in row["map"] for row in result["tables"]["maps"])
     assert any("ojfa" in note for note in result["notes"])
 
 
-def test_schedules_are_priced_when_alternation_ran(setup, result):
+def test_schedules_are_listed_if_alternation_ran(setup, result):
     assert "schedules" not in result["tables"]
     assert any("alternation" in note for note in result["notes"])
     scores = {
@@ -117,11 +117,11 @@ def test_schedules_are_priced_when_alternation_ran(setup, result):
     }
     setup.add_outcome(layer_skipping.STUDY.from_json(saved))
     again = map_cost.run(setup).to_json()["tables"]["schedules"]
-    exit_ = result["tables"]["exits"][1]
-    assert again[0]["flops per token"] == exit_["flops per token"]
-    assert again[0]["map bytes"] == exit_["map bytes"]
-    one_more = sum(map_cost.block_flops(setup.model)[2:3]) + 2 * D * D
-    assert again[1]["flops per token"] == again[0]["flops per token"] + one_more
+    exit_row = result["tables"]["exits"][1]
+    assert again[0]["flops per token"] == exit_row["flops per token"]
+    assert again[0]["map bytes"] == exit_row["map bytes"]
+    one_block_more = sum(map_cost.block_flops(setup.model)[2:3]) + 2 * D * D
+    assert again[1]["flops per token"] == again[0]["flops per token"] + one_block_more
     assert again[1]["map bytes"] == 2 * again[0]["map bytes"]
 
 
@@ -129,16 +129,13 @@ def test_every_table_has_a_figure(result):
     check_figures(map_cost.STUDY, result)
 
 
-# -- the pieces
-
-
 def test_lower_ranks_come_out_of_a_higher_one():
     source, (target,) = sums(*noisy(300, 12, 9))
     metric = random(9, 9).mT @ random(9, 9)
-    for given in ({}, {"metric": metric}):
-        (wide,) = low_rank(source, [target], rank=9, **given)
+    for options in ({}, {"metric": metric}):
+        (wide,) = low_rank(source, [target], rank=9, **options)
         for rank in (1, 4, 9):
-            (direct,) = low_rank(source, [target], rank=rank, **given)
+            (direct,) = low_rank(source, [target], rank=rank, **options)
             cut = truncate_rank(wide, rank, source, target)
             torch.testing.assert_close(cut.weight, direct.weight)
             torch.testing.assert_close(cut.bias, direct.bias)

@@ -1,4 +1,4 @@
-"""Early exit replayed with gates."""
+"""`gates`: early exit replayed with probes."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from layerjump.studies import early_exit, probes
 from layerjump.studies.setup import Setup, make_settings
 
 
-def test_curves_go_from_the_whole_model_to_early_levels(study_setup):
+def test_curves_reach_from_all_blocks_to_early_levels(study_setup):
     result = probes.run(study_setup).to_json()
     check_figures(probes.STUDY, result)
     blocks = study_setup.model.n_blocks
@@ -21,32 +21,34 @@ def test_curves_go_from_the_whole_model_to_early_levels(study_setup):
             rows = [r for r in result["tables"]["curves"] if (r["lens"], r["kind"]) == (lens, kind)]
             assert [row["at"] for row in rows] == list(THRESHOLDS)
             run = [row["blocks"] for row in rows]
-            assert run == sorted(run, reverse=True)  # a looser threshold never waits longer
+            assert run == sorted(run, reverse=True)  # a lower threshold never exits later
             assert run[0] > 0.9 * blocks
             assert rows[0]["agreement"] > 0.98
             assert run[-1] < 0.8 * blocks
     assert result["settings"]["n_select"] > 300
 
 
-def test_with_enough_text_they_save_more_than_the_papers_rule(data_folder):
-    """A trained model and the text of its kind: one lead for all levels is not the best that can be asked of them."""
+def test_with_enough_text_probes_save_more_than_the_papers_rule(data_folder):
+    """On a trained model and text of its domain, one threshold on the lead for all levels is not the best rule."""
     settings = make_settings("ours", tokens=30_000, score_positions=800, split="60/20/20")
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), stories(1500), settings)
-    plain, gated = (study.run(setup).headline.blocks_saved for study in (early_exit, probes))
+    paper_rule, with_probes = (
+        study.run(setup).headline.blocks_saved for study in (early_exit, probes)
+    )
     for lens in ("identity", "mat"):
-        assert gated[f"both_{lens}_at_0.95"] > plain[f"dynamic_{lens}_at_0.95"] + 0.02
+        assert with_probes[f"both_{lens}_at_0.95"] > paper_rule[f"dynamic_{lens}_at_0.95"] + 0.02
 
 
-def test_an_example_that_leaves_is_right_as_the_lens_is(study_setup):
+def test_calibration_set_agrees_with_lens_scores(study_setup):
     test = probes._calibration_set(study_setup, "mat", "test")
-    readings = study_setup.lens_scores()
-    place = readings.lenses.index("mat")
-    assert torch.equal(test.correct, readings.hits(1)[place][:-1])
-    torch.testing.assert_close(test.gap, readings.confidence[place][:-1].float())
-    assert torch.equal(test.documents, readings.document)
+    scores = study_setup.lens_scores()
+    index = scores.lenses.index("mat")
+    assert torch.equal(test.correct, scores.hits(1)[index][:-1])
+    torch.testing.assert_close(test.gap, scores.confidence[index][:-1].float())
+    assert torch.equal(test.documents, scores.document)
 
 
-def test_without_documents_to_fit_on_there_are_none(study_setup):
+def test_empty_validation_split_is_skipped(study_setup):
     settings = replace(study_setup.settings, split="80/0/20")
     reason = probes.cannot_run(study_setup.with_empty_cache(settings=settings))
     assert reason is not None
@@ -54,7 +56,7 @@ def test_without_documents_to_fit_on_there_are_none(study_setup):
     assert probes.cannot_run(study_setup) is None
 
 
-def test_half_of_the_documents_is_never_none_of_them():
+def test_both_halves_of_the_documents_are_non_empty():
     assert probes.every_second_document(torch.tensor([4, 4, 5, 6])).tolist() == [
         True,
         True,

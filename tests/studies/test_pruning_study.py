@@ -1,4 +1,4 @@
-"""`pruning` on small trained models: what must hold whatever the numbers are, and the figure made from them."""
+"""`pruning` on small trained models: properties that hold for any numbers, and the figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def result(study_setup):
     return pruning.run(study_setup).to_json()
 
 
-def test_every_method_and_number_is_there(study_setup, result):
+def test_rows_cover_every_method_and_count(study_setup, result):
     rows = result["tables"]["pruned"]
     methods = methods_of(study_setup.model)
     expected = [("whole model", 0)] + [(m, n) for n in (1,) for m in methods]
@@ -33,7 +33,7 @@ def test_every_method_and_number_is_there(study_setup, result):
     assert json.dumps(result)
 
 
-def test_ratios_parameters_and_front_agree(result):
+def test_ratios_parameters_and_front_are_consistent(result):
     whole, *rows = result["tables"]["pruned"]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["perplexity"] / whole["perplexity"], rel=1e-6)
@@ -49,14 +49,14 @@ def test_ratios_parameters_and_front_agree(result):
             )
 
 
-def test_it_has_a_figure_and_a_sentence(result):
+def test_panel_has_figures_and_a_reading(result):
     (panel,) = check_figures(pruning.STUDY, result)
     assert "perplexity is" in panel.reading
     assert len(panel.figures) == 2
     assert {trace.name for trace in panel.figures[1].data} >= {"whole model", "remove", "linear"}
 
 
-def test_how_many_blocks_are_dropped():
+def test_drop_counts():
     assert drop_counts(27, 30) == [1, 3, 6, 9]
     assert drop_counts(2, 4) == [1]
     assert drop_counts(0, 2) == []
@@ -94,7 +94,7 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
     assert {trace.name for trace in panel.figures[0].data} == set(models) - {"whole model"}
 
 
-def test_wrong_tasks_are_said_before_anything_is_run(tmp_path):
+def test_wrong_tasks_raise_before_the_run(tmp_path):
     with pytest.raises(BadStudy, match="pass eval_data"):
         make_settings("ours", eval_tasks=("copa",))
     with pytest.raises(BadEvaluation, match="there is no"):

@@ -1,4 +1,4 @@
-"""`submodules` and `heads` on small trained models: what must hold whatever the numbers are."""
+"""`submodules` and `heads` on small trained models: properties that hold for any numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hooks(setup) -> list:
     return [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in modules]
 
 
-def test_every_part_and_level_is_there(setup, result):
+def test_rows_cover_every_part_level_and_block(setup, result):
     rows = result["tables"]["suffix"]
     parts = ["attn", "ffn", "norms", "jump to last", "identity"]
     assert [(r["part"], r["level"]) for r in rows] == [(p, lv) for p in parts for lv in range(5)]
@@ -60,7 +60,7 @@ def test_every_part_and_level_is_there(setup, result):
     assert hooks(setup) == [([], [])] * len(hooks(setup))
 
 
-def test_the_summary_names_the_most_tolerant_part(result):
+def test_finding_names_the_most_tolerant_part(result):
     study = submodules.STUDY
     finding = study.finding(study.from_json(result))
     means = {part: result["headline"][f"mean_p@1_{part}"] for part in ("attn", "ffn", "norms")}
@@ -91,8 +91,8 @@ def test_one_block_is_the_suffix_of_the_last_block(setup):
     assert torch.equal(alone, later)
 
 
-def test_maps_beat_means(result):
-    """The best constant is the mean; least squares over the fit text can only do better there, and does here."""
+def test_maps_cost_less_than_means(result):
+    """Least squares is at least as good as the best constant, the mean, on the fit text; here also on the test text."""
     why = [row for row in result["tables"]["why"] if row["part"] in ("attn", "ffn")]
     assert sum(r["kl of the map"] for r in why) < sum(r["kl of the mean"] for r in why)
     for row in result["tables"]["why"]:
@@ -111,7 +111,7 @@ def test_attention_mass_is_a_share(setup, result):
             assert row["attention on self"] is None
 
 
-def test_attention_mass_is_hugging_faces(gpt2, data_folder):
+def test_attention_mass_equals_output_attentions(gpt2, data_folder):
     from transformers import AutoModelForCausalLM
 
     batches = small_batches(gpt2, 0.1)
@@ -121,20 +121,22 @@ def test_attention_mass_is_hugging_faces(gpt2, data_folder):
     eager = AutoModelForCausalLM.from_pretrained(
         data_folder / "tiny-gpt2", attn_implementation="eager"
     )
-    own, sink, n = torch.zeros(4), torch.zeros(4), 0
+    on_self, on_sink, n = torch.zeros(4), torch.zeros(4), 0
     for batch in batches:
         with torch.no_grad():
-            found = eager(
+            output = eager(
                 batch.input_ids, attention_mask=batch.attention_mask, output_attentions=True
             )
         for row, position in zip(batch.row, batch.position, strict=True):
-            weights = torch.stack([layer[row, :, position] for layer in found.attentions]).mean(1)
-            own, sink, n = own + weights[:, position], sink + weights[:, 0], n + 1
-    assert torch.allclose(torch.tensor(mass), torch.stack([own / n, sink / n], 1).double().float())
+            weights = torch.stack([layer[row, :, position] for layer in output.attentions]).mean(1)
+            on_self, on_sink, n = on_self + weights[:, position], on_sink + weights[:, 0], n + 1
+    assert torch.allclose(
+        torch.tensor(mass), torch.stack([on_self / n, on_sink / n], 1).double().float()
+    )
 
 
-def test_the_sinks_state_survives(gpt2):
-    """Maps fitted with position 0 keep its state, which others attend to, better than those fitted without."""
+def test_maps_fitted_with_position_0_keep_the_sink(gpt2):
+    """Maps fitted with position 0 preserve its state, to which other positions attend, better than maps without."""
     rerun = Rerun(gpt2.model, small_batches(gpt2)[0])
     exact = rerun.levels[-1][:, 0]
 
@@ -143,9 +145,11 @@ def test_the_sinks_state_survives(gpt2):
         changed = rerun.from_level(0, changes=changes)[:, 0]
         return float((changed - exact).norm() / exact.norm())
 
-    kept = gpt2.all_position_jumps("mat", "submodules")
-    blind = lj.fit(gpt2.model, gpt2.corpus, pairs="submodules")
-    errors = [[error(jumps, part) for part in submodules.PARTS] for jumps in (kept, blind)]
+    with_sink = gpt2.all_position_jumps("mat", "submodules")
+    without_sink = lj.fit(gpt2.model, gpt2.corpus, pairs="submodules")
+    errors = [
+        [error(jumps, part) for part in submodules.PARTS] for jumps in (with_sink, without_sink)
+    ]
     assert max(errors[0]) < 0.55, errors
     assert sum(errors[0]) < sum(errors[1]), errors
 
@@ -156,7 +160,7 @@ def test_encoders_are_fitted_at_all_positions_of_masked_text(bert):
     assert batch.n_picks == batch.n_tokens
     masked = (batch.input_ids == bert.model.tokenization.mask).sum()
     assert 0.1 < int(masked) / batch.n_tokens < 0.2
-    # the same masks as when the masks are what is looked at
+    # The same tokens are masked as when only masked positions are picked.
     masks = Positions.parse("15%", skip_first=0, special=True)
     plain = bert.plan(bert.corpus, "submodules", positions=masks)
     assert torch.equal(plain.batches["fit"][0].input_ids, batch.input_ids)
@@ -182,9 +186,9 @@ def test_heads_are_ranked_by_damage(setup):
     rows = result["tables"]["heads"]
     assert len(rows) == 3 * 4 * 4
     for how in attention_heads.REPLACEMENTS:
-        mine = [row for row in rows if row["how"] == how]
-        assert [row["rank"] for row in mine] == list(range(1, 17))
-        assert [row["kl"] for row in mine] == sorted((row["kl"] for row in mine), reverse=True)
+        group = [row for row in rows if row["how"] == how]
+        assert [row["rank"] for row in group] == list(range(1, 17))
+        assert [row["kl"] for row in group] == sorted((row["kl"] for row in group), reverse=True)
     kl = {
         how: sum(row["kl"] for row in rows if row["how"] == how)
         for how in attention_heads.REPLACEMENTS
@@ -202,14 +206,14 @@ def test_a_deep_model_starts_from_chosen_levels():
     assert len(deep) == submodules.MAX_LEVELS + 1
 
 
-def test_the_cost_is_stated(result):
+def test_settings_state_the_cost(result):
     for cost in (result["settings"]["suffix"], result["settings"]["one block"]):
         assert cost["block_runs"] > 0
         assert cost["expected_seconds"] > 0
     assert result["settings"]["suffix"]["block_runs"] == 3 * (4 + 3 + 2 + 1)
 
 
-def test_a_budget_larger_than_the_text_takes_all_of_it(gpt2):
+def test_more_score_tokens_than_the_text_has_take_all(gpt2):
     settings = Settings(tokens=2_000, score_tokens=10**7, score_positions=50)
     few = gpt2.with_empty_cache(settings=settings)
     assert small_batches(few).n_picks > 0

@@ -1,4 +1,4 @@
-"""`transfer`: every text's maps on every text."""
+"""`transfer`: maps of every text, scored on every text."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_every_pair_has_a_cell_and_every_level_a_row(result):
     assert len(result["tables"]["levels"]) == 9 * 4
 
 
-def test_nothing_is_lost_at_home(result):
+def test_losses_are_zero_on_the_text_of_the_fit(result):
     for row in result["tables"]["matrix"]:
         if row["fit"] == row["test"]:
             lost = ("r2 lost", "r2 weighted lost", "p@1 lost", "p@1 lost low", "p@1 lost high")
             assert [row[name] for name in lost] == [0.0] * 5
 
 
-def test_a_language_and_no_language_do_not_share_a_map(result):
+def test_maps_do_not_transfer_between_stories_and_random_letters(result):
     cells = {(row["fit"], row["test"]): row for row in result["tables"]["matrix"]}
     assert cells["stories", "letters"]["r2 lost"] > 0.05
     assert cells["letters", "stories"]["p@1 lost"] > 0.05
@@ -62,15 +62,15 @@ def test_the_matrix_is_the_mean_of_the_levels(result):
             assert cell[name] == pytest.approx(mean, abs=1e-12)
 
 
-def test_home_scores_are_those_of_an_ordinary_fit(setup, result):
+def test_scores_on_the_text_of_the_fit_equal_a_plain_fit(setup, result):
     jumps = solve_jumps(setup.moments("to-last"), "affine")
     rows = [r for r in result["tables"]["levels"] if r["fit"] == r["test"] == "stories"]
     for row in rows:
-        # Jumps are kept in float32.
+        # Jumps are stored in float32.
         assert row["r2"] == pytest.approx(jumps.info[row["level"], 4].r2[0], abs=1e-5)
 
 
-def test_with_one_text_it_is_skipped(setup, tmp_path):
+def test_one_text_is_skipped(setup, tmp_path):
     alone = setup.with_empty_cache(others=())
     results = run_studies(alone, select_studies("transfer"), tmp_path)
     assert "pass text more than once" in results.studies["transfer"].reason

@@ -23,6 +23,7 @@ from layerjump.lens.evaluate import LensScores
 from layerjump.models.activations import capture_states
 from layerjump.studies.charts import (
     Panel,
+    colours,
     html_table,
     identity_last,
     level_axis,
@@ -391,9 +392,10 @@ def _first_token_panel(rows: Sequence[FirstTokenRow]) -> Panel:
         ]
         for at in (FIRST, OTHERS)
     }
+    paint = colours([*errors, *norms])
     charts = [
-        line_chart("error relative to the norm of the last level", errors, x="level"),
-        line_chart("norm of the state", norms, x="level"),
+        line_chart("error relative to the norm of the last level", errors, x="level", paint=paint),
+        line_chart("norm of the state", norms, x="level", paint=paint),
     ]
     for chart in charts:
         level_axis(chart.update_yaxes(type="log", dtick="D2"), levels)
