@@ -14,7 +14,7 @@ import torch
 from helpers.cli import run
 
 import layerjump as lj
-from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration.serialization import load_calibration
 from layerjump.jumps.fit import solve_jumps
 
 
@@ -56,10 +56,10 @@ def test_second_moments(saved, expected):
 
 
 def test_calibration_file(saved, model, jumps, expected):
-    calibration = serialization.load(saved / "jumps", model=model)
+    calibration = load_calibration(saved / "jumps", model=model)
     assert expected["calibration"]["agreement"] in str(calibration)
     generated = lj.generate(
-        model, jumps, "Once upon a time, there was", exit=calibration.rule, max_new_tokens=12
+        model, jumps, "Once upon a time, there was", exit=calibration.exit, max_new_tokens=12
     )
     assert [int(token) for token in generated.ids[0]] == expected["generated"]["ids"]
     assert [int(level) for level in generated.exit_levels[0]] == expected["generated"]["levels"]

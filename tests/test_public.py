@@ -1,6 +1,7 @@
 """The public surface: what is exported is documented, and the README's example runs."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -40,6 +41,15 @@ def test_the_readme_states_the_two_commands_first():
     text = (ROOT / "README.md").read_text()
     assert text.index("make demo") < text.index("```python")
     assert "make test" in text
+
+
+def test_public_functions_spell_out_their_keywords():
+    for name in lj.__all__:
+        function = getattr(lj, name)
+        # `generate` passes keywords on to Hugging Face's `generate`.
+        if inspect.isfunction(function) and name != "generate":
+            kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, name
 
 
 def test_library_errors_name_no_options_of_the_command_line():
