@@ -209,11 +209,11 @@ def _add_fit(app: FastAPI, registry: ModelRegistry) -> None:
         return _json(job.status(), 202)
 
     @app.get("/api/jobs/{id}", summary="The progress of a fit", response_model=JobStatus)
-    async def job(id: str) -> Response:
-        found = jobs.get(id)
-        if found is None:
+    async def job_status(id: str) -> Response:
+        job = jobs.get(id)
+        if job is None:
             raise HTTPException(404, "there is no such job; the server may have been restarted")
-        return _json(found.status())
+        return _json(job.status())
 
 
 def _add_page(app: FastAPI) -> None:
