@@ -30,6 +30,7 @@ from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
 from layerjump.jumps.estimators.registry import (
     BY_GRADIENTS,
     CLOSED_FORM,
+    ESTIMATORS,
     Settings,
     find_estimator,
 )
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
 
 estimator_option = option_group("Estimator settings")
 moments_option = option_group("Moments and checkpoints")
+
+
+def _takers(setting: str) -> str:
+    """The names of the estimators that take a setting."""
+    return ", ".join(name for name, row in ESTIMATORS.items() if setting in row.settings)
 
 
 def _resume_hint(options: Options) -> str:
@@ -93,14 +99,15 @@ def fit(
     strength: Annotated[
         float | None,
         estimator_option(
-            help="ridge: regularisation strength (default: chosen on the validation split)."
+            help=f"{_takers('strength')}: regularisation (default: chosen on the validation split)."
         ),
     ] = None,
     rank: Annotated[
-        int | None,
-        estimator_option(help="low-rank, ojfa, n-njtc-trained: rank."),
+        int | None, estimator_option(help=f"{_takers('rank')}: rank of the map.")
     ] = None,
-    pooling: Annotated[str | None, estimator_option(help="ojfa: pooled or best-level.")] = None,
+    pooling: Annotated[
+        str | None, estimator_option(help=f"{_takers('pooling')}: pooled or best-level.")
+    ] = None,
     features: Annotated[
         str | None,
         estimator_option(
@@ -111,14 +118,10 @@ def fit(
     output: OutputFolder = Path("jumps"),
     force: Force = False,
     as_json: AsJson = False,
-    resume: Annotated[
-        bool,
-        moments_option("--resume", help="Continue an unfinished run."),
-    ] = False,
+    resume: Annotated[bool, moments_option("--resume", help="Continue an unfinished run.")] = False,
     save_every: Annotated[float, moments_option(help="Seconds between checkpoints.")] = 60.0,
     save_moments: Annotated[
-        bool,
-        moments_option("--save-moments", help="Save the second moments too."),
+        bool, moments_option("--save-moments", help="Save the second moments too.")
     ] = False,
     from_moments: Annotated[
         list[Path] | None,
@@ -236,11 +239,7 @@ def _refuse_closed_form_options(estimator: str, options: dict[str, Any]) -> None
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise BadEstimator(f"{estimator} runs in one process; start it without torchrun")
     for name, value in options.items():
-        if (
-            name not in find_estimator(estimator).settings
-            and value is not None
-            and value is not False
-        ):
+        if name not in ESTIMATORS[estimator].settings and value not in (None, False):
             raise BadEstimator(
                 f"{estimator} has no option --{name}: it maps every level to the last, at all positions but the first "
                 f"ones; leave --{name} out"

@@ -21,10 +21,10 @@ from starlette.responses import StreamingResponse
 
 from layerjump import __version__
 from layerjump.errors import CannotServe, argument
+from layerjump.jumps.estimators.registry import SERVED
 from layerjump.server.generation import stream_generation
 from layerjump.server.model_registry import Job, Jobs, ModelRegistry, ServedModel
 from layerjump.server.schemas import (
-    FITTED,
     Busy,
     FitRequest,
     GenerateRequest,
@@ -190,11 +190,11 @@ def _add_fit(app: FastAPI, registry: ModelRegistry) -> None:
     async def fit(body: FitRequest) -> Response:
         served = _find_model(registry, body.model)
         for name in body.estimators:
-            if name not in FITTED:
+            if name not in SERVED:
                 raise HTTPException(
-                    422, f"unknown estimator {name!r}; choose from {', '.join(FITTED)}"
+                    422, f"unknown estimator {name!r}; choose from {', '.join(SERVED)}"
                 )
-        estimators = tuple(name for name in FITTED if name in body.estimators)
+        estimators = tuple(name for name in SERVED if name in body.estimators)
         job = jobs.find_unfinished(served.name, estimators)
         if job is None:
             job = new = Job(served.name, estimators)

@@ -17,6 +17,7 @@ from typing import Literal
 from layerjump.errors import BadText, CannotServe, LayerjumpError, argument, one_line
 from layerjump.generation.calibration.serialization import FILE_NAME as EXIT_RULE_FILE
 from layerjump.jumps.cache import cache_folder, cached_jumps, has_cached_jumps
+from layerjump.jumps.estimators.registry import SERVED
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens, read_trajectories
 from layerjump.models.fingerprint import fingerprint
@@ -24,9 +25,9 @@ from layerjump.models.loading import load
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.server.schemas import (
-    FITTED,
     MAX_POSITIONS,
     MAX_PROMPT_TOKENS,
+    SERVED,
     JobState,
     JobStatus,
     LensAnswer,
@@ -92,13 +93,13 @@ class ServedModel:
     def _add_lenses(self, model: Model) -> None:
         weights = fingerprint(model.hf)
         self.lenses["identity"] = Lens(model)
-        self.folders = {name: cache_folder(model, name) for name in FITTED}
+        self.folders = {name: cache_folder(model, name) for name in SERVED}
         for name, jumps in self.jump_sets.items():
             if jumps.provenance.fingerprint == weights:
                 self.lenses[name] = Lens(model, jumps)
                 if jumps.folder is not None:
                     self.folders[name] = jumps.folder
-        self.cached = {name for name in FITTED if has_cached_jumps(model, (name,))}
+        self.cached = {name for name in SERVED if has_cached_jumps(model, (name,))}
 
     def read(self, request: LensRequest) -> Answer:
         """Read a text through the requested lenses."""
@@ -165,7 +166,7 @@ class ServedModel:
             return "ready"
         if self.model is None:
             return "unknown"
-        return "not fitted" if name in FITTED else "other weights"
+        return "not fitted" if name in SERVED else "other weights"
 
     @property
     def cannot_generate(self) -> str | None:
@@ -197,7 +198,7 @@ class ServedModel:
     def status(self) -> ModelStatus:
         """The state of the model and its lenses."""
         model = self.model
-        names = ("identity", *FITTED, *self.jump_sets)
+        names = ("identity", *SERVED, *self.jump_sets)
         return ModelStatus(
             name=self.name,
             state=self.state,
@@ -238,7 +239,7 @@ class ModelRegistry:
 
     def __init__(self, sources: Sequence[str], jump_sets: Mapping[str, Jumps]) -> None:
         self.models: dict[str, ServedModel] = {}
-        self.lens_names = ("identity", *FITTED, *jump_sets)
+        self.lens_names = ("identity", *SERVED, *jump_sets)
         self.closing = threading.Event()
         """Set when the server ends: generations stop."""
         cache = AnswerCache()
@@ -268,7 +269,7 @@ def load_jump_sets(options: Sequence[str]) -> dict[str, Jumps]:
             raise CannotServe(
                 f"expected {argument('jumps')} as NAME=FOLDER, the name of letters, digits and . _ + -, got {option!r}"
             )
-        if name in jump_sets or name in ("identity", *FITTED):
+        if name in jump_sets or name in ("identity", *SERVED):
             raise CannotServe(f"two lenses would be called {name!r}; give the jumps another name")
         jump_sets[name] = Jumps.from_pretrained(folder)
     return jump_sets

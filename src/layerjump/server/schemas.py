@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from layerjump.generation.kv_cache import CacheKind
 from layerjump.jumps.estimators.registry import SERVED
 
-FITTED = SERVED
-"""Estimators that the page fits itself, in one pass over the built-in text."""
 MAX_CHARACTERS, MAX_TOP_K, MAX_TRACKED, MAX_LENSES = 20_000, 50, 16, 4
 MAX_NEW_TOKENS = 256
 MAX_POSITIONS = 256
@@ -83,7 +81,7 @@ class GenerateRequest(Request):
 class FitRequest(Request):
     """The estimators to fit on the built-in text."""
 
-    estimators: tuple[Name, ...] = Field(default=FITTED, min_length=1, max_length=len(FITTED))
+    estimators: tuple[Name, ...] = Field(default=SERVED, min_length=1, max_length=len(SERVED))
 
 
 class Problem(BaseModel):
@@ -153,7 +151,7 @@ class Models(BaseModel):
     """All served models."""
 
     models: list[ModelStatus]
-    fitted_here: tuple[str, ...] = FITTED
+    fitted_here: tuple[str, ...] = SERVED
     limits: Limits = Limits()
 
 
