@@ -27,7 +27,6 @@ from layerjump.models.structure import Site
 from layerjump.server.schemas import (
     MAX_POSITIONS,
     MAX_PROMPT_TOKENS,
-    SERVED,
     JobState,
     JobStatus,
     LensAnswer,
