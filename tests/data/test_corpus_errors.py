@@ -21,9 +21,9 @@ def test_an_empty_list_and_an_empty_table(tmp_path):
 
 def test_fewer_documents_than_the_limit(tmp_path):
     message = complaint(write(tmp_path, "a.txt", "1\n2\n3"), limit=4000, kind=TextTooShort)
-    assert "4,000 documents of a.txt" in message
-    assert "at most 3" in message
-    assert "limit given is 0" in complaint(["a"], limit=0)
+    assert "expected 4,000 documents in a.txt, got 3" in message
+    assert "limit=3" in message
+    assert "limit of 1 or more documents, got 0" in complaint(["a"], limit=0)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_columns_that_are_not_there(tmp_path):
     assert "no column 'text'" in message
     assert "premise, hypothesis, label" in message
     path = write(tmp_path, "a.csv", "x,y\n1,2\n")
-    assert "no one column of text" in complaint(path)
+    assert "no single column of text" in complaint(path)
 
 
 def test_columns_of_numbers(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"text": "a"}\n{"text": 7}')
-    assert "row 2 of column 'text' of a.jsonl is int 7" in complaint(path, column="text")
+    assert "row 2 of column 'text' of a.jsonl, got int 7" in complaint(path, column="text")
     path = write(tmp_path, "a.csv", "text,n\na,5\nb,6\n")
-    assert "row 1 of column 'n' of a.csv is int 5" in complaint(path, column="n")
+    assert "row 1 of column 'n' of a.csv, got int 5" in complaint(path, column="n")
 
 
 @pytest.mark.parametrize("source", ["pydoc", ["a"]])
@@ -74,7 +74,7 @@ def test_a_column_of_what_has_none(source):
 
 
 def test_items_that_are_no_text():
-    assert "item 1 of the list is int 5" in complaint(["a", 5])
+    assert "got int 5 as item 1" in complaint(["a", 5])
 
 
 def test_half_a_character(tmp_path):
@@ -87,7 +87,7 @@ def test_half_a_character(tmp_path):
     [
         ("a.jsonl", '{"text": "a"}\n\n{"text": ', "line 3 of a.jsonl is not JSON"),
         ("a.json", '[{"text": "a"},\n{"text" "b"}]', "line 2 of a.json is not JSON"),
-        ("a.jsonl", '{"text": "a"}\n["b"]', 'row 2 of a.jsonl is ["b"]'),
+        ("a.jsonl", '{"text": "a"}\n["b"]', 'row 2 of a.jsonl, got ["b"]'),
         ("a.csv", "id,text\n1,a,b\n", "a.csv is not a table"),
         ("a.parquet", "PAR1 not really PAR1", "a.parquet cannot be read as Parquet"),
     ],

@@ -43,8 +43,8 @@ def run(code: str, *, stdin: bytes = b"", **environment: str) -> subprocess.Comp
 def test_standard_input_without_anything_heavy():
     code = """if True:
         import sys
-        from layerjump.data.corpus import read
-        print(read("-"))
+        from layerjump.data.corpus import load_text
+        print(load_text("-"))
         print({"torch", "transformers", "datasets"} & set(sys.modules))
     """
     done = run(code, stdin=b"1\tone\n2\ttwo\n")
@@ -57,9 +57,9 @@ def test_standard_input_without_anything_heavy():
 def test_an_unreachable_hub_is_one_line():
     code = """if True:
         from layerjump.errors import BadText
-        from layerjump.data.corpus import read
+        from layerjump.data.corpus import load_text
         try:
-            read("owner/name:config@test")
+            load_text("owner/name:config@test")
         except BadText as error:
             print(error)
     """
@@ -96,7 +96,7 @@ def test_a_stream_of_rows_is_a_column_of_texts(tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )
     found = corpus._stream("owner/name", stream, None)
-    assert (found.how, found.at_most) == ("column 'text'", 10_000)
+    assert (found.format, found.at_most) == ("column 'text'", 10_000)
     assert tuple(found.documents) == TEXTS
 
 

@@ -54,7 +54,7 @@ def test_a_split_is_the_same_for_ever():
 @pytest.mark.parametrize(
     ("n", "split", "kind", "said"),
     [
-        (2, "80/10/10", TextTooShort, "2 documents"),
+        (2, "80/10/10", TextTooShort, "got 2"),
         (9, "8/1/1", TextTooShort, "8/1/1"),
         (9, "80/20", BadText, "'80/20'"),
         (9, "a/b/c", BadText, "'a/b/c'"),
@@ -73,5 +73,5 @@ def test_splits_that_cannot_be(n, split, kind, said):
 
 
 def test_a_negative_seed():
-    with pytest.raises(BadText, match="seed given is -1"):
+    with pytest.raises(BadText, match="seed of 0 or more, got -1"):
         split_documents(10, seed=-1)

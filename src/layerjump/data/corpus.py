@@ -1,13 +1,9 @@
-"""Documents: read them from files, tables, the hub or Python's manual, and split them.
+"""Documents: load them from files, tables, the hub or Python's manual, and split them by document.
 
-Rows with columns: JSON, CSV, TSV and Parquet files, and which column of theirs is the text.
-
-Where documents come from: text files, tables, the hub, Python's own manual.
-
-Nothing heavy is imported until a source needs it, so that the command line can read this early.
-
-Documents: what is read, and which of it is for fitting, for choosing and for testing.
+Nothing heavy is imported until a source needs it, so that the command line starts fast.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -27,22 +23,351 @@ from typing import Any
 
 import numpy as np
 
-from layerjump.errors import BadText, TextTooShort
+from layerjump.errors import BadText, TextTooShort, argument
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 TEXT_COLUMNS = ("text", "sentence", "content")
+HUB_DOCUMENTS = 10_000
+"""How many documents of a hub dataset are read without a limit: some datasets are endless."""
+
+_LEIPZIG = re.compile(r"[0-9]+\t(.*)")
+_BLANK_LINES = re.compile(r"\n\s*\n")
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
 
 
-def read_json(name: str, text: str, wanted: str | None) -> tuple[str, Iterator[str]]:
-    """The column taken and its texts, from one object a line or an array of objects."""
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in order, with a name and a note on how the source was read."""
+
+    name: str
+    documents: tuple[str, ...]
+    note: str
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of the documents, each preceded by its length, so that different lists never agree."""
+        digest = hashlib.sha256()
+        for document in self.documents:
+            data = document.encode()
+            digest.update(len(data).to_bytes(8, "big") + data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Disjoint document indices: to fit maps, to select their settings (validation), to test them."""
+
+    fit: tuple[int, ...]
+    select: tuple[int, ...]
+    test: tuple[int, ...]
+
+
+def load_text(
+    source: str | Path | Iterable[str], *, column: str | None = None, limit: int | None = None
+) -> Corpus:
+    """Load documents from a file, a hub dataset, standard input (`-`), `pydoc`, or a list of strings.
+
+    A text file is read as Leipzig (`id<TAB>sentence`), as paragraphs between blank lines, or as one document a line;
+    `note` of the corpus says which. JSON, CSV, TSV and Parquet have a `column`. A hub dataset is `owner/name`,
+    `owner/name:config` or `owner/name@split`; without a `limit` only its first 10,000 documents are read. `pydoc` is
+    the prose of Python's own manual.
+    """
+    if limit is not None and limit < 1:
+        raise BadText(f"expected {argument('limit')} of 1 or more documents, got {limit}")
+    opened = _open(source, column)
+    at_most = opened.at_most if limit is None else limit
+    documents = tuple(islice(_strip(opened), at_most))
+    if not documents:
+        raise BadText(f"{opened.name} has no documents, only whitespace; pass another text")
+    if limit is not None and len(documents) < limit:
+        raise TextTooShort(
+            f"expected {limit:,} documents in {opened.name}, got {len(documents):,}; "
+            f"pass more text, or {argument('limit', len(documents))} or less"
+        )
+    first = "the first " if len(documents) == at_most else ""
+    noun = "document" if len(documents) == 1 else "documents"
+    return Corpus(opened.name, documents, f"{first}{len(documents):,} {noun}, {opened.format}")
+
+
+def split_documents(
+    n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0
+) -> Splits:
+    """Assign documents to the fit, select (validation) and test splits at random.
+
+    The result depends on the seed and the number of documents alone. Sizes that add up to 100 are percentages (a
+    split with a share gets at least one document); any others are counts.
+    """
+    if seed < 0:
+        raise BadText(f"expected {argument('seed')} of 0 or more, got {seed}")
+    sizes = _parse_split(split)
+    is_percent = math.isclose(sum(sizes), 100)
+    counts = _counts_of_shares(sizes, n_documents) if is_percent else _counts(sizes, n_documents)
+    # Raw bits: numpy promises that these stay the same in all versions, but not `permutation`.
+    order = np.argsort(np.random.PCG64(seed).random_raw(n_documents), kind="stable").tolist()
+    select, test = counts[0], counts[0] + counts[1]
+    return Splits(
+        fit=tuple(order[:select]),
+        select=tuple(order[select:test]),
+        test=tuple(order[test : test + counts[2]]),
+    )
+
+
+def _parse_split(split: str | tuple[float | int, ...]) -> list[float]:
+    text = split if isinstance(split, str) else "/".join(str(size) for size in split)
+    try:
+        sizes = [float(size) for size in text.split("/")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != 3 or not all(math.isfinite(s) and s >= 0 for s in sizes) or not sum(sizes):
+        raise BadText(
+            f"expected {argument('split')} of three sizes for fit/select/test, such as 80/10/10 (percent) or "
+            f"9000/500/500 (documents), got {text!r}"
+        )
+    return sizes
+
+
+def _counts_of_shares(shares: list[float], n_documents: int) -> list[int]:
+    n_splits = sum(share > 0 for share in shares)
+    if n_documents < n_splits:
+        raise TextTooShort(
+            f"expected at least {n_splits} documents (lines or paragraphs of a file, rows of a table) for {n_splits} "
+            f"splits, got {n_documents}; pass more text"
+        )
+    # The tiny addend keeps 0.1 % of 3,000 from being floored to 2.
+    counts = [max(1, math.floor(s * n_documents / 100 + 1e-9)) if s else 0 for s in shares]
+    counts[shares.index(max(shares))] += n_documents - sum(counts)
+    return counts
+
+
+def _counts(sizes: list[float], n_documents: int) -> list[int]:
+    text = "/".join(f"{size:.12g}" for size in sizes)
+    if any(size != int(size) for size in sizes):
+        raise BadText(
+            f"expected {argument('split')} of percentages that add up to 100, or of integer numbers of documents, "
+            f"got {text}, which adds up to {sum(sizes):.12g}"
+        )
+    counts = [int(size) for size in sizes]
+    if sum(counts) > n_documents:
+        raise TextTooShort(
+            f"expected {sum(counts):,} documents for {argument('split')} {text}, got {n_documents:,}; pass more text, "
+            f"or a smaller split"
+        )
+    return counts
+
+
+def _strip(source: _Source) -> Iterator[str]:
+    """The documents without surrounding whitespace, empty ones left out."""
+    for number, document in enumerate(source.documents, start=1):
+        document = document.strip()
+        try:
+            document.encode()
+        except (
+            UnicodeEncodeError
+        ):  # JSON can spell this, but tokenizers and hashes cannot encode it
+            raise BadText(
+                f"expected Unicode text, got a lone surrogate (half a character) in document {number} of "
+                f"{source.name}; correct or remove that document"
+            ) from None
+        if document:
+            yield document
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An opened source. Its documents may be read only when they are iterated over."""
+
+    name: str
+    format: str
+    """How the source was read, for `Corpus.note`."""
+    documents: Iterable[str]
+    at_most: int | None = None
+    """How many documents are read if the caller sets no limit."""
+
+
+def _open(source: str | Path | Iterable[str], column: str | None) -> _Source:
+    """Open a source according to its kind."""
+    if not isinstance(source, str | Path):
+        return _without_columns(_Source("the list", "as given", _strings(source)), column)
+    if source == "pydoc":
+        return _without_columns(_pydoc(), column)
+    if source == "-":
+        return _without_columns(_text("standard input", sys.stdin.buffer.read()), column)
+    if os.path.isdir(source):
+        raise BadText(f"{source} is a folder; expected a file")
+    if os.path.exists(source):
+        return _file(Path(source), column)
+    hub = _HUB_ID.fullmatch(str(source))
+    if isinstance(source, Path) or hub is None or source.endswith((".txt", *SUFFIXES)):
+        raise BadText(
+            f"there is no file {shorten(source)!r}; pass a file, a hub dataset (owner/name), "
+            "`pydoc`, `-` for standard input, or a list of texts"
+        )
+    return _hub(hub, column)
+
+
+def _without_columns(source: _Source, column: str | None) -> _Source:
+    if column is not None:
+        raise BadText(
+            f"{source.name} has no columns, got {argument('column', column)}; leave it out"
+        )
+    return source
+
+
+def _strings(items: Iterable[object]) -> Iterator[str]:
+    for number, item in enumerate(items):
+        if not isinstance(item, str):
+            raise BadText(
+                f"expected a list of strings, got {type(item).__name__} {shorten(item)} as item {number}"
+            )
+        yield item
+
+
+def _pydoc() -> _Source:
+    """The prose of Python's language reference, which every full installation has."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise BadText("this Python has no `pydoc` topics; pass a text file") from error
+    paragraphs = (p for topic in sorted(topics) for p in _BLANK_LINES.split(topics[topic]))
+    folded = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    # Topics repeat sections of each other. A repeated paragraph could be in both fit and test.
+    prose = dict.fromkeys(paragraph for paragraph in folded if _is_prose(paragraph))
+    return _Source(
+        "pydoc", f"paragraphs of the manual of Python {platform.python_version()}", prose
+    )
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Whether a paragraph is a sentence or more, and not a table, a heading, a grammar rule or code."""
+    plain = sum(character.isalpha() or character == " " for character in paragraph)
+    ends = paragraph.rstrip("\"')*”’").endswith((".", ":", ";", ",", "!", "?"))
+    code = ">>>" in paragraph or "::=" in paragraph
+    return len(paragraph) >= 40 and plain >= 0.85 * len(paragraph) and ends and not code
+
+
+def _file(path: Path, column: str | None) -> _Source:
+    name, suffix = path.name, path.suffix.lower()
+    if suffix == ".parquet":
+        return _table(name, _read_parquet(path, column))
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadText(f"{path} cannot be read ({shorten(error)}); pass a readable file") from error
+    if suffix not in SUFFIXES:
+        return _without_columns(_text(name, data), column)
+    text = _decode(name, data)
+    if not text.strip():
+        return _Source(name, "empty", [])
+    if suffix in (".jsonl", ".json"):
+        return _table(name, _read_json(name, text, column))
+    return _table(name, _read_csv(name, text, column, tabs=suffix == ".tsv"))
+
+
+def _table(name: str, table: tuple[str, Iterator[str]]) -> _Source:
+    column, documents = table
+    return _Source(name, f"column {column!r}", documents)
+
+
+def _decode(name: str, data: bytes) -> str:
+    """The text of UTF-8 bytes, with bare newlines and without a byte order mark."""
+    # A zero byte is valid UTF-8, but texts do not contain it: this is UTF-16 or a binary file.
+    bad = data.find(b"\0")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        bad = error.start if bad < 0 else min(bad, error.start)
+    if bad >= 0:
+        raise BadText(
+            f"{name} is not UTF-8 text: byte 0x{data[bad]:02x} at offset {bad:,}; convert it to UTF-8 first"
+        )
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def _text(name: str, data: bytes) -> _Source:
+    text = _decode(name, data)
+    # Not splitlines(), which also splits at U+2028, form feeds and other characters inside sentences.
+    solid = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if solid and all(_LEIPZIG.fullmatch(line) for _, line in solid[:100]):
+        return _Source(name, "one a line (Leipzig: id<TAB>sentence)", _leipzig(name, solid))
+    blank = solid[-1][0] - solid[0][0] + 1 - len(solid) if solid else 0
+    # Not a single blank line but a share of them decides: one stray blank line must not join all lines of a file.
+    if blank and blank >= 0.2 * len(solid):
+        return _Source(name, "paragraphs between blank lines", _BLANK_LINES.split(text))
+    skipped = f" (blank lines skipped: {blank:,})" if blank else ""
+    return _Source(name, f"one a line{skipped}", [line for _, line in solid])
+
+
+def _leipzig(name: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    for number, line in lines:
+        match = _LEIPZIG.fullmatch(line)
+        if match is None:
+            raise BadText(
+                f"expected digits<TAB>text in line {number} of {name}, as in its first lines, got {shorten(line)!r}; "
+                "correct the line, or remove the digits from all of them"
+            )
+        yield match[1]
+
+
+def _hub(hub: re.Match[str], column: str | None) -> _Source:
+    import datasets
+    from huggingface_hub import HfApi
+
+    try:
+        # A quick request first: without a network, `datasets` retries for half a minute.
+        HfApi().dataset_info(hub["id"], timeout=10)
+        with _no_progress_bars(datasets):
+            rows = datasets.load_dataset(
+                hub["id"], hub["config"], split=hub["split"] or "train", streaming=True
+            )
+    except Exception as error:  # `datasets` raises whatever its back ends do
+        raise BadText(
+            f"there is no file {hub[0]!r}, and as a hub dataset it cannot be read "
+            f"({shorten(error)}); check the name and the network, or pass a file"
+        ) from error
+    return _stream(hub[0], rows, column)
+
+
+def _stream(name: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> _Source:
+    stream = _report_interruption(name, rows)
+    first = next(stream, None)
+    if first is None:
+        return _Source(name, "empty", [])
+    is_text = {key: isinstance(value, str) for key, value in first.items()}
+    column = _choose_column(name, column, is_text)
+    documents = _texts(name, column, (row[column] for row in chain([first], stream)))
+    return _Source(name, f"column {column!r}", documents, HUB_DOCUMENTS)
+
+
+def _report_interruption(
+    name: str, rows: Iterable[Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from rows
+    except Exception as error:  # the network may fail at any row
+        raise BadText(f"hub dataset {name} broke off ({shorten(error)}); try again") from error
+
+
+@contextmanager
+def _no_progress_bars(datasets: Any) -> Iterator[None]:
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _read_json(name: str, text: str, column: str | None) -> tuple[str, Iterator[str]]:
+    """The text column and its texts, from one object a line or an array of objects."""
     rows = list(json_rows(name, text))
     kinds: dict[str, set[type]] = {}
     for row in rows:
         for key, value in row.items():
             kinds.setdefault(key, set()).add(type(value))
     is_text = {key: kind - {type(None)} == {str} for key, kind in kinds.items()}
-    column = choose_column(name, wanted, is_text)
-    return column, texts(name, column, (row.get(column) for row in rows))
+    column = _choose_column(name, column, is_text)
+    return column, _texts(name, column, (row.get(column) for row in rows))
 
 
 def json_rows(name: str, text: str) -> Iterator[dict[str, Any]]:
@@ -55,8 +380,8 @@ def json_rows(name: str, text: str) -> Iterator[dict[str, Any]]:
     for number, row in numbered:
         if not isinstance(row, dict):
             raise BadText(
-                f"row {number} of {name} is {shorten(json.dumps(row))}, but an object was wanted, "
-                'such as {"text": "..."}; rewrite it so'
+                f'expected an object such as {{"text": "..."}} in row {number} of {name}, got '
+                f"{shorten(json.dumps(row))}"
             )
         yield row
 
@@ -68,21 +393,21 @@ def _json_value(name: str, line: int, text: str) -> Any:
         inside = getattr(error, "lineno", 1)
         raise BadText(
             f"line {line + inside - 1} of {name} is not JSON ({shorten(error)}); "
-            "give one object a line, or one array of objects"
+            "expected one object a line, or one array of objects"
         ) from error
 
 
-def read_csv(
-    name: str, text: str, wanted: str | None, *, tabs: bool = False
+def _read_csv(
+    name: str, text: str, column: str | None, *, tabs: bool = False
 ) -> tuple[str, Iterator[str]]:
-    """The column taken and its texts. The first row names the columns."""
+    """The text column and its texts. The first row names the columns."""
     import pyarrow as pa
     from pyarrow import csv
 
     data = text.encode()
-    # One block for the file: a document longer than a block would be an error.
+    # The file as one block: a document longer than a block would be an error.
     block = csv.ReadOptions(block_size=min(len(data) + 1, 2**31 - 1))
-    # Tab-separated files have no quotes by definition; a sentence in one may well start with one.
+    # Tab-separated files have no quoting by definition, and a sentence in one may start with a quote.
     parse = csv.ParseOptions(
         delimiter="\t" if tabs else ",",
         quote_char=False if tabs else '"',
@@ -91,20 +416,20 @@ def read_csv(
     try:
         table = csv.read_csv(io.BytesIO(data), read_options=block, parse_options=parse)
     except pa.ArrowInvalid as error:
-        raise BadText(f"{name} is not a table ({shorten(error)}); mend that row") from error
-    column = choose_column(name, wanted, _arrow_texts(table.schema))
+        raise BadText(f"{name} is not a table ({shorten(error)}); correct that row") from error
+    column = _choose_column(name, column, _arrow_texts(table.schema))
     cells = table.column(table.schema.names.index(column))
-    return column, texts(name, column, cells.to_pylist())
+    return column, _texts(name, column, cells.to_pylist())
 
 
-def read_parquet(path: Path, wanted: str | None) -> tuple[str, Iterator[str]]:
-    """The column taken and its texts, a row group at a time."""
+def _read_parquet(path: Path, column: str | None) -> tuple[str, Iterator[str]]:
+    """The text column and its texts, read one row group at a time."""
     from pyarrow import parquet
 
     with _parquet_errors(path.name):
         file = parquet.ParquetFile(path)
-    column = choose_column(path.name, wanted, _arrow_texts(file.schema_arrow))
-    return column, texts(path.name, column, _parquet_cells(file, path.name, column))
+    column = _choose_column(path.name, column, _arrow_texts(file.schema_arrow))
+    return column, _texts(path.name, column, _parquet_cells(file, path.name, column))
 
 
 def _parquet_cells(file: Any, name: str, column: str) -> Iterator[object]:
@@ -133,360 +458,35 @@ def _arrow_texts(schema: Any) -> dict[str, bool]:
     }
 
 
-def choose_column(name: str, wanted: str | None, is_text: Mapping[str, bool]) -> str:
-    """The column wanted; if none is, the only column of text, or the one with the usual name."""
-    candidates = [column for column, good in is_text.items() if good]
-    if wanted is None and len(candidates) > 1:
-        candidates = [column for column in TEXT_COLUMNS if column in candidates][:1]
-    if wanted is not None:
-        candidates = [column for column in is_text if column == wanted]
+def _choose_column(name: str, column: str | None, is_text: Mapping[str, bool]) -> str:
+    """The named column; without a name, the only column of text, or the one with a usual name."""
+    if column is not None:
+        candidates = [other for other in is_text if other == column]
+    else:
+        candidates = [other for other, good in is_text.items() if good]
+        if len(candidates) > 1:
+            candidates = [usual for usual in TEXT_COLUMNS if usual in candidates][:1]
     if candidates:
         return candidates[0]
-    missing = "no one column of text" if wanted is None else f"no column {wanted!r}"
-    raise BadText(f"{name} has {missing}; name one of its columns: {', '.join(is_text) or 'none'}")
+    missing = "no single column of text" if column is None else f"no column {column!r}"
+    names = ", ".join(is_text) or "none"
+    raise BadText(f"{name} has {missing}; pass {argument('column')} as one of its columns: {names}")
 
 
-def texts(name: str, column: str, cells: Iterable[object]) -> Iterator[str]:
-    """The cells, which must be texts. An empty cell is passed over."""
+def _texts(name: str, column: str, cells: Iterable[object]) -> Iterator[str]:
+    """The cells, which must be texts; empty ones are left out."""
     for row, cell in enumerate(cells, start=1):
-        if cell is None:  # how Arrow and pandas write an empty cell
+        if cell is None:  # an empty cell of Arrow and pandas
             continue
         if not isinstance(cell, str):
             raise BadText(
-                f"row {row} of column {column!r} of {name} is {type(cell).__name__} "
-                f"{shorten(cell)}, but text was wanted; name another column"
+                f"expected text in row {row} of column {column!r} of {name}, got {type(cell).__name__} "
+                f"{shorten(cell)}; pass another {argument('column')}"
             )
         yield cell
 
 
-def shorten(thing: object) -> str:
-    """On one line and not too long, for a message."""
-    line = " ".join(str(thing).split())
+def shorten(value: object) -> str:
+    """The text of a value on one line and not too long, for a message."""
+    line = " ".join(str(value).split())
     return line if len(line) <= 160 else line[:157] + "..."
-
-
-HUB_DOCUMENTS = 10_000
-"""How many documents of a hub dataset are read when no limit is given: some never end."""
-
-_LEIPZIG = re.compile(r"[0-9]+\t(.*)")
-_BLANK_LINES = re.compile(r"\n\s*\n")
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A source that has been opened. Its documents may still come in as they are asked for."""
-
-    name: str
-    how: str
-    documents: Iterable[str]
-    at_most: int | None = None
-
-
-def find(source: str | Path | Iterable[str], column: str | None) -> Found:
-    """Tell what kind of source it is, and open it."""
-    if not isinstance(source, str | Path):
-        return _without_columns(Found("the list", "as given", _strings(source)), column)
-    if source == "pydoc":
-        return _without_columns(_pydoc(), column)
-    if source == "-":
-        return _without_columns(_text("standard input", sys.stdin.buffer.read()), column)
-    if os.path.isdir(source):
-        raise BadText(f"{source} is a folder, but a file was wanted; name one file in it")
-    if os.path.exists(source):
-        return _file(Path(source), column)
-    hub = _HUB_ID.fullmatch(str(source))
-    if isinstance(source, Path) or hub is None or source.endswith((".txt", *SUFFIXES)):
-        raise BadText(
-            f"there is no file {shorten(source)!r}; give a file, a hub dataset (owner/name), "
-            "`pydoc`, `-` for standard input, or a list of texts"
-        )
-    return _hub(hub, column)
-
-
-def _file(path: Path, column: str | None) -> Found:
-    name, suffix = path.name, path.suffix.lower()
-    if suffix == ".parquet":
-        return _table(name, read_parquet(path, column))
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadText(f"{path} cannot be read ({shorten(error)}); give a readable file") from error
-    if suffix not in SUFFIXES:
-        return _without_columns(_text(name, data), column)
-    text = _decoded(name, data)
-    if not text.strip():
-        return Found(name, "empty", [])
-    if suffix in (".jsonl", ".json"):
-        return _table(name, read_json(name, text, column))
-    return _table(name, read_csv(name, text, column, tabs=suffix == ".tsv"))
-
-
-def _table(name: str, table: tuple[str, Iterator[str]]) -> Found:
-    column, documents = table
-    return Found(name, f"column {column!r}", documents)
-
-
-def _without_columns(found: Found, column: str | None) -> Found:
-    if column is not None:
-        raise BadText(
-            f"column {column!r} was asked for, but {found.name} has no columns; ask for none"
-        )
-    return found
-
-
-def _strings(items: Iterable[object]) -> Iterator[str]:
-    for number, item in enumerate(items):
-        if not isinstance(item, str):
-            raise BadText(
-                f"item {number} of the list is {type(item).__name__} {shorten(item)}, "
-                "but text was wanted; give a list of strings"
-            )
-        yield item
-
-
-def _decoded(name: str, data: bytes) -> str:
-    """Text with bare newlines and no byte order mark."""
-    # A zero byte is good UTF-8, but no text has one: it is UTF-16 or a binary file.
-    bad = data.find(b"\0")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        bad = error.start if bad < 0 else min(bad, error.start)
-    if bad >= 0:
-        raise BadText(
-            f"{name} is not UTF-8 text: byte 0x{data[bad]:02x} at offset {bad:,}; "
-            "give UTF-8 text, or convert it first"
-        )
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def _text(name: str, data: bytes) -> Found:
-    text = _decoded(name, data)
-    # Not splitlines(): that also cuts at U+2028, form feeds and others that sentences contain.
-    solid = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if solid and all(_LEIPZIG.fullmatch(line) for _, line in solid[:100]):
-        return Found(name, "one a line (Leipzig: id<TAB>sentence)", _leipzig(name, solid))
-    blank = solid[-1][0] - solid[0][0] + 1 - len(solid) if solid else 0
-    # A share and not a single blank line decides: one stray blank must not glue a file together.
-    if blank and blank >= 0.2 * len(solid):
-        return Found(name, "paragraphs between blank lines", _BLANK_LINES.split(text))
-    skipped = f" (blank lines skipped: {blank:,})" if blank else ""
-    return Found(name, f"one a line{skipped}", [line for _, line in solid])
-
-
-def _leipzig(name: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
-    for number, line in lines:
-        match = _LEIPZIG.fullmatch(line)
-        if match is None:
-            raise BadText(
-                f"line {number} of {name} is {shorten(line)!r}, but digits<TAB>text was wanted, as "
-                "in its first lines; mend the line, or take the digits off all of them"
-            )
-        yield match[1]
-
-
-def _pydoc() -> Found:
-    """The prose of the language reference, which every full Python carries."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise BadText("this Python comes without `pydoc` topics; give a text file") from error
-    paragraphs = (p for topic in sorted(topics) for p in _BLANK_LINES.split(topics[topic]))
-    folded = (" ".join(paragraph.split()) for paragraph in paragraphs)
-    # Topics repeat each other's sections. Kept twice, a paragraph could be in both fit and test.
-    prose = dict.fromkeys(paragraph for paragraph in folded if _is_prose(paragraph))
-    return Found("pydoc", f"paragraphs of the manual of Python {platform.python_version()}", prose)
-
-
-def _is_prose(paragraph: str) -> bool:
-    """Whether it is a sentence or more, and not a table, a heading, a grammar rule or code."""
-    plain = sum(character.isalpha() or character == " " for character in paragraph)
-    ends = paragraph.rstrip("\"')*”’").endswith((".", ":", ";", ",", "!", "?"))
-    code = ">>>" in paragraph or "::=" in paragraph
-    return len(paragraph) >= 40 and plain >= 0.85 * len(paragraph) and ends and not code
-
-
-def _hub(hub: re.Match[str], column: str | None) -> Found:
-    import datasets
-    from huggingface_hub import HfApi
-
-    try:
-        # Ask once first: without a network, `datasets` retries for half a minute.
-        HfApi().dataset_info(hub["id"], timeout=10)
-        with _no_progress_bars(datasets):
-            rows = datasets.load_dataset(
-                hub["id"], hub["config"], split=hub["split"] or "train", streaming=True
-            )
-    except Exception as error:  # `datasets` raises whatever its back ends do
-        raise BadText(
-            f"there is no file {hub[0]!r}, and as a hub dataset it cannot be read "
-            f"({shorten(error)}); check the name, the network, or give a file"
-        ) from error
-    return _stream(hub[0], rows, column)
-
-
-def _stream(name: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Found:
-    stream = _unbroken(name, rows)
-    first = next(stream, None)
-    if first is None:
-        return Found(name, "empty", [])
-    is_text = {key: isinstance(value, str) for key, value in first.items()}
-    column = choose_column(name, column, is_text)
-    documents = texts(name, column, (row[column] for row in chain([first], stream)))
-    return Found(name, f"column {column!r}", documents, HUB_DOCUMENTS)
-
-
-def _unbroken(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    try:
-        yield from rows
-    except Exception as error:  # the network may go away at any row
-        raise BadText(f"hub dataset {name} broke off ({shorten(error)}); try again") from error
-
-
-@contextmanager
-def _no_progress_bars(datasets: Any) -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Documents in order, with a name and a note on how they were read."""
-
-    name: str
-    documents: tuple[str, ...]
-    note: str
-
-    @cached_property
-    def sha256(self) -> str:
-        """The hash of the documents. Each goes in behind its length, so that no two lists agree."""
-        digest = hashlib.sha256()
-        for document in self.documents:
-            data = document.encode()
-            digest.update(len(data).to_bytes(8, "big") + data)
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Document indices, disjoint: fit the maps, select their settings, test what is shown."""
-
-    fit: tuple[int, ...]
-    select: tuple[int, ...]
-    test: tuple[int, ...]
-
-
-def load_text(
-    source: str | Path | Iterable[str], *, column: str | None = None, limit: int | None = None
-) -> Corpus:
-    """Read documents from a file, a hub dataset, standard input (`-`), `pydoc`, or a list.
-
-    A text file may be Leipzig (`id<TAB>sentence`), paragraphs between blank lines, or one document
-    a line: `note` says which it was taken for. JSON, CSV, TSV and Parquet have a `column`. A hub
-    dataset is `owner/name`, `owner/name:config`, `owner/name@split`; without a `limit` only its
-    first 10,000 documents are read. `pydoc` is the English of Python's own manual.
-    """
-    if limit is not None and limit < 1:
-        raise BadText(f"the limit given is {limit} documents; give 1 or more, or none for all")
-    found = find(source, column)
-    at_most = found.at_most if limit is None else limit
-    documents = tuple(islice(_stripped(found), at_most))
-    if not documents:
-        raise BadText(f"{found.name} has no documents in it: nothing but blanks; give it some text")
-    if limit is not None and len(documents) < limit:
-        raise TextTooShort(
-            f"asked for {limit:,} documents of {found.name}, but it has {len(documents):,}; "
-            f"give more text or ask for at most {len(documents)}"
-        )
-    first = "the first " if len(documents) == at_most else ""
-    many = "document" if len(documents) == 1 else "documents"
-    return Corpus(found.name, documents, f"{first}{len(documents):,} {many}, {found.how}")
-
-
-def _stripped(found: Found) -> Iterator[str]:
-    for number, document in enumerate(found.documents, start=1):
-        document = document.strip()
-        try:
-            document.encode()
-        except UnicodeEncodeError:  # JSON can spell this; no tokenizer and no hash can take it
-            raise BadText(
-                f"document {number} of {found.name} has half a character in it (a lone surrogate), "
-                "but Unicode text was wanted; mend or leave out that document"
-            ) from None
-        if document:
-            yield document
-
-
-def split_documents(
-    n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0
-) -> Splits:
-    """Deal documents out to fit, select and test, at random, by the seed and their number alone.
-
-    Sizes that add up to 100 are percentages (whoever gets a share gets at least one document);
-    any others are counts.
-    """
-    if seed < 0:
-        raise BadText(f"the seed given is {seed}; give 0 or more")
-    parts = _parts(split)
-    percent = math.isclose(sum(parts), 100)
-    counts = _shares(parts, n_documents) if percent else _counts(parts, n_documents)
-    # Raw bits, because numpy promises that these stay the same from version to version, and does
-    # not promise it of `permutation`.
-    order = np.argsort(np.random.PCG64(seed).random_raw(n_documents), kind="stable").tolist()
-    select, test = counts[0], counts[0] + counts[1]
-    return Splits(
-        fit=tuple(order[:select]),
-        select=tuple(order[select:test]),
-        test=tuple(order[test : test + counts[2]]),
-    )
-
-
-def _parts(split: str | tuple[float | int, ...]) -> list[float]:
-    shown = split if isinstance(split, str) else "/".join(str(size) for size in split)
-    try:
-        parts = [float(part) for part in shown.split("/")]
-    except ValueError:
-        parts = []
-    good = len(parts) == 3 and all(math.isfinite(p) and p >= 0 for p in parts) and sum(parts) > 0
-    if not good:
-        raise BadText(
-            f"the split given is {shown!r}; give three sizes for fit/select/test, such as "
-            "80/10/10 (percent) or 9000/500/500 (documents)"
-        )
-    return parts
-
-
-def _shares(parts: list[float], n_documents: int) -> list[int]:
-    wanted = sum(part > 0 for part in parts)
-    if n_documents < wanted:
-        raise TextTooShort(
-            f"the text has {n_documents} documents (lines or paragraphs of a file, rows of a table), which cannot be "
-            f"split into {wanted} parts; give at least {wanted}"
-        )
-    # The tiny addend keeps 0.1 % of 3,000 from being floored to 2.
-    counts = [max(1, math.floor(p * n_documents / 100 + 1e-9)) if p else 0 for p in parts]
-    largest = parts.index(max(parts))
-    counts[largest] += n_documents - sum(counts)
-    return counts
-
-
-def _counts(parts: list[float], n_documents: int) -> list[int]:
-    shown = "/".join(f"{part:.12g}" for part in parts)
-    if any(part != int(part) for part in parts):
-        raise BadText(
-            f"the split given is {shown}, which adds up to {sum(parts):.12g}; give percentages "
-            "that add up to 100, or whole numbers of documents"
-        )
-    counts = [int(part) for part in parts]
-    if sum(counts) > n_documents:
-        raise TextTooShort(
-            f"the split given is {shown}, {sum(counts):,} documents in all, but there are "
-            f"{n_documents:,}; give more text or ask for fewer"
-        )
-    return counts
