@@ -49,7 +49,7 @@ def main() -> None:
 def measure(model: lj.Model, kind: str, path: Path, tokens: int, repeats: int) -> dict[str, float]:
     """Time the rivals on one text; print their rows, return the figures."""
     corpus, positions = lj.load_text(path), lj.Positions("all", skip_first=0)
-    ours = lj.make_batches(corpus, model.tokenization, positions, tokens_wanted=tokens)
+    ours = lj.make_batches(corpus, model.tokenization, positions, tokens=tokens)
     naive = naive_batches(model, corpus, ours)
     seconds = time_alternately(
         {

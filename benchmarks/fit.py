@@ -207,7 +207,7 @@ def stored_states(
     model: lj.Model, corpus: lj.Corpus, sites: list[lj.Site]
 ) -> dict[lj.Site, torch.Tensor]:
     share = lj.Positions("share", 0.5)
-    batches = lj.make_batches(corpus, model.tokenization, share, tokens_wanted=int(2.1 * STORED))
+    batches = lj.make_batches(corpus, model.tokenization, share, tokens=int(2.1 * STORED))
     batches_of_states = list(lj.capture_states(model, batches, sites))
     return {
         site: torch.cat([states[site] for states in batches_of_states])[:STORED] for site in sites

@@ -31,11 +31,11 @@ import torch
 import layerjump as lj
 from layerjump.data.batches import make_batches
 from layerjump.data.corpus import Corpus
+from layerjump.data.positions import ALL_POSITIONS
 from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import describe_machine
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
-from layerjump.pruning.prune import ALL_POSITIONS
 from layerjump.training.model import ModelShape
 from layerjump.training.pretrain import PretrainingRecord, Recipe, join_corpora, pretrain
 

@@ -32,12 +32,12 @@ from transformers import AutoModelForCausalLM
 
 import layerjump as lj
 from layerjump.data.batches import Batches, make_batches
+from layerjump.data.positions import ALL_POSITIONS
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.distill import distill
 from layerjump.pruning.prune import (
-    ALL_POSITIONS,
     CalibrationData,
     Pruned,
     drop_and_replace,
@@ -107,7 +107,7 @@ class Bench:
 
     def _test(self, path: Path, tokens: int) -> Batches:
         return make_batches(
-            lj.load_text(path), self.model.tokenization, ALL_POSITIONS, tokens_wanted=tokens
+            lj.load_text(path), self.model.tokenization, ALL_POSITIONS, tokens=tokens
         )
 
     def ratios(self, model: Model) -> RatioIntervals:

@@ -46,7 +46,7 @@ def main() -> None:
         tokens = tokens // (4 if options.quick else 1)
         picked = lj.Positions.parse(positions)
         batches = lj.make_batches(
-            lj.load_text(TEXTS / text), model.tokenization, picked, tokens_wanted=tokens
+            lj.load_text(TEXTS / text), model.tokenization, picked, tokens=tokens
         )
         rivals: dict[str, Callable[[], object]] = {
             "study": partial(evaluate_lenses, model, lenses, batches),

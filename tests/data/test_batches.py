@@ -173,31 +173,31 @@ def test_sequences_with_nothing_to_draw_are_left_out():
 
 def test_documents_are_taken_in_order_until_there_are_enough_tokens():
     corpus = corpus_of([range(9)] * 6)  # 10 tokens each, with <s>
-    found = make_batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=15)
+    found = make_batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens=15)
     assert {document for document, _, _ in picks(found)} == {4, 2}
-    exact = make_batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens_wanted=20)
+    exact = make_batches(corpus, TOKENS["llama"], EVERY, documents=[4, 2, 0, 1], tokens=20)
     assert exact.n_tokens == 20
 
 
 def test_too_few_tokens():
     corpus = corpus_of([range(9)] * 6)
     with pytest.raises(TextTooShort) as caught:
-        make_batches(corpus, TOKENS["llama"], EVERY, documents=[1, 2], tokens_wanted=20_000)
+        make_batches(corpus, TOKENS["llama"], EVERY, documents=[1, 2], tokens=20_000)
     assert str(caught.value) == (
-        "asked for 20,000 tokens of numbers, but its 2 documents have 20; "
-        "give more text or ask for at most 20"
+        "expected 20,000 tokens in the 2 documents of numbers, got 20; "
+        "pass more text, or tokens=20 or less"
     )
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"documents": [0, 7]}, "document 7 of numbers"),
-        ({"documents": [-1]}, "document -1 of numbers"),
-        ({"budget": 0}, "budget given is 0"),
-        ({"tokens_wanted": 0}, "tokens_wanted given is 0"),
-        ({"seed": -3}, "seed given is -3"),
-        ({"max_length": 2}, "max_length given is 2"),
+        ({"documents": [0, 7]}, "0 to 4 of numbers, got 7"),
+        ({"documents": [-1]}, "0 to 4 of numbers, got -1"),
+        ({"budget": 0}, "budget of 1 or more, got 0"),
+        ({"tokens": 0}, "tokens of 1 or more, got 0"),
+        ({"seed": -3}, "seed of 0 or more, got -3"),
+        ({"max_length": 2}, "max_length of at least 3"),
     ],
 )
 def test_options_that_make_no_sense(options, said):
@@ -210,7 +210,7 @@ def test_options_that_make_no_sense(options, said):
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
 def test_shards_that_are_not_there(rank, world):
     found = make_batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
-    with pytest.raises(BadText, match=f"shard {rank} of {world}"):
+    with pytest.raises(BadText, match=f"got {rank}"):
         found.shard(rank, world)
 
 

@@ -49,7 +49,7 @@ def test_settings_that_make_no_sense():
     for bad in [("one", 3), ("sample", 1.5), ("sample", float("inf")), ("some", 0)]:
         with pytest.raises(BadText, match=f"{bad[0]!r} with amount {bad[1]}"):
             Positions(*bad)
-    with pytest.raises(BadText, match="skip_first given is -1"):
+    with pytest.raises(BadText, match="skip_first of 0 or more, got -1"):
         Positions("all", skip_first=-1)
 
 

@@ -33,7 +33,7 @@ def test_what_goes_around(make, prefix, suffix, pad, mask):
     assert (tokens.prefix, tokens.suffix) == (prefix, suffix)
     assert (tokens.pad, tokens.mask) == (pad, mask)
     assert tokens.wrap([9, 10]) == [*prefix, 9, 10, *suffix] == tokens.tokenizer("2 3").input_ids
-    assert tokens.room == 64 - len(prefix) - len(suffix)
+    assert tokens.text_length(tokens.max_length) == 64 - len(prefix) - len(suffix)
 
 
 def test_a_causal_model_never_gets_a_suffix():
@@ -84,19 +84,19 @@ def test_the_shorter_limit_holds(limit, positions, length):
 def test_a_limit_that_is_no_number(limit):
     tokenizer = tokenizers.gpt2()
     tokenizer.model_max_length = limit
-    with pytest.raises(BadText, match=f"model_max_length is '{limit}'"):
+    with pytest.raises(BadText, match=f"tokenizer_config.json, got '{limit}'"):
         Tokenization.of(tokenizer, max_positions=64)
 
 
 def test_an_unknown_token_that_is_unknown():
     tokenizer = tokenizers.gpt2()
     tokenizer._special_tokens_map["unk_token"] = "[WHAT]"
-    with pytest.raises(BadText, match=r"unknown token is '\[WHAT\]', which is not in its voc"):
+    with pytest.raises(BadText, match=r"unknown token in its vocabulary, got '\[WHAT\]'"):
         Tokenization.of(tokenizer, max_positions=64)
 
 
 def test_no_room_for_text():
-    with pytest.raises(BadText, match=r"sequences of 2 tokens .* beside the 2") as caught:
+    with pytest.raises(BadText, match="the 2 tokens that the tokenizer adds, got 2") as caught:
         Tokenization.of(tokenizers.bert(), max_positions=2)
     assert "\n" not in str(caught.value)
 
@@ -105,7 +105,7 @@ def test_a_tokenizer_that_knows_no_common_word_is_still_probed():
     tokens = Tokenization.of(real("rxn-bert"), max_positions=512)
     assert tokens.encode(["a"]) == [[]]  # the probe that is tried first
     assert (tokens.prefix, tokens.suffix) == ((12,), (13,))
-    assert (tokens.mask, tokens.room) == (14, 510)
+    assert (tokens.mask, tokens.text_length(tokens.max_length)) == (14, 510)
 
 
 def test_a_real_llama_tokenizer():
@@ -142,8 +142,8 @@ def test_prompts_are_padded_on_the_left():
 @pytest.mark.parametrize(
     ("make", "text", "said"),
     [
-        (tokenizers.llama, "1 " * 20, "21 tokens, but the model takes 16"),
-        (tokenizers.gpt2, "", "prompt ''"),
+        (tokenizers.llama, "1 " * 20, "at most 16 tokens, got 21"),
+        (tokenizers.gpt2, "", "got none in ''"),
     ],
 )
 def test_prompts_that_cannot_be_continued(make, text, said):

@@ -50,7 +50,7 @@ def rows(
         model.tokenization,
         lj.Positions("all", skip_first=skip_first),
         documents=lj.split_documents(len(TEXT.documents), "100/0/0").fit,
-        tokens_wanted=tokens,
+        tokens=tokens,
         max_length=max_length,
     )
     pairs = [pair for b in chosen for pair in zip(b.input_ids, b.attention_mask, strict=True)]

@@ -51,7 +51,7 @@ def states_of(model, text, part):
     documents = getattr(lj.split_documents(len(text.documents), "80/10/10", seed=0), part)
     wanted = max(1, TOKENS * len(documents) // len(text.documents))
     found = lj.make_batches(
-        text, model.tokenization, lj.Positions("all"), documents=documents, tokens_wanted=wanted
+        text, model.tokenization, lj.Positions("all"), documents=documents, tokens=wanted
     )
     parts = [each.at for each in lj.capture_states(model, found, sites)]
     return {site: torch.cat([at[site] for at in parts]) for site in sites}

@@ -82,7 +82,7 @@ def test_to_dict_has_every_number(trajectory, model):
     assert [row[-1] for row in content["cross_entropy"]] == [None] * levels
     assert content["decided_at"] == trajectory.settled_level.tolist()
     ids = {str(token) for level in content["top"] for row in level for token in row}
-    assert ids | {str(model.tokenization.one(" girl"))} == set(content["words"])
+    assert ids | {str(model.tokenization.token_id(" girl"))} == set(content["words"])
     (followed,) = content["followed"]
     assert (followed["text"], shape(followed["rank"])) == (" girl", [levels, n])
     for name in ("entropy", "kl", "probability"):

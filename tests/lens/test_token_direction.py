@@ -40,7 +40,7 @@ def state_at(model, level, text):
 
 def test_the_direction_is_the_gradient_up_to_the_norms_length(lens, model):
     """The norm divides by the length, so the gradient lacks the component along the mapped state."""
-    token, level = model.tokenization.one(" dog"), 2
+    token, level = model.tokenization.token_id(" dog"), 2
     found = lens.direction(" dog", level)
     assert float(found.norm()) == pytest.approx(1)
     weight = lens.jumps[level, 4].weight.double()
@@ -99,7 +99,7 @@ def test_masked_models_need_jumps_to_final(data_folder, text):
     (at,) = lj.capture_states(model, [lj.batch_from_ids(ids)], [3])
     state = at[3][ids.index(model.tokenizer.mask_token_id)]
     head = model.structure.unembedding.weight.double()
-    row = head[model.tokenization.one("dog")] - head.mean(0)
+    row = head[model.tokenization.token_id("dog")] - head.mean(0)
     pulled = jumps[3, "final"].weight.double().mT @ row
     expected = -(state @ pulled)
     torch.testing.assert_close(found.predicted[0, 0], expected.detach(), rtol=1e-4, atol=1e-5)

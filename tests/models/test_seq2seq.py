@@ -84,7 +84,7 @@ def test_counts_take_in_both_rows(model, corpus):
     assert max(cells) <= 600
     assert found.padding == pytest.approx(1 - found.n_tokens / sum(cells))
     assert found.padding < 0.15
-    some = lj.make_batches(corpus, model.tokenization, TEXT, tokens_wanted=500)
+    some = lj.make_batches(corpus, model.tokenization, TEXT, tokens=500)
     assert 500 <= some.n_tokens < 560
 
 

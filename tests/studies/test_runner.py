@@ -178,7 +178,7 @@ def command(monkeypatch, *arguments) -> int:
         (["magic"], "no study 'magic'"),
         (["--estimators", "mat,magic"], "no estimator 'magic'"),
         (["--protocol", "theirs"], "got 'theirs'"),
-        (["--positions", "some"], "positions given are 'some'"),
+        (["--positions", "some"], "(a share of each sequence), got 'some'"),
         (["--target", "95"], "at most 1"),
         (["--split", "90/10/0"], "leaves no test documents"),
         (["--protocol", "paper"], "9000/0/1000, 10,000 documents in all, but there are 30"),

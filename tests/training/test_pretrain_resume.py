@@ -130,7 +130,7 @@ def test_bad_shapes_and_texts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "empty.txt"], "nothing but blanks"),
+        (["--text", "empty.txt"], "only whitespace"),
         (["--text", "some.txt", "--heads", "3"], "does not divide"),
         (["--text", "some.txt", "--levels", "two"], "expected numbers"),
         (["--text", "some.txt", "--vocab-size", "90000"], "gives only"),

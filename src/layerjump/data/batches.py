@@ -1,9 +1,4 @@
-"""Cut documents into sequences and group sequences of similar length into batches.
-
-Documents cut into the sequences that a model reads, kept end to end in a few arrays.
-
-Token batches: sequences of like length side by side, and the positions in them that count.
-"""
+"""Cut documents into sequences, and group sequences of similar length into batches."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -17,26 +12,30 @@ from torch import Tensor
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.data.tokenization import Tokenization
-from layerjump.errors import BadText, TextTooShort
+from layerjump.errors import BadText, TextTooShort, argument
 
 Ints = NDArray[np.int64]
 
 _DOCUMENTS_AT_ONCE = 256
+_MAX_PADDING = 0.15  # of a batch's cells: a short text has few sequences of similar length
 
 
 @dataclass
 class Sequences:
-    """Sequences end to end: a million of them are eight arrays, not a million lists of integers."""
+    """Token sequences, stored end to end: a million sequences are eight arrays, not a million lists."""
 
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     start: "array[int]" = field(default_factory=lambda: array("q"))
     length: "array[int]" = field(default_factory=lambda: array("q"))
     source: "array[int]" = field(default_factory=lambda: array("q"))
-    """How many tokens the encoder reads; they follow the sequence's own. 0 where there is one stack."""
+    """The number of tokens for the encoder of an encoder–decoder, stored after those for the decoder; otherwise 0."""
     uncut: "array[int]" = field(default_factory=lambda: array("q"))
+    """The length before the tokens after the last pick were cut off."""
     document: "array[int]" = field(default_factory=lambda: array("q"))
     number: "array[int]" = field(default_factory=lambda: array("q"))
+    """The sequence's number in its document."""
     picks: "array[int]" = field(default_factory=lambda: array("q"))
+    """The number of picked positions."""
 
     def add(
         self,
@@ -58,88 +57,31 @@ class Sequences:
         self.number.append(number)
         self.picks.append(picks)
 
-    def split(self) -> Ints:
-        """Tokens of each sequence, its source included."""
+    def sizes(self) -> Ints:
+        """The number of tokens of each sequence, including its source."""
         return np.asarray(self.length) + np.asarray(self.source)
-
-
-def cut(
-    corpus: Corpus,
-    tokens: Tokenization,
-    positions: Positions,
-    documents: Sequence[int],
-    tokens_wanted: int | None,
-    room: int,
-    seed: int,
-) -> Sequences:
-    """Documents to sequences, as many as it takes. Those with nothing to draw from are left out.
-
-    What follows the last pick cannot change a causal model's states there, and is not run. (A decoder's half is left
-    whole all the same: rows that are as long as their sources pad less.)
-    """
-    sequences = Sequences()
-    around = tokens.around
-    ends_early = tokens.mask is None and not tokens.both_ways and positions.kind != "all"
-    for document, ids in _encoded(corpus, tokens, documents):
-        end = min(len(ids), room) if positions.first_sequence_only else len(ids)
-        for number, start in enumerate(range(0, end, room)):
-            source, row = _rows(tokens, ids[start : start + room])
-            if not (picks := positions.count(len(row), *around)):
-                continue
-            end = len(row)
-            if ends_early:
-                drawn = positions.draw(end, *around, seed=seed, document=document, sequence=number)
-                end = int(drawn[-1]) + 1
-            which = {"document": document, "number": number, "picks": picks}
-            sequences.add(row[:end], source, uncut=len(row), **which)
-        if tokens_wanted is not None and len(sequences.ids) >= tokens_wanted:
-            return sequences
-    if tokens_wanted is not None:
-        raise TextTooShort(
-            f"asked for {tokens_wanted:,} tokens of {corpus.name}, but its {len(documents):,} "
-            f"documents have {len(sequences.ids):,}; give more text or ask for at most "
-            f"{len(sequences.ids)}"
-        )
-    return sequences
-
-
-def _rows(tokens: Tokenization, ids: list[int]) -> tuple[list[int], list[int]]:
-    """What the encoder reads (nothing where there is one stack), and the row whose positions are drawn."""
-    return ([], tokens.wrap(ids)) if tokens.start is None else tokens.halves(ids)
-
-
-def _encoded(
-    corpus: Corpus, tokens: Tokenization, documents: Sequence[int]
-) -> Iterator[tuple[int, list[int]]]:
-    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
-        encoded = tokens.encode([corpus.documents[document] for document in chunk])
-        yield from zip(map(int, chunk), encoded, strict=True)
-
-
-_MOST_PADDING = 0.15  # of a batch's cells: a short text has few rows of like length
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded on the right, and the picks: positions that count, by row then position."""
+    """Sequences padded on the right, and the picks: the positions of interest, by row, then position."""
 
     input_ids: Tensor
-    """(rows, longest) int64. A masked model's picks are [MASK] here."""
+    """(rows, longest) int64. The picks of a masked model are [MASK] here."""
     attention_mask: Tensor
     """(rows, longest) int64: 1 for tokens, 0 for padding."""
     row: Tensor
-    """(picks,) int64, as are the next three."""
+    """(picks,) int64, like the next three."""
     position: Tensor
     document: Tensor
     """The document's index in the corpus."""
     token: Tensor
-    """The token that stood at the pick before any masking."""
+    """The token at the pick before masking."""
     source_ids: Tensor | None = None
-    """(rows, longest source) int64: what an encoder–decoder's encoder reads; the rest is the decoder's."""
+    """(rows, longest source) int64: the input of an encoder–decoder's encoder; the other fields are the decoder's."""
     source_mask: Tensor | None = None
     sequence: Tensor | None = None
-    """(picks,) int64: which sequence of its document the pick is in; None: each document is one."""
+    """(picks,) int64: the number of the pick's sequence in its document; None: each document is one sequence."""
 
     @property
     def n_tokens(self) -> int:
@@ -152,32 +94,32 @@ class Batch:
 
 
 def batch_from_ids(ids: Sequence[int], source: Sequence[int] | None = None) -> Batch:
-    """A batch of one sequence, special tokens and all, with every position picked.
+    """A batch of one sequence, which includes its special tokens, with every position picked.
 
-    For an encoder–decoder it is what the decoder reads, and `source` what the encoder does.
+    For an encoder–decoder, `ids` are the decoder's input and `source` the encoder's.
     """
-    row = torch.tensor(ids)
+    tokens = torch.tensor(ids)
     position = torch.arange(len(ids))
-    where = torch.zeros_like(position)
-    made = Batch(row[None], torch.ones_like(row[None]), where, position, where, row)
+    zeros = torch.zeros_like(position)
+    batch = Batch(tokens[None], torch.ones_like(tokens[None]), zeros, position, zeros, tokens)
     if source is None:
-        return made
+        return batch
     source_ids = torch.tensor(source)[None]
-    return replace(made, source_ids=source_ids, source_mask=torch.ones_like(source_ids))
+    return replace(batch, source_ids=source_ids, source_mask=torch.ones_like(source_ids))
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """A sequence of batches whose tensors are made when asked for. Made by `batches`."""
+    """Batches, made by `make_batches`, whose tensors are built when they are indexed or iterated over."""
 
-    tokens: Tokenization
+    tokenization: Tokenization
     positions: Positions
     seed: int
     sequences: Sequences = field(repr=False)
     groups: tuple[Ints, ...] = field(repr=False)
     """The sequences of each batch, by index."""
     look: Positions | None = None
-    """Where the picks are, if not at the positions drawn (which a masked model sees as [MASK])."""
+    """The positions of the picks if they are not those that were drawn (and that a masked model reads as [MASK])."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -186,37 +128,36 @@ class Batches:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Batch:
-        chosen = self.groups[index].tolist()
-        ids, attention = self._grid(chosen)
-        sources = () if self.tokens.start is None else self._grid(chosen, source=True)
+        selected = self.groups[index].tolist()
+        ids, attention = self._grid(selected)
+        sources = () if self.tokenization.start is None else self._grid(selected, source=True)
         looking = self.look is not None
-        row, position = self._picks(chosen, self.look or self.positions, looking=looking)
-        document = np.array([self.sequences.document[sequence] for sequence in chosen])[row]
-        number = np.array([self.sequences.number[sequence] for sequence in chosen])[row]
+        row, position = self._picks(selected, self.look or self.positions, looking=looking)
+        document = np.array([self.sequences.document[sequence] for sequence in selected])[row]
+        number = np.array([self.sequences.number[sequence] for sequence in selected])[row]
         token = ids[row, position]
-        if self.tokens.mask is not None and self.positions.masks():
-            ids[self._picks(chosen, self.positions)] = self.tokens.mask
+        if self.tokenization.mask is not None and self.positions.masks():
+            ids[self._picks(selected, self.positions)] = self.tokenization.mask
         arrays = (ids, attention, row, position, document, token, *sources)
         return replace(Batch(*map(torch.from_numpy, arrays)), sequence=torch.from_numpy(number))
 
     def look_at(self, positions: Positions) -> "Batches":
-        """The same text with the same tokens masked, but with picks at other positions.
+        """The same batches, with the same tokens masked, but with picks at other positions.
 
-        A map that is applied everywhere must be fitted everywhere, not at [MASK] alone.
+        A map that is applied everywhere must be fitted everywhere, not only at [MASK].
         """
-        around = self.tokens.around
-        # Of the length that is run: a causal model's sequence ends with its last pick.
+        around = self.tokenization.around
+        # From the length that runs: a causal model's sequence ends with its last pick.
         picks = array("q", [positions.count(length, *around) for length in self.sequences.length])
         sequences = replace(self.sequences, picks=picks, uncut=self.sequences.length)
         return replace(self, sequences=sequences, look=positions)
 
     def shard(self, rank: int, world: int) -> "Batches":
-        """This process's share of the batches: about as many tokens as any other's, none twice."""
+        """The batches of one process of a group: disjoint, and about as many tokens for each process."""
         if not 0 <= rank < world:
-            raise BadText(f"shard {rank} of {world} was asked for; give a rank from 0 to world - 1")
-        dealt = _deal([self._tokens_in(group) for group in self.groups], world)
-        mine = tuple(self.groups[index] for index in sorted(dealt[rank]))
-        return replace(self, groups=mine)
+            raise BadText(f"expected a rank from 0 to {world - 1}, got {rank}")
+        shares = _balance([self._tokens_in(group) for group in self.groups], world)
+        return replace(self, groups=tuple(self.groups[index] for index in sorted(shares[rank])))
 
     @property
     def n_sequences(self) -> int:
@@ -224,12 +165,12 @@ class Batches:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens, special ones and the encoder's included, padding not."""
+        """The number of tokens, including special tokens and the encoder's, without padding."""
         return sum(map(self._tokens_in, self.groups))
 
     @property
     def n_source_tokens(self) -> int:
-        """How many of them an encoder–decoder's encoder reads."""
+        """The number of tokens for the encoder of an encoder–decoder."""
         source = np.asarray(self.sequences.source)
         return int(sum(source[group].sum() for group in self.groups))
 
@@ -240,15 +181,15 @@ class Batches:
 
     @property
     def most_picks(self) -> int:
-        """Picks in the batch that has most of them."""
+        """The picks of the batch with the most picks."""
         picks = np.asarray(self.sequences.picks)
         return max((int(picks[group].sum()) for group in self.groups), default=0)
 
     @property
     def padding(self) -> float:
-        """The share of all cells that hold padding."""
-        # The longest sequence has the longest source too: they are halves of one text.
-        size = self.sequences.split()
+        """The share of padding in all cells."""
+        # The longest sequence also has the longest source: they are halves of one text.
+        size = self.sequences.sizes()
         cells = sum(len(group) * int(size[group].max()) for group in self.groups)
         return 1 - self.n_tokens / cells if cells else 0.0
 
@@ -256,12 +197,12 @@ class Batches:
         length, source = np.asarray(self.sequences.length), np.asarray(self.sequences.source)
         return int(length[group].sum() + source[group].sum())
 
-    def _grid(self, chosen: list[int], *, source: bool = False) -> tuple[Ints, Ints]:
-        split = self.sequences.source if source else self.sequences.length
-        lengths = [split[sequence] for sequence in chosen]
-        ids = np.full((len(chosen), max(lengths)), self.tokens.pad, dtype=np.int64)
+    def _grid(self, selected: list[int], *, source: bool = False) -> tuple[Ints, Ints]:
+        sizes = self.sequences.source if source else self.sequences.length
+        lengths = [sizes[sequence] for sequence in selected]
+        ids = np.full((len(selected), max(lengths)), self.tokenization.pad, dtype=np.int64)
         attention = np.zeros_like(ids)
-        for row, (sequence, length) in enumerate(zip(chosen, lengths, strict=True)):
+        for row, (sequence, length) in enumerate(zip(selected, lengths, strict=True)):
             start = self.sequences.start[sequence]
             start += self.sequences.length[sequence] if source else 0
             ids[row, :length] = self.sequences.ids[start : start + length]
@@ -269,18 +210,18 @@ class Batches:
         return ids, attention
 
     def _picks(
-        self, chosen: list[int], positions: Positions, *, looking: bool = False
+        self, selected: list[int], positions: Positions, *, looking: bool = False
     ) -> tuple[Ints, Ints]:
-        """Rows and positions of what is drawn from each sequence of a batch."""
-        draws = [self._draw(sequence, positions, looking) for sequence in chosen]
-        row = np.repeat(np.arange(len(chosen)), [len(draw) for draw in draws])
+        """Rows and positions of the draws from each sequence of a batch."""
+        draws = [self._draw(sequence, positions, looking) for sequence in selected]
+        row = np.repeat(np.arange(len(selected)), [len(draw) for draw in draws])
         return row, np.concatenate(draws)
 
     def _draw(self, sequence: int, positions: Positions, looking: bool) -> Ints:
         return positions.draw(
             self.sequences.uncut[sequence],
-            *self.tokens.around,
-            # With the seed of the masks, a share looked at would hold more masks than the text does.
+            *self.tokenization.around,
+            # With the seed of the masks, the share would contain more masks than the text does.
             seed=self.seed + looking,
             document=self.sequences.document[sequence],
             sequence=self.sequences.number[sequence],
@@ -289,86 +230,130 @@ class Batches:
 
 def make_batches(
     corpus: Corpus,
-    tokens: Tokenization,
+    tokenization: Tokenization,
     positions: Positions,
     *,
     documents: Sequence[int] | None = None,
     seed: int = 0,
-    tokens_wanted: int | None = None,
+    tokens: int | None = None,
     max_length: int = 512,
     budget: int = 1024,
 ) -> Batches:
-    """Cut documents into sequences and put those of like length together.
+    """Cut documents into sequences, and group those of similar length into batches.
 
-    `documents` are taken in the order given, until there are `tokens_wanted` tokens. A batch has at
-    most `budget` cells, padding included, unless one sequence alone has more. Batches come in
-    random order, so that the first few stand for all.
+    `documents` are used in their order until there are `tokens` tokens (None: all). A batch has at most `budget` cells,
+    including padding, unless a single sequence has more. Batches are shuffled, so that the first few represent all.
 
     For an encoder–decoder a sequence is two rows of at most `max_length`: the encoder reads the first half of its text,
-    the decoder the second half behind its start token. Tokens and cells of both count; picks are the decoder's.
+    the decoder the second half after its start token. Tokens and cells of both count; picks are the decoder's.
     """
     documents = range(len(corpus.documents)) if documents is None else documents
-    _check(corpus, documents, seed=seed, tokens_wanted=tokens_wanted, budget=budget)
-    room = tokens.room_in(max_length)
-    if room < 1:
-        raise BadText(
-            f"max_length given is {max_length}, but the tokenizer adds {tokens.n_added} "
-            f"tokens to a text; give at least {tokens.n_added + 1}"
-        )
-    sequences = cut(corpus, tokens, positions, documents, tokens_wanted, room, seed)
-    if not sequences.length:
-        raise TextTooShort(
-            f"no position counts in any of the {len(documents):,} documents of {corpus.name}: "
-            f"asked for {positions}, from position {positions.skip_first} on; give longer text"
-        )
-    groups = _group(sequences.split(), budget)
-    order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
-    shuffled = tuple(groups[index] for index in order)
-    return Batches(tokens, positions, seed, sequences, shuffled)
-
-
-def _check(
-    corpus: Corpus,
-    documents: Sequence[int],
-    *,
-    seed: int,
-    tokens_wanted: int | None,
-    budget: int,
-) -> None:
-    least = {"seed": (seed, 0), "tokens_wanted": (tokens_wanted, 1), "budget": (budget, 1)}
-    for name, (value, minimum) in least.items():
+    limits = {"seed": (seed, 0), "tokens": (tokens, 1), "budget": (budget, 1)}
+    for name, (value, minimum) in limits.items():
         if value is not None and value < minimum:
-            raise BadText(f"{name} given is {value}; give {minimum} or more")
+            raise BadText(f"expected {argument(name)} of {minimum} or more, got {value}")
     for document in documents:
         if not 0 <= document < len(corpus.documents):
             raise BadText(
-                f"document {document} of {corpus.name} was asked for, but it has "
-                f"{len(corpus.documents):,}, counted from 0; split that many"
+                f"expected documents from 0 to {len(corpus.documents) - 1:,} of {corpus.name}, got {document}"
             )
+    text_length = tokenization.text_length(max_length)
+    if text_length < 1:
+        raise BadText(
+            f"expected {argument('max_length')} of at least {tokenization.n_added + 1}, because the tokenizer adds "
+            f"{tokenization.n_added} tokens, got {max_length}"
+        )
+    sequences = _cut(corpus, tokenization, positions, documents, tokens, text_length, seed)
+    if not sequences.length:
+        raise TextTooShort(
+            f"none of the {len(documents):,} documents of {corpus.name} has a position of {positions} from position "
+            f"{positions.skip_first} on; pass longer text"
+        )
+    groups = _group(sequences.sizes(), budget)
+    order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
+    shuffled = tuple(groups[index] for index in order)
+    return Batches(tokenization, positions, seed, sequences, shuffled)
 
 
-def _group(length: Ints, budget: int) -> list[Ints]:
-    """Sequences by length, cut wherever one more would make rows × longest exceed the budget, or too much padding."""
-    order = np.argsort(length, kind="stable")
+def _cut(
+    corpus: Corpus,
+    tokenization: Tokenization,
+    positions: Positions,
+    documents: Sequence[int],
+    tokens: int | None,
+    text_length: int,
+    seed: int,
+) -> Sequences:
+    """Cut documents into sequences until there are `tokens` tokens; sequences without eligible positions are left out.
+
+    Tokens after the last pick cannot change a causal model's states there, and are cut off. (Not from a decoder's
+    half: rows that are as long as their sources need less padding.)
+    """
+    sequences = Sequences()
+    around = tokenization.around
+    ends_at_pick = (
+        tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
+    )
+    for document, ids in _encode(corpus, tokenization, documents):
+        end = min(len(ids), text_length) if positions.first_sequence_only else len(ids)
+        for number, start in enumerate(range(0, end, text_length)):
+            text = ids[start : start + text_length]
+            source, row = (
+                ([], tokenization.wrap(text))
+                if tokenization.start is None
+                else tokenization.halves(text)
+            )
+            if not (picks := positions.count(len(row), *around)):
+                continue
+            length = len(row)
+            if ends_at_pick:
+                draw = positions.draw(
+                    length, *around, seed=seed, document=document, sequence=number
+                )
+                length = int(draw[-1]) + 1
+            indices = {"document": document, "number": number, "picks": picks}
+            sequences.add(row[:length], source, uncut=len(row), **indices)
+        if tokens is not None and len(sequences.ids) >= tokens:
+            return sequences
+    if tokens is not None:
+        raise TextTooShort(
+            f"expected {tokens:,} tokens in the {len(documents):,} documents of {corpus.name}, got "
+            f"{len(sequences.ids):,}; pass more text, or {argument('tokens', len(sequences.ids))} or less"
+        )
+    return sequences
+
+
+def _encode(
+    corpus: Corpus, tokenization: Tokenization, documents: Sequence[int]
+) -> Iterator[tuple[int, list[int]]]:
+    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
+        encoded = tokenization.encode([corpus.documents[document] for document in chunk])
+        yield from zip(map(int, chunk), encoded, strict=True)
+
+
+def _group(sizes: Ints, budget: int) -> list[Ints]:
+    """Sort sequences by size, and start a new batch before rows × longest exceed the budget, or padding its limit."""
+    order = np.argsort(sizes, kind="stable")
     cuts, tokens = [0], 0
-    for place, sequence in enumerate(order):
-        # Lengths grow, so the newest row is the longest.
-        cells = (place - cuts[-1] + 1) * length[sequence]
-        tokens += length[sequence]
-        if place > cuts[-1] and (cells > budget or cells - tokens > _MOST_PADDING * cells):
-            cuts.append(place)
-            tokens = length[sequence]
+    for index, sequence in enumerate(order):
+        # Sizes grow, so the newest row is the longest.
+        cells = (index - cuts[-1] + 1) * sizes[sequence]
+        tokens += sizes[sequence]
+        if index > cuts[-1] and (cells > budget or cells - tokens > _MAX_PADDING * cells):
+            cuts.append(index)
+            tokens = sizes[sequence]
     return np.split(order, cuts[1:])
 
 
-def _deal(split: Sequence[int], world: int) -> list[list[int]]:
-    """Indices for each rank. Largest first, one to each rank a round, the least laden choosing."""
-    order = sorted(range(len(split)), key=lambda index: -split[index])
-    hands: list[list[int]] = [[] for _ in range(world)]
-    load = [0] * world
+def _balance(sizes: Sequence[int], world: int) -> list[list[int]]:
+    """Assign indices to ranks, largest first: in each round one to every rank, the largest to the lightest rank."""
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    shares: list[list[int]] = [[] for _ in range(world)]
+    totals = [0] * world
     for start in range(0, len(order), world):
-        ranks = sorted(range(world), key=lambda rank: load[rank])
+        ranks = sorted(range(world), key=lambda rank: totals[rank])
         for rank, index in zip(ranks, order[start : start + world], strict=False):
-            hands[rank].append(index)
-            load[rank] += split[index]
-    return hands
+            shares[rank].append(index)
+            totals[rank] += sizes[index]
+    return shares

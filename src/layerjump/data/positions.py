@@ -1,7 +1,7 @@
 """Select the positions of a sequence that enter a fit or an evaluation.
 
-A draw depends on the seed, the document, the sequence's number in it, its length and the settings,
-and on nothing else: batch size, order and number of processes do not change which tokens are seen.
+A draw depends on the seed, the document, the sequence's number in it, its length and the settings alone: batch size,
+order and number of processes do not change which positions are drawn.
 """
 
 import re
@@ -11,22 +11,22 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from layerjump.errors import BadText
+from layerjump.errors import BadText, argument
 
 Kind = Literal["one", "all", "sample", "share"]
 
 MASKED_SHARE = "15%"
-"""What a masked model is shown of itself unless told otherwise: the share it was trained with."""
-_WANTED = "give `one`, `all`, `sample=8` (so many a sequence) or `15%` (a share of each sequence)"
+"""The default share of positions that are masked in a masked model: the share it was trained with."""
+_EXPECTED = "`one`, `all`, `sample=8` (a number per sequence) or `15%` (a share of each sequence)"
 
 
 @dataclass(frozen=True)
 class Positions:
-    """How positions are drawn: one a document, all, so many a sequence, or a share of each.
+    """How positions are drawn: one per document, all, a number per sequence, or a share of each sequence.
 
-    `amount` is the number for `sample` and the fraction for `share`. `skip_first` counts from the
-    sequence's first position, special tokens included; position 0 is an attention sink, unlike any
-    other. Special tokens around the text are drawn only if `special`.
+    `amount` is the number for `sample` and the fraction for `share`. `skip_first` leaves out the first positions of a
+    sequence, special tokens included; position 0 is an attention sink, unlike any other. Special tokens around the
+    text are drawn only if `special`.
     """
 
     kind: Kind
@@ -36,17 +36,19 @@ class Positions:
 
     def __post_init__(self) -> None:
         if not _makes_sense(self.kind, self.amount):
-            raise BadText(f"positions given are {self.kind!r} with amount {self.amount}; {_WANTED}")
+            raise BadText(
+                f"expected {argument('positions')} of {_EXPECTED}, got {self.kind!r} with amount {self.amount}"
+            )
         if self.skip_first < 0:
-            raise BadText(f"skip_first given is {self.skip_first}; give 0 or more")
+            raise BadText(f"expected {argument('skip_first')} of 0 or more, got {self.skip_first}")
 
     @classmethod
     def parse(cls, text: str, *, skip_first: int = 1, special: bool = False) -> "Positions":
-        """Read `one`, `all`, `sample=8` or `15%`."""
-        understood = _understood(text)
-        if understood is None or not _makes_sense(*understood):
-            raise BadText(f"positions given are {text!r}; {_WANTED}")
-        return cls(*understood, skip_first, special)
+        """Parse `one`, `all`, `sample=8` or `15%`."""
+        parsed = _parse(text)
+        if parsed is None or not _makes_sense(*parsed):
+            raise BadText(f"expected {argument('positions')} of {_EXPECTED}, got {text!r}")
+        return cls(*parsed, skip_first, special)
 
     def __str__(self) -> str:
         if self.kind == "sample":
@@ -56,45 +58,45 @@ class Positions:
 
     @property
     def first_sequence_only(self) -> bool:
-        """Whether a long document is cut off at its first sequence: `one` is one a document."""
+        """Whether only the first sequence of a long document is used: `one` is one per document."""
         return self.kind == "one"
 
     def masks(self) -> bool:
-        """Whether a masked model sees [MASK] where we look; if all are, there is no context."""
+        """Whether a masked model reads [MASK] at these positions; if all were masked, there would be no context."""
         return self.kind != "all"
 
     def eligible(self, length: int, n_prefix: int, n_suffix: int) -> range:
-        """The positions that may be drawn from a sequence of this length, specials included."""
+        """The positions that may be drawn from a sequence of this length, which includes special tokens."""
         start = 0 if self.special else n_prefix
         end = length if self.special else length - n_suffix
         return range(max(start, self.skip_first), max(end, 0))
 
     def count(self, length: int, n_prefix: int, n_suffix: int) -> int:
-        """How many positions `draw` gives for a sequence of this length."""
+        """How many positions `draw` returns for a sequence of this length."""
         eligible = len(self.eligible(length, n_prefix, n_suffix))
-        wanted = {
+        counts = {
             "one": 1,
             "all": eligible,
             "sample": int(self.amount),
             "share": max(1, round(self.amount * eligible)),
         }
-        return min(wanted[self.kind], eligible)
+        return min(counts[self.kind], eligible)
 
     def draw(
         self, length: int, n_prefix: int, n_suffix: int, *, seed: int, document: int, sequence: int
     ) -> NDArray[np.int64]:
-        """The positions that count, in order."""
+        """Draw positions of a sequence, ascending."""
         eligible = self.eligible(length, n_prefix, n_suffix)
         every = np.arange(eligible.start, eligible.stop)
         count = self.count(length, n_prefix, n_suffix)
         if count == len(every):
             return every
-        # Raw bits, because numpy promises that these stay the same from version to version.
+        # Raw bits: numpy promises that these stay the same in all versions.
         bits = np.random.Philox(np.random.SeedSequence([seed, document, sequence]))
         return np.sort(every[np.argsort(bits.random_raw(len(every)))[:count]])
 
 
-def _understood(text: str) -> tuple[Kind, float] | None:
+def _parse(text: str) -> tuple[Kind, float] | None:
     if text == "one":
         return "one", 0
     if text == "all":
@@ -113,4 +115,6 @@ def _makes_sense(kind: str, amount: float) -> bool:
 
 
 PAPER = Positions("one", skip_first=0, special=True)
-"""One position a document, any position: how the paper that brought `mat` drew them."""
+"""One position per document, any position: as in the paper that introduced `mat`."""
+ALL_POSITIONS = Positions("all", skip_first=0, special=True)
+"""Every position, special tokens included."""

@@ -1,4 +1,4 @@
-"""A tokenizer with the special tokens that the model was trained to see."""
+"""A tokenizer with the special tokens that the model was trained to see, and tokens as printable text."""
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1_000  # texts a call: enough to keep the tokenizer's threads busy
 _UNLIMITED = 10**9  # tokenizers write "no limit" as a number of about 1e30
-_known: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]]" = WeakKeyDictionary()
-"""Texts of tokens looked up before: a trajectory names thousands of them, and decoding is slow."""
+_texts: "WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]]" = WeakKeyDictionary()
+"""Cache of the texts of tokens: a trajectory has thousands of them, and decoding is slow."""
 
 _WHITESPACE = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
@@ -26,7 +26,7 @@ _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
 
 @dataclass(frozen=True)
 class Tokenization:
-    """A tokenizer, left as it is, with the ids that go around every text and the ids that fill."""
+    """A tokenizer, which is never changed, with the ids around every text, the padding id and the mask id."""
 
     tokenizer: "PreTrainedTokenizerBase"
     prefix: tuple[int, ...]
@@ -35,9 +35,9 @@ class Tokenization:
     mask: int | None
     max_length: int
     both_ways: bool = False
-    """Read by an encoder without masks: it wants the whole text, its end-of-text token included."""
+    """Whether an encoder without masks reads the text: the whole text, including its end-of-text token."""
     start: int | None = None
-    """What an encoder–decoder's decoder reads first; None for a single stack."""
+    """The first token of an encoder–decoder's decoder; None for other models."""
 
     @classmethod
     def of(
@@ -50,11 +50,11 @@ class Tokenization:
         both_ways: bool = False,
         start: int | None = None,
     ) -> "Tokenization":
-        """Find out what this tokenizer puts around a text.
+        """Find out which ids this tokenizer puts around a text.
 
-        `needs_bos` adds a BOS that the tokenizer has but does not add. `masked` says whether the
-        model is a masked one; unless told, it is if the tokenizer has a mask token.
-        An encoder–decoder is `both_ways`, and gives its decoder's `start` token.
+        `needs_bos` adds a BOS that the tokenizer has but does not add. `masked` says whether the model is a masked
+        one; by default, it is if the tokenizer has a mask token. An encoder–decoder is `both_ways`, and has its
+        decoder's `start` token.
         """
         mask = tokenizer.mask_token_id if masked is not False else None
         if masked and mask is None:
@@ -62,8 +62,8 @@ class Tokenization:
         limit = tokenizer.model_max_length
         if not isinstance(limit, int | float) or not limit >= 1:
             raise BadText(
-                f"the tokenizer's model_max_length is {str(limit)[:50]!r}, but a number of 1 or more was wanted; mend "
-                f"it in tokenizer_config.json"
+                f"expected a number of 1 or more as model_max_length in tokenizer_config.json, got "
+                f"{str(limit)[:50]!r}; correct it"
             )
         _require_unknown(tokenizer)
         prefix, suffix = _around(tokenizer)
@@ -71,41 +71,36 @@ class Tokenization:
         if needs_bos and bos is not None and bos not in prefix:
             prefix = (bos, *prefix)
         if mask is None and not both_ways:
-            suffix = ()  # after an end of text, a causal model does not go on with the text
+            suffix = ()  # after an end-of-text token, a causal model does not continue the text
         max_length = min(max_positions, int(limit)) if limit < _UNLIMITED else max_positions
         pad = _padding(tokenizer)
-        found = cls(tokenizer, prefix, suffix, pad, mask, max_length, both_ways, start)
-        if found.room < 1:
+        tokenization = cls(tokenizer, prefix, suffix, pad, mask, max_length, both_ways, start)
+        if tokenization.text_length(max_length) < 1:
             raise BadText(
-                f"sequences of {max_length} tokens leave no room for text beside the "
-                f"{found.n_added} the tokenizer adds; allow more positions"
+                f"expected sequences longer than the {tokenization.n_added} tokens that the tokenizer adds, got "
+                f"{max_length}; allow more positions"
             )
-        return found
-
-    @property
-    def room(self) -> int:
-        """How many tokens of text fit in one sequence."""
-        return self.room_in(self.max_length)
+        return tokenization
 
     @property
     def n_added(self) -> int:
-        """How many tokens stand beside the text in one row, at most."""
+        """The largest number of tokens that are added to the text in one row."""
         return max(len(self.wrap([])), sum(self.around))
 
     @property
     def around(self) -> tuple[int, int]:
-        """How many tokens stand before and after the text in `input_ids`."""
+        """How many tokens are before and after the text in `input_ids`."""
         if self.start is not None:
             return 1 + len(self.prefix), 0
         return len(self.prefix), len(self.suffix)
 
-    def room_in(self, length: int) -> int:
-        """How many tokens of text fit where a row has at most this length; encoder–decoders have two rows."""
-        room = min(length, self.max_length) - self.n_added
-        return room if self.start is None else 2 * room
+    def text_length(self, max_length: int) -> int:
+        """How many tokens of text fit into a sequence of rows of at most `max_length`; encoder–decoders have two."""
+        length = min(max_length, self.max_length) - self.n_added
+        return length if self.start is None else 2 * length
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the texts in full, with nothing around them."""
+        """The ids of the complete texts, without special tokens."""
         starts = range(0, len(texts), _AT_ONCE)
         chunks = (_encode(self.tokenizer, texts[i : i + _AT_ONCE]) for i in starts)
         return [ids for chunk in chunks for ids in chunk]
@@ -115,39 +110,45 @@ class Tokenization:
         return [*self.prefix, *ids, *self.suffix]
 
     def halves(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What an encoder–decoder reads of a text: the encoder its first half, the decoder its second.
+        """The inputs of an encoder–decoder: the first half of a text for the encoder, the second for the decoder.
 
-        The decoder's half stands behind the start token, as it does in training: these are the labels (prefix, text,
-        end of text) moved one place to the right.
+        The decoder's half follows the start token, as in training: these are the labels (prefix, text, end of text)
+        shifted to the right by one.
         """
         assert self.start is not None
         middle = (len(ids) + 1) // 2
         return self.wrap(ids[:middle]), [self.start, *self.prefix, *ids[middle:]]
 
-    def one(self, text: str) -> int:
-        """The token that is this text; " Paris" is the token after a blank, however the tokenizer writes it."""
+    def token_id(self, text: str) -> int:
+        """The token with this text; " Paris" is the token after a space, however the tokenizer writes it."""
         ids = self.encode([text])[0]
         if len(ids) != 1 and text.startswith(" "):
-            # SentencePiece puts a blank before every text by itself.
+            # SentencePiece puts a space before every text by itself.
             bare = self.encode([text[1:]])[0]
             ids = bare if token_texts(self.tokenizer, bare) == [text] else ids
         if len(ids) != 1:
             pieces = ", ".join(repr(piece) for piece in token_texts(self.tokenizer, ids)) or "none"
             raise BadText(
-                f"{text!r} was given as one token, but this tokenizer makes {len(ids)} of it ({pieces}); give one of "
+                f"expected the text of one token, got {text!r}, which is {len(ids)} tokens ({pieces}); pass one of "
                 f"these"
             )
         return ids[0]
 
     def generation_inputs(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask`, padded on the left: the next token follows the last."""
+        """`input_ids` and `attention_mask` of prompts, padded on the left so that all end together."""
         rows = [self.wrap(ids) for ids in self.encode(texts)]
         for text, row in zip(texts, rows, strict=True):
-            self._check_prompt(text, len(row))
+            if len(row) > self.max_length:
+                raise BadText(
+                    f"expected a prompt of at most {self.max_length:,} tokens, got {len(row):,} in {text[:20]!r}...; "
+                    f"shorten it"
+                )
+            if not row:
+                raise BadText(f"expected a prompt of at least one token, got none in {text!r}")
         return self.left_padded(rows)
 
     def left_padded(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Rows of ids as `input_ids` and `attention_mask` that end together."""
+        """`input_ids` and `attention_mask` of rows of ids, padded on the left."""
         longest = max(map(len, rows), default=0)
         ids = torch.full((len(rows), longest), self.pad)
         attention = torch.zeros_like(ids)
@@ -156,31 +157,21 @@ class Tokenization:
             attention[i, longest - len(row) :] = 1
         return {"input_ids": ids, "attention_mask": attention}
 
-    def _check_prompt(self, text: str, length: int) -> None:
-        if length > self.max_length:
-            raise BadText(
-                f"the prompt {text[:20]!r}... has {length:,} tokens, but the model takes "
-                f"{self.max_length:,}; shorten it"
-            )
-        if length == 0:
-            raise BadText(f"the prompt {text!r} has no tokens; give at least one word")
-
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Iterable[int]) -> list[str]:
-    """Tokens as they stand within a text: alone, SentencePiece drops the blank that tells a token from others."""
+    """The texts of tokens inside a text: SentencePiece drops the leading space of a token that is decoded alone."""
     ids = list(ids)
-    known = _known.setdefault(tokenizer, {})
-    new = [token for token in dict.fromkeys(ids) if token not in known]
-    for token in new:
+    texts = _texts.setdefault(tokenizer, {})
+    for token in {token for token in ids if token not in texts}:
         alone, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
-        known[token] = twice[len(alone) :] if twice.startswith(alone) else alone
+        texts[token] = twice[len(alone) :] if twice.startswith(alone) else alone
         if not alone and token >= len(tokenizer):
-            known[token] = f"<row {token}>"  # heads are filled up to a round number of rows
-    return [known[token] for token in ids]
+            texts[token] = f"<row {token}>"  # unembeddings are padded to a round number of rows
+    return [texts[token] for token in ids]
 
 
 def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    """One token as it stands within a text."""
+    """The text of a token inside a text."""
     return token_texts(tokenizer, [token])[0]
 
 
@@ -203,7 +194,7 @@ def _escape_character(character: str) -> str:
 def _encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, special: bool = False
 ) -> list[list[int]]:
-    # verbose=False: texts longer than the model takes are cut later, a warning would be wrong.
+    # verbose=False: texts that are too long for the model are cut later, so a warning would be wrong.
     encoded = tokenizer(
         list(texts),
         add_special_tokens=special,
@@ -225,13 +216,13 @@ def _around(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...], tupl
             if full[start:end] == bare:
                 return tuple(full[:start]), tuple(full[end:])
     raise BadText(
-        f"the tokenizer {type(tokenizer).__name__} gives no tokens for any word tried, not even "
-        "its own; check its vocabulary"
+        f"the tokenizer {type(tokenizer).__name__} returns no tokens for any word tried, not even for words of its "
+        "own vocabulary; check it"
     )
 
 
 def _probes(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Texts of which one should have tokens. A tokenizer for molecules, say, drops all words."""
+    """Texts of which at least one should have tokens. A tokenizer for molecules, for example, drops all words."""
     yield "a"
     vocabulary = tokenizer.get_vocab()
     for token in sorted(vocabulary, key=lambda token: vocabulary[token])[:1_000]:
@@ -240,17 +231,17 @@ def _probes(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
 
 
 def _require_unknown(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Where the unknown token is itself unknown, transformers looks it up for ever."""
+    """Raise `BadText` if the unknown token is not in the vocabulary: transformers would look it up forever."""
     try:
         _ = tokenizer.unk_token_id
     except RecursionError:
         raise BadText(
-            f"the tokenizer's unknown token is {str(tokenizer.unk_token)[:50]!r}, which is not in its vocabulary; mend "
+            f"expected the tokenizer's unknown token in its vocabulary, got {str(tokenizer.unk_token)[:50]!r}; correct "
             f"it in tokenizer.json"
         ) from None
 
 
 def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Padding is always masked out, so any id will do where the tokenizer names none."""
-    fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
-    return next(filler for filler in fillers if filler is not None)
+    """The padding id. Padding is always masked out, so any id will do if the tokenizer has none."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
+    return next(token for token in ids if token is not None)

@@ -135,7 +135,7 @@ def plan_run(
                 positions,
                 documents=part,
                 seed=seed,
-                tokens_wanted=tokens and max(1, tokens * len(part) // n_documents),
+                tokens=tokens and max(1, tokens * len(part) // n_documents),
                 max_length=max_length,
             )
             for name, part in parts.items()

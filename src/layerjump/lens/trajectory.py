@@ -345,7 +345,7 @@ def settled_level(top: Tensor, model_top: Tensor) -> Tensor:
 def token_id(model: Model, token: str | int) -> int:
     """The id of a token, from the id itself or from a text that is one token."""
     if isinstance(token, str):
-        return model.tokenization.one(token)
+        return model.tokenization.token_id(token)
     vocab_size = model.structure.vocab_size
     if not 0 <= token < vocab_size:
         raise BadText(

@@ -239,7 +239,7 @@ class KLObjective:
                 self.model.tokenization,
                 positions,
                 documents=documents,
-                tokens_wanted=limit,
+                tokens=limit,
                 seed=seed,
                 budget=_BATCH_TOKENS,
             )

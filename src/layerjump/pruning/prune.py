@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text
-from layerjump.data.positions import MASKED_SHARE, Positions
+from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, Positions
 from layerjump.errors import BadPruning, TextTooShort, argument
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.jumps import Jumps, RunInfo
@@ -50,7 +50,6 @@ from layerjump.pruning.select import (
 
 log = logging.getLogger("layerjump")
 
-ALL_POSITIONS = Positions("all", skip_first=0, special=True)
 MASKED_POSITIONS = Positions.parse(MASKED_SHARE, skip_first=0)
 VALIDATION_TOKENS = 1_500
 """Number of tokens on which candidates are tried; each is run many times."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batches
-from layerjump.data.positions import Positions
+from layerjump.data.positions import ALL_POSITIONS, Positions
 from layerjump.data.tokenization import token_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.evaluate import LensScores
@@ -35,7 +35,7 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.examples import context
 from layerjump.studies.results import Column, Result, Study
-from layerjump.studies.setup import EVERY_POSITION, Setup
+from layerjump.studies.setup import Setup
 
 N_WORST = 20
 MIN_EXAMPLES = 10
@@ -138,7 +138,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     jumps, middle = setup.jumps(estimator), setup.model.n_blocks // 2
     levels = quarter_levels(setup.model.n_blocks)
     frequency = _token_counts(setup)[scores.token.numpy()]
-    everywhere = setup.batches(positions=EVERY_POSITION, tokens=setup.settings.score_tokens)
+    everywhere = setup.batches(positions=ALL_POSITIONS, tokens=setup.settings.score_tokens)
     tables = Tables(
         by_position=_bin_rows(scores, levels, *bin_positions(scores.position)),
         by_frequency=_bin_rows(scores, levels, *bin_counts(frequency)),

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
+from layerjump.data.positions import ALL_POSITIONS
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.memory import estimate_cost
@@ -44,7 +45,7 @@ from layerjump.studies.charts import (
     unit_axis,
 )
 from layerjump.studies.results import Column, Finding, Interval, Result, Study, from_json
-from layerjump.studies.setup import EVERY_POSITION, Setup
+from layerjump.studies.setup import Setup
 
 MAX_TOKENS = 16_000
 """Tokens to run at most (the paper's notebook takes about 14,000)."""
@@ -251,7 +252,7 @@ def _collect(setup: Setup, part: str, share: float) -> _Activations:
     pairs = parse_pairs("adjacent", model.structure)
     moments = Moments(pairs, full_targets=True, products=product_dtype(model))
     tokens = min(MAX_TOKENS, setup.settings.tokens or MAX_TOKENS)
-    batches = setup.batches(part=part, positions=EVERY_POSITION, tokens=max(1, int(share * tokens)))
+    batches = setup.batches(part=part, positions=ALL_POSITIONS, tokens=max(1, int(share * tokens)))
     estimate_cost(model, moments, {part: batches}).require_memory()
     states_at_0: list[dict[Site, Tensor]] = []
     document_of: dict[int, int] = {}

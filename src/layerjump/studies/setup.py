@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerjump.data.batches import Batch, Batches, make_batches
 from layerjump.data.corpus import Corpus, Splits, split_documents
-from layerjump.data.positions import MASKED_SHARE, PAPER, Positions
+from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
 from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
 from layerjump.jumps.collect import RunPlan, SplitMoments, plan_run, sample_positions
@@ -38,7 +38,6 @@ Progress = Callable[[int, int], None]
 """Called with the tokens done and the tokens to do."""
 FEW_POSITIONS = 200
 """Test positions for studies that evaluate many maps."""
-EVERY_POSITION = Positions("all", skip_first=0, special=True)
 
 Tables = TypeVar("Tables")
 Headline = TypeVar("Headline")
@@ -258,7 +257,7 @@ class Setup:
                 which,
                 documents=of,
                 seed=self.settings.seed,
-                tokens_wanted=wanted,
+                tokens=wanted,
                 budget=cells,
             )
 
@@ -395,20 +394,20 @@ class Setup:
         # All pairs are for layer-skipping schedules, which are chosen on the select split.
         select = True if pairs == "all" else None
         masks = Positions.parse(MASKED_SHARE, skip_first=0, special=True)
-        positions = masks if self.model.masked else EVERY_POSITION
+        positions = masks if self.model.masked else ALL_POSITIONS
         if self.settings.paper:
             positions = PAPER
         elif self.settings.positions:
             positions = Positions.parse(self.settings.positions, skip_first=0, special=True)
         plan = self.plan(self.corpus, pairs, positions=positions, select=select)
         if not self.model.masked:
-            if pairs == "all" and positions == EVERY_POSITION:
+            if pairs == "all" and positions == ALL_POSITIONS:
                 sample = self._sample(plan.batches["fit"])
                 plan = self.plan(self.corpus, pairs, positions=sample, select=select)
             return plan
-        fitted = EVERY_POSITION
+        fitted = ALL_POSITIONS
         if pairs == "all":
-            fitted = self._sample(plan.batches["fit"].look_at(EVERY_POSITION))
+            fitted = self._sample(plan.batches["fit"].look_at(ALL_POSITIONS))
         batches = {name: part.look_at(fitted) for name, part in plan.batches.items()}
         info = replace(plan.info, positions=f"{fitted}, {positions} of them masked")
         return replace(plan, batches=batches, info=info)

@@ -191,7 +191,7 @@ def _loss_batches(model: Model, text: Corpus, seed: int) -> Batches:
             model.tokenization,
             positions,
             seed=seed,
-            tokens_wanted=MAX_LOSS_TOKENS,
+            tokens=MAX_LOSS_TOKENS,
             budget=4096,
         )
     except TextTooShort:

@@ -169,7 +169,7 @@ def _fit_batches(
         positions,
         documents=split_documents(len(corpus.documents), split, seed=seed).fit,
         seed=seed,
-        tokens_wanted=tokens,
+        tokens=tokens,
         max_length=max_length,
         budget=budget,
     )
