@@ -105,10 +105,10 @@ def test_damaged_bytes_never_escape_as_other_errors(model, tmp_path):
     [
         ([1, 2], BadForeignLens, "holds no Jacobian lens"),
         ({"J": {}}, BadForeignLens, "holds no Jacobian lens"),
-        (jacobian_content(d_model=64), WrongModel, "d_model 64, but the model given has 32"),
+        (jacobian_content(d_model=64), WrongModel, "d_model 64, but the model has 32"),
         (jacobian_content(J={2: torch.zeros(D, D)}), WrongModel, "layer '2'"),
         (jacobian_content(J={"a": torch.zeros(D, D)}), WrongModel, "layer 'a'"),
-        (jacobian_content(J={0: torch.zeros(D, 5)}), WrongModel, r"shape \(32, 5\)"),
+        (jacobian_content(J={0: torch.zeros(D, 5)}), WrongModel, r"shape .* got \(32, 5\)"),
         (jacobian_content(J={0: torch.zeros(D, D).int()}), BadForeignLens, "int32"),
         (jacobian_content(J={0: torch.full((D, D), torch.nan)}), BadForeignLens, "NaN"),
         (jacobian_content(J={0: "text"}), BadForeignLens, "a str"),
@@ -124,7 +124,11 @@ def test_damaged_bytes_never_escape_as_other_errors(model, tmp_path):
             BadForeignLens,
             "two matrices",
         ),
-        (jacobian_content(J={0: torch.empty(D, D, device="meta")}), BadForeignLens, "a dense"),
+        (
+            jacobian_content(J={0: torch.empty(D, D, device="meta")}),
+            BadForeignLens,
+            "expected a dense",
+        ),
     ],
 )
 def test_wrong_jacobian_files(model, tmp_path, content, kind, message):
@@ -137,8 +141,8 @@ def test_wrong_jacobian_files(model, tmp_path, content, kind, message):
     ("changes", "kind", "message"),
     [
         ({"d_model": 64}, WrongModel, "d_model 64"),
-        ({"num_hidden_layers": 12}, WrongModel, "num_hidden_layers 12, but the model given has 3"),
-        ({"num_hidden_layers": None}, BadForeignLens, "an integer was wanted"),
+        ({"num_hidden_layers": 12}, WrongModel, "num_hidden_layers 12, but the model has 3"),
+        ({"num_hidden_layers": None}, BadForeignLens, "expected an integer for num_hidden_layers"),
         ({"lens_type": "mlp"}, BadForeignLens, "lens_type is 'mlp'"),
     ],
 )
@@ -214,7 +218,7 @@ def test_numbers_that_unpack_to_more_than_a_map_are_not_read(model, tmp_path):
 def test_a_tensor_of_tensors_is_refused(model, tmp_path):
     ragged = torch.nested.nested_tensor([torch.zeros(D), torch.zeros(D + 1)])
     torch.save(jacobian_content(J={0: ragged}), tmp_path / "lens.pt")
-    with pytest.raises(BadForeignLens, match="a dense tensor was wanted"):
+    with pytest.raises(BadForeignLens, match="expected a dense tensor"):
         lj.import_lens(tmp_path / "lens.pt", model)
 
 
@@ -252,7 +256,7 @@ def test_what_no_format_can_say_is_refused(model, tmp_path):
     lj.export_lens(drawn(model, TO_LAST), model, tmp_path / "e", "mat")
     with pytest.raises(BadForeignLens, match="holds matrices already"):
         lj.export_lens(drawn(model, TO_LAST), model, tmp_path / "e", "mat")
-    with pytest.raises(BadForeignLens, match="no lens that is known"):
+    with pytest.raises(BadForeignLens, match="unrecognised lens format"):
         lj.import_lens(tmp_path, model)
     with pytest.raises(BadForeignLens, match="there is no file"):
         lj.import_lens(tmp_path / "nowhere", model)

@@ -46,7 +46,7 @@ from layerjump.jumps.pairs import parse_pairs
 from layerjump.jumps.serialization import Pairing, Record, RunInfoRecord, read_record
 from layerjump.jumps.statistics import Moments, Sums, sampling_keys
 from layerjump.models.activations import capture_states
-from layerjump.models.fingerprint import describe_model
+from layerjump.models.fingerprint import identify_model
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Site
 
@@ -163,7 +163,7 @@ def plan_run(
         )
     products = product_dtype(model, float32_products=float32_products and features == "both")
     info = RunInfo(
-        **describe_model(model),
+        **vars(identify_model(model)),
         text=corpus.name,
         text_sha256=corpus.sha256,
         tokens=sum(part.n_tokens for part in batches.values()),

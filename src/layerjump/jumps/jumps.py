@@ -19,6 +19,7 @@ from torch import nn
 from layerjump.errors import BadJumps, NoSuchJump
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, Unchanged, to_affine, to_module
 from layerjump.jumps.pairs import Pair, parse_pair
+from layerjump.models.fingerprint import ModelIdentity
 from layerjump.models.structure import FINAL, Site
 
 if TYPE_CHECKING:
@@ -51,19 +52,9 @@ class JumpInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInfo:
+class RunInfo(ModelIdentity):
     """The model, text and positions that moments or jumps come from."""
 
-    model: str
-    revision: str | None
-    fingerprint: str
-    """Hash of the model's weights."""
-    tokenizer: str | None
-    """Hash of the tokenizer."""
-    family: str
-    n_blocks: int
-    width: int
-    """Width of the residual stream, d_model."""
     text: str
     text_sha256: str
     tokens: int

@@ -48,11 +48,6 @@ def identify_model(model: Model) -> ModelIdentity:
     )
 
 
-def describe_model(model: Model) -> dict[str, Any]:
-    """`identify_model` as a dict."""
-    return vars(identify_model(model))
-
-
 def fingerprint(hf: PreTrainedModel, *, attached: bool = True) -> str:
     """The sha256 of every parameter's name, shape and up to 1,024 of its values.
 

@@ -20,56 +20,60 @@ log = logging.getLogger("layerjump")
 
 @dataclass(frozen=True)
 class Format:
-    """How another tool's lenses are told, read and written."""
+    """How another tool's lenses are recognised, read and written."""
 
+    description: str
     recognises: Callable[[Path], bool]
     read: Callable[[Path, Model], ForeignLens]
     write: Callable[[Jumps, Model, Path], list[Pair]]
-    """Gives back the jumps that were written: no format holds all there are."""
-    wanted: str
+    """Returns the jumps that were written: no format can hold all pairs."""
 
 
 FORMATS = {
     "tuned-lens": Format(
+        "a folder with config.json and params.pt",
         tuned_lens.recognises,
         tuned_lens.read,
         tuned_lens.write,
-        "a folder with config.json and params.pt",
     ),
-    "mat": Format(
-        mat.recognises,
-        mat.read,
-        mat.write,
-        "a folder of 0_12.pickle and the like",
-    ),
+    "mat": Format("a folder of files named like 0_12.pickle", mat.recognises, mat.read, mat.write),
     "jacobian": Format(
-        jacobian_lens.recognises, jacobian_lens.read, jacobian_lens.write, "a .pt file"
+        "a .pt file", jacobian_lens.recognises, jacobian_lens.read, jacobian_lens.write
     ),
 }
 
 
 def import_lens(path: str | Path, model: Model, *, format: str | None = None) -> Jumps:
-    """Read a lens of another tool as jumps of a model: `tuned-lens`, `mat` or `jacobian`, told by the files.
+    """Read a lens of another tool as jumps of a model.
 
-    Nothing in the files is run. Sizes are compared with the model's; that its weights are those the lens was fitted on,
-    nobody can tell from these files.
+    `format` is tuned-lens, mat or jacobian; by default it is recognised from the files. No code in the files is run.
+    Sizes are compared with the model's; these files do not record which weights the lens was fitted on.
     """
     source = Path(path).expanduser()
     if not source.exists():
         raise BadForeignLens(f"there is no file or folder {source}; check the name")
-    chosen = _format(format) if format else _recognised(source)
-    return to_jumps(chosen.read(source, model), model, source)
+    if format is not None:
+        reader = _find_format(format)
+    else:
+        recognised = [entry for entry in FORMATS.values() if entry.recognises(source)]
+        if not recognised:
+            expected = "; ".join(f"{entry.description} ({n})" for n, entry in FORMATS.items())
+            raise BadForeignLens(
+                f"unrecognised lens format: {source}; expected {expected}; pass {argument('format')} to override"
+            )
+        reader = recognised[0]
+    return to_jumps(reader.read(source, model), model, source)
 
 
 def export_lens(jumps: Jumps, model: Model, path: str | Path, format: str) -> list[Pair]:
-    """Write jumps as a lens of another tool; gives back the jumps for which its format has no place."""
-    chosen = _format(format)
+    """Write jumps as a lens of another tool; return the jumps that its format cannot hold."""
+    writer = _find_format(format)
     check_model(jumps, model, allow_other_weights=jumps.used_on is not None)
-    written = set(chosen.write(jumps, model, Path(path).expanduser()))
+    written = set(writer.write(jumps, model, Path(path).expanduser()))
     left_out = [pair for pair in jumps if pair not in written]
     if left_out:
         log.warning(
-            "%s of %s jumps left out, from %s: %s has no place for them",
+            "%s of %s jumps left out, from %s: %s cannot hold them",
             len(left_out),
             len(jumps),
             describe_sites({source for source, _ in left_out}),
@@ -78,20 +82,7 @@ def export_lens(jumps: Jumps, model: Model, path: str | Path, format: str) -> li
     return left_out
 
 
-def _format(name: str) -> Format:
+def _find_format(name: str) -> Format:
     if name not in FORMATS:
-        raise BadForeignLens(
-            f"there is no format {name!r}; known are {', '.join(FORMATS)}: give one of them"
-        )
+        raise BadForeignLens(f"there is no format {name!r}; use one of {', '.join(FORMATS)}")
     return FORMATS[name]
-
-
-def _recognised(source: Path) -> Format:
-    for found in FORMATS.values():
-        if found.recognises(source):
-            return found
-    known = "; ".join(f"{found.wanted} ({name})" for name, found in FORMATS.items())
-    raise BadForeignLens(
-        f"{source} looks like no lens that is known here: wanted is {known}; give one, or say which "
-        f"with {argument('format')}"
-    )

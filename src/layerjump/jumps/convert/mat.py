@@ -1,7 +1,7 @@
-"""The pickled matrices of "Jump to Conclusions".
+"""The pickled matrices of "Jump to Conclusions": a folder of `i_j.pickle`, each a map from level i to level j.
 
-With an intercept it is a list of two tensors, A and b. Levels are ours: j = L is before the final norm. Files for parts
-of blocks (`pi_a_b.pickle`) that lie in the same folder are not read.
+With an intercept a file holds a list of two tensors, A and b. Levels are numbered as ours: j = L is before the final
+norm. Files for parts of blocks (`pi_a_b.pickle`) in the same folder are not read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from pathlib import Path
 
 from layerjump import io
 from layerjump.errors import BadForeignLens, WrongModel, argument
-from layerjump.jumps.convert.foreign_lens import ForeignLens, checked, most_bytes, plain_map
-from layerjump.jumps.convert.safe_unpickle import read_pickle, write_pickle
+from layerjump.jumps.convert.foreign_lens import (
+    ForeignLens,
+    check_tensor,
+    max_bytes,
+    plain_map,
+    read_pickle,
+    write_pickle,
+)
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
@@ -24,31 +30,33 @@ _NAME = re.compile(r"([0-9]{1,4})_([0-9]{1,4})\.pickle")
 
 def recognises(path: Path) -> bool:
     """Whether this is such a folder, or one file of it."""
-    return bool(_files(path))
+    return bool(_list_files(path))
 
 
 def read(path: Path, model: Model) -> ForeignLens:
-    """The matrices in a folder, or in one file, as maps between levels."""
-    found = _files(path)
-    if not found:
+    """Read the matrices in a folder, or in one file, as maps between levels."""
+    files = _list_files(path)
+    if not files:
         raise BadForeignLens(
-            f"{path} has no matrix in it, but files called 0_12.pickle or the like were wanted; give their folder"
+            f"expected a folder with files named like 0_12.pickle, got {path}, which has none"
         )
-    maps = {pair: _map(found[pair], pair, model) for pair in sorted(found)}
-    return ForeignLens(maps, "mat")
+    return ForeignLens({pair: _read_map(files[pair], pair, model) for pair in sorted(files)}, "mat")
 
 
 def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
-    """Write the jumps that lead from a level to a later one; gives back those that were written."""
-    pairs = [pair for pair in jumps if pair[0].part == pair[1].part == "level"]
-    pairs = [(source, target) for source, target in pairs if source < target]
+    """Write the jumps from a level to a later one; return those that were written."""
+    pairs = [
+        (source, target)
+        for source, target in jumps
+        if source.part == target.part == "level" and source < target
+    ]
     if not pairs:
         raise BadForeignLens(
             f"{jumps} has no jump between levels to write; fit with {argument('pairs', 'all')}"
         )
-    if _files(folder):
+    if _list_files(folder):
         raise BadForeignLens(
-            f"{folder} holds matrices already, and the new ones would be mixed with them; give a new folder"
+            f"{folder} holds matrices already, and the new ones would be mixed with them; use a new folder"
         )
     with io.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,36 +68,35 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     return pairs
 
 
-def _files(path: Path) -> dict[Pair, Path]:
-    listed = path.iterdir() if path.is_dir() else [path] if path.is_file() else []
-    named = {file: _NAME.fullmatch(file.name) for file in listed}
-    found: dict[Pair, Path] = {}
-    for file, match in named.items():
+def _list_files(path: Path) -> dict[Pair, Path]:
+    files: dict[Pair, Path] = {}
+    for file in path.iterdir() if path.is_dir() else [path] if path.is_file() else []:
+        match = _NAME.fullmatch(file.name)
         if match is None:
             continue
         pair = Site(int(match[1])), Site(int(match[2]))
-        if pair in found:
+        if pair in files:
             raise BadForeignLens(
-                f"{path} has two matrices {pair[0]} → {pair[1]}, {found[pair].name} and {file.name}; remove one"
+                f"{path} has two matrices {pair[0]} → {pair[1]}, {files[pair].name} and {file.name}; remove one"
             )
-        found[pair] = file
-    return found
+        files[pair] = file
+    return files
 
 
-def _map(path: Path, pair: Pair, model: Model) -> Affine:
+def _read_map(path: Path, pair: Pair, model: Model) -> Affine:
     source, target = pair
     if not source.index < target.index <= model.n_blocks:
         raise WrongModel(
-            f"{path} leads from level {source} to level {target}, but the model given has levels 0 to "
-            f"{model.n_blocks}; load the model that it was fitted on"
+            f"{path} maps level {source} to level {target}, but the model has levels 0 to {model.n_blocks}; load the "
+            f"model that it was fitted on"
         )
-    content = read_pickle(path, most_bytes(model, 1))
+    content = read_pickle(path, max_bytes(model, 1))
     weight, *biases = content if isinstance(content, list) and content else [content]
     if len(biases) > 1:
         raise BadForeignLens(
-            f"{path} holds {1 + len(biases)} things, but a matrix and perhaps an intercept were wanted; give another"
+            f"expected a matrix and perhaps an intercept, but {path} holds {1 + len(biases)} things"
         )
-    width = model.d_model
-    weight = checked(weight, (width, width), "its matrix", path)
-    bias = checked(biases[0], (width,), "its intercept", path) if biases else None
+    d = model.d_model
+    weight = check_tensor(weight, (d, d), "its matrix", path)
+    bias = check_tensor(biases[0], (d,), "its intercept", path) if biases else None
     return Affine.of(weight, bias=bias)

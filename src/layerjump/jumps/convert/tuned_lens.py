@@ -1,8 +1,8 @@
-"""Lens folders of the package tuned-lens.
+"""Lens folders of the package tuned-lens: `config.json` and `params.pt`.
 
-Translator l reads level l and is added to it: h ↦ h + W h + b lands at level L. Our jump is (I + W) h + b, rounded to
+Translator l reads level l and is added to it: h ↦ h + W h + b predicts level L. Our jump is (I + W) h + b, rounded to
 float32 as all jumps are, so that an imported lens loses the last bits of W's diagonal. An export is in float64, whose
-bits suffice to come back to the same jump.
+bits suffice to restore the same jump.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from layerjump import io
 from layerjump.errors import BadForeignLens, argument
 from layerjump.jumps.convert.foreign_lens import (
     ForeignLens,
-    check_said,
+    check_file,
     check_size,
-    checked,
-    most_bytes,
-    notes,
+    check_tensor,
+    max_bytes,
     plain_map,
+    plain_values,
+    read_torch,
+    write_torch,
 )
-from layerjump.jumps.convert.safe_unpickle import read_torch, write_torch
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
@@ -37,8 +38,8 @@ from layerjump.models.structure import Site
 log = logging.getLogger("layerjump")
 
 CONFIG, PARAMETERS = "config.json", "params.pt"
-_KIND = "linear_tuned_lens"
-_MOST_TEXT = 1 << 20
+_LENS_TYPE = "linear_tuned_lens"
+_MAX_CONFIG_BYTES = 1 << 20
 
 
 def recognises(path: Path) -> bool:
@@ -47,38 +48,55 @@ def recognises(path: Path) -> bool:
 
 
 def read(folder: Path, model: Model) -> ForeignLens:
-    """The translators of a folder as maps from every level to the last."""
+    """Read the translators of a folder as maps from every level to the last."""
     config_file, parameter_file = folder / CONFIG, folder / PARAMETERS
-    check_size(config_file, _MOST_TEXT)
+    check_file(config_file, _MAX_CONFIG_BYTES)
     config = io.read_json(config_file)
-    _check_config(config, model, config_file)
-    state = read_torch(parameter_file, most_bytes(model, model.n_blocks))
+    lens_type = config.get("lens_type", _LENS_TYPE)
+    if lens_type != _LENS_TYPE:
+        raise BadForeignLens(
+            f"{config_file}: lens_type is {str(lens_type)[:50]!r}, expected {_LENS_TYPE}"
+        )
+    check_size("d_model", config.get("d_model"), model.d_model, config_file)
+    check_size("num_hidden_layers", config.get("num_hidden_layers"), model.n_blocks, config_file)
+    expected_hash = config.get("unembed_hash")
+    if expected_hash and expected_hash != unembedding_hash(model):
+        # Not an error: the package's own hashes of one model are known to differ.
+        log.warning(
+            "%s has the hash of another unembedding than that of %s", config_file, model.name
+        )
+    state = read_torch(parameter_file, max_bytes(model, model.n_blocks))
     _check_names(state, model.n_blocks, parameter_file)
-    last = Site(model.n_blocks)
-    maps = {
-        (Site(level), last): _map(state, level, model.d_model, parameter_file)
-        for level in range(model.n_blocks)
-    }
-    return ForeignLens(maps, "tuned-lens", said=notes(config))
+    d, last = model.d_model, Site(model.n_blocks)
+    maps = {}
+    for level in range(model.n_blocks):
+        name = f"{level}.weight"
+        weight = check_tensor(state[name], (d, d), name, parameter_file)
+        name = f"{level}.bias"
+        bias = check_tensor(state[name], (d,), name, parameter_file) if name in state else None
+        # The package writes a bias of zeros for lenses without one.
+        bias = bias if bias is not None and bool(bias.any()) else None
+        maps[Site(level), last] = Affine.of(weight + torch.eye(d, dtype=torch.float64), bias=bias)
+    return ForeignLens(maps, "tuned-lens", notes=plain_values(config))
 
 
 def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
-    """Write the jumps from every level to the last; gives back those that were written."""
+    """Write the jumps from every level to the last; return those that were written."""
     pairs = [(Site(level), Site(model.n_blocks)) for level in range(model.n_blocks)]
     for source, target in pairs:
         if (source, target) not in jumps:
             raise BadForeignLens(
                 f"{jumps} has no jump {source} → {target}, but a tuned lens has one from every level to the last; fit "
-                f"with {argument('estimator', 'affine')} and {argument('pairs', 'to-last')} (calibrated maps land "
-                f"after the final norm, where it has none)"
+                f"with {argument('estimator', 'affine')} and {argument('pairs', 'to-last')} (calibrated maps predict "
+                f"the state after the final norm)"
             )
     state: dict[str, Tensor] = {}
     for pair in pairs:
         affine, level = plain_map(jumps, pair), pair[0].index
         state[f"{level}.weight"] = affine.weight - torch.eye(model.d_model, dtype=torch.float64)
         # The package cannot load a lens without biases.
-        none = torch.zeros(model.d_model, dtype=torch.float64)
-        state[f"{level}.bias"] = none if affine.bias is None else affine.bias
+        zeros = torch.zeros(model.d_model, dtype=torch.float64)
+        state[f"{level}.bias"] = zeros if affine.bias is None else affine.bias
     config = {
         "base_model_name_or_path": model.name,
         "d_model": model.d_model,
@@ -86,7 +104,7 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
         "bias": True,
         "base_model_revision": model.revision,
         "unembed_hash": unembedding_hash(model),
-        "lens_type": _KIND,
+        "lens_type": _LENS_TYPE,
     }
     with io.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,49 +114,25 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
 
 
 def unembedding_hash(model: Model) -> str:
-    """By what the package tells unembeddings apart: the sha256 of the matrix as numpy prints it, to one decimal."""
+    """Return the package's hash of an unembedding: the sha256 of the matrix as numpy prints it, to one decimal."""
     weight = model.structure.unembedding.get_parameter("weight").detach().cpu().float().numpy()
     return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
-
-
-def _check_config(config: dict[str, Any], model: Model, path: Path) -> None:
-    kind = config.get("lens_type", _KIND)
-    if kind != _KIND:
-        raise BadForeignLens(
-            f"{path}: lens_type is {str(kind)[:50]!r}, but {_KIND} was wanted; give such a lens"
-        )
-    check_said("d_model", config.get("d_model"), model.d_model, path)
-    check_said("num_hidden_layers", config.get("num_hidden_layers"), model.n_blocks, path)
-    said = config.get("unembed_hash")
-    if said and said != unembedding_hash(model):
-        # No error: the package's own hashes of one model are known to differ.
-        log.warning("%s has the hash of another unembedding than that of %s", path, model.name)
 
 
 def _check_names(state: Any, n_blocks: int, path: Path) -> None:
     if not isinstance(state, dict):
         raise BadForeignLens(
-            f"{path} holds a {type(state).__name__}, but a dictionary of tensors was wanted; give another file"
+            f"expected a dictionary of tensors, but {path} holds a {type(state).__name__}"
         )
     weights = {f"{level}.weight" for level in range(n_blocks)}
     biases = {f"{level}.bias" for level in range(n_blocks)}
     missing = sorted((weights | biases if biases & state.keys() else weights) - state.keys())
     if missing:
         raise BadForeignLens(
-            f"{path} has no {missing[0]}, but a translator for each of the {n_blocks} blocks was wanted; give another"
+            f"expected a translator for each of the {n_blocks} blocks, but {path} has no {missing[0]}"
         )
-    strange = sorted(str(name) for name in state.keys() - weights - biases)
-    if strange:
+    unknown = sorted(str(name) for name in state.keys() - weights - biases)
+    if unknown:
         raise BadForeignLens(
-            f"{path} has a tensor {strange[0][:50]!r} that no tuned lens of {n_blocks} blocks has; give another file"
+            f"{path} has a tensor {unknown[0][:50]!r}, which no tuned lens of {n_blocks} blocks has"
         )
-
-
-def _map(state: dict[str, Any], level: int, width: int, path: Path) -> Affine:
-    weight = checked(state[f"{level}.weight"], (width, width), f"{level}.weight", path)
-    bias = None
-    if (found := state.get(f"{level}.bias")) is not None:
-        bias = checked(found, (width,), f"{level}.bias", path)
-    # A bias of zeros is none: the package writes one for lenses without.
-    bias = None if bias is None or not bool(bias.any()) else bias
-    return Affine.of(weight + torch.eye(width, dtype=torch.float64), bias=bias)

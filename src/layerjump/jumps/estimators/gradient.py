@@ -39,7 +39,7 @@ from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance, RunInfo
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.pairs import Pair
 from layerjump.models.activations import capture_states
-from layerjump.models.fingerprint import describe_model
+from layerjump.models.fingerprint import identify_model
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Site
@@ -174,7 +174,7 @@ def _fit_batches(
         budget=budget,
     )
     info = RunInfo(
-        **describe_model(model),
+        **vars(identify_model(model)),
         text=corpus.name,
         text_sha256=corpus.sha256,
         tokens=batches.n_tokens,
