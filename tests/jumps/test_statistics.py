@@ -2,11 +2,21 @@
 
 import pytest
 import torch
+from helpers.regression_data import noisy, random, sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerjump.errors import BadMoments
-from layerjump.jumps.statistics import Moments, sampling_keys
+from layerjump.jumps.statistics import (
+    Moments,
+    Reservoir,
+    Source,
+    Target,
+    check_moments,
+    is_constant,
+    pool,
+    sampling_keys,
+)
 from layerjump.models.structure import Site
 
 A, B, C = Site(0), Site(1), Site(2)
@@ -180,3 +190,94 @@ def test_the_reservoir_is_a_fair_sample():
         kept[keys.argsort()[:10]] += 1
     assert (kept > 60).all()
     assert (kept < 140).all()
+
+
+# ---- the reservoir: a sample of all positions, also where a document is many sequences long
+
+
+def test_positions_of_a_long_documents_sequences_have_keys_of_their_own():
+    sequence, position = torch.arange(300).repeat_interleave(64), torch.arange(64).repeat(300)
+    keys = sampling_keys(torch.zeros(300 * 64), position, sequence, seed=0)
+    assert len(keys.unique()) == 300 * 64
+    first = sequence == 0
+    assert torch.equal(keys[first], sampling_keys(torch.zeros(64), torch.arange(64), seed=0))
+
+
+def test_the_sample_of_one_long_document_is_spread_over_its_positions():
+    sequence, position = torch.arange(300).repeat_interleave(64), torch.arange(64).repeat(300)
+    kept = Reservoir([A], 2_000)
+    kept.add(
+        {A: position[:, None].double()}, sampling_keys(0 * position, position, sequence, seed=0)
+    )
+    counts = torch.bincount(kept.states[A][:, 0].long(), minlength=64)
+    assert counts.min() > 10  # 31 of each on average
+    assert counts.max() < 60
+
+
+def test_a_long_documents_sample_does_not_depend_on_the_order_of_its_sequences():
+    sequence, position = torch.arange(40).repeat_interleave(16), torch.arange(16).repeat(40)
+    states = {site: torch.randn(640, 3, dtype=torch.float64) for site in (A, B)}
+    keys = sampling_keys(0 * position, position, sequence, seed=1)
+    found = []
+    for order in (torch.arange(640), torch.arange(640).flip(0)):
+        sums = Moments([(A, B)], reservoir=50)
+        for rows in order.split(37):
+            sums.add({site: state[rows] for site, state in states.items()}, keys=keys[rows])
+        found.append(sums.reservoir.states[A])
+    assert torch.equal(*found)
+
+
+# ---- centred moments
+
+
+def test_pooled_sums_are_those_of_all_rows():
+    x, y = noisy(100, 5, 4)
+    x[:30] += 50  # groups far apart: most of the scatter lies between them
+    parts = [slice(0, 30), slice(30, 31), slice(31, 100)]
+    pairs = [(source, targets[0]) for source, targets in (sums(x[p], y[p]) for p in parts)]
+    source, target = pool(pairs)
+    whole, (wanted,) = sums(x, y)
+    assert source.n == 100
+    for name in ("mean", "scatter"):
+        torch.testing.assert_close(getattr(source, name), getattr(whole, name))
+    for name in ("mean", "cross", "sum_squares", "scatter"):
+        torch.testing.assert_close(getattr(target, name), getattr(wanted, name))
+
+
+def test_pooling_keeps_the_targets_scatter_only_where_every_group_has_it():
+    source, (full,) = sums(*noisy(20, 3, 3))
+    thin = Target(full.mean, full.cross, full.sum_squares)
+    assert pool([(source, full), (source, thin)])[1].scatter is None
+
+
+def test_pooling_nothing_is_refused():
+    with pytest.raises(BadMoments, match="at least one pair of moments to pool"):
+        pool([])
+
+
+def test_constant_means_constant_up_to_rounding():
+    x = torch.cat([torch.full((50, 2), 1e5 / 3).double(), 1e5 / 3 + 1e-2 * random(50, 1)], 1)
+    x[:, 1] = 0
+    source, _ = sums(x)
+    assert is_constant(50, source.mean, source.scatter.diagonal()).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mean": random(3)}, r"target 0's cross of shape \(5, 3\), got \(5, 4\)"),
+        ({"sum_squares": random(4, 1)}, r"target 0's sum_squares of shape \(4,\), got \(4, 1\)"),
+        ({"cross": random(5, 4).float()}, "target 0's cross in float64, got torch.float32"),
+        ({"scatter": torch.full((4, 4), torch.nan).double()}, "target 0's scatter holds NaN"),
+    ],
+)
+def test_sums_that_do_not_fit_together_are_refused(change, message):
+    source, (target,) = sums(*noisy(30, 5, 4))
+    fields = {name: getattr(target, name) for name in ("mean", "cross", "sum_squares", "scatter")}
+    with pytest.raises(BadMoments, match=message):
+        check_moments(source, [Target(**{**fields, **change})])
+
+
+def test_a_source_without_rows_is_refused():
+    with pytest.raises(BadMoments, match="these moments hold 0 rows"):
+        check_moments(Source(0, random(2), random(2, 2)), [])

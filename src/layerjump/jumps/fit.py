@@ -113,21 +113,21 @@ def solve_jumps(
 
     The settings are those of `fit`. Only `calibrated` and the `unembedding` metric need the model.
     """
-    chosen = find_estimator(estimator, closed_form=True)
+    row = find_estimator(estimator, closed_form=True)
     settings = Settings(strength, rank, metric, pooling, keep_both_targets)
-    chosen.check_settings(settings)
-    chosen.check_targets(moments.fit.pairs, moments.info.n_blocks)
+    row.check_settings(settings)
+    row.check_targets(moments.fit.pairs, moments.info.n_blocks)
     if moments.fit.n == 0:
         raise BadMoments("these moments hold no positions of the fit split; collect some")
-    if chosen.needs_validation(strength) and moments.validation.n == 0:
+    if row.needs_validation(strength) and moments.validation.n == 0:
         raise BadEstimator(
             f"{estimator} makes a choice on the validation split, and these moments have none; collect them with "
             f"{argument('validation', True)}"
         )
-    if chosen.scope == "source":
-        solutions = _solve_each_source(chosen, moments, settings, model)
+    if row.scope == "source":
+        solutions = _solve_each_source(row, moments, settings, model)
     else:
-        solutions = chosen.load()(moments, settings, model)
+        solutions = row.load()(moments, settings, model)
     maps: dict[Pair, Affine] = {}
     infos: dict[Pair, JumpInfo] = {}
     temperatures: dict[str, float] = {}
@@ -155,7 +155,7 @@ def _solve_each_source(
 ) -> Iterator[SolvedMap]:
     """All jumps from one site share one factorisation."""
     solve = estimator.load()
-    passed: dict[str, Any] = settings.given()
+    passed: dict[str, Any] = settings.non_defaults()
     metric = passed.pop("metric", None)
     if metric is not None and (metric != "unembedding" or model is None):
         raise BadEstimator(

@@ -40,7 +40,9 @@ def residual(affine: Affine, source: Source, target: Target) -> Tensor:
         )
     both = affine.linear(source.scatter) - 2 * target.cross.mT
     varying = (both * affine.weight).sum(1) + target.sum_squares
-    return _with_shift(varying, affine(source.mean) - target.mean, source.n)
+    shift = affine(source.mean) - target.mean
+    # `varying` is a difference of large sums: rounding may take it below 0.
+    return varying.clamp_min(0) + source.n * shift.square()
 
 
 def r2(affine: Affine, source: Source, target: Target) -> R2:
@@ -64,8 +66,8 @@ def r2_identity(source: Source, targets: Sequence[Target]) -> list[R2]:
                 "the identity needs sites of the same width, but the source has "
                 f"{target.cross.shape[0]} coordinates and the target {target.cross.shape[1]}"
             )
-        varying = _update_sum_squares(source, target)
-        error = _with_shift(varying, source.mean - target.mean, source.n)
+        varying = _update_sum_squares(source, target).clamp_min(0)
+        error = varying + source.n * (source.mean - target.mean).square()
         scores.append(_average(error, source, target))
     return scores
 
@@ -118,11 +120,6 @@ def _update_sum_squares(source: Source, target: Target) -> Tensor:
 
 def _update_variation(source: Source, target: Target) -> float:
     return float(_update_sum_squares(source, target).sum())
-
-
-def _with_shift(varying: Tensor, shift: Tensor, n: int) -> Tensor:
-    # The first part is a difference of large sums: rounding may take it below 0.
-    return varying.clamp_min(0) + n * shift.square()
 
 
 def _average(error: Tensor, source: Source, target: Target) -> R2:

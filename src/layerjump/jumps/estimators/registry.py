@@ -45,14 +45,15 @@ class Settings:
     keep_both_targets: bool = False
     """Keep the maps to level L and to `final`, so that `refine` can compare them after tuning."""
 
-    def given(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """The settings that differ from their defaults, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        # By identity: a strength of 0 equals False, and is a setting.
+        return {k: v for k, v in values.items() if v is not None and v is not False}
 
     def on_disk(self) -> dict[str, Any]:
         """The same as a jumps file records them: `how` stands for `pooling` and for `keep_both_targets`."""
-        recorded = self.given()
+        recorded = self.non_defaults()
         if recorded.pop("keep_both_targets", False):
             recorded["how"] = KEPT_BOTH_TARGETS
         if "pooling" in recorded:
@@ -110,15 +111,15 @@ class Estimator:
 
     def check_settings(self, settings: Settings) -> None:
         """Raise `BadEstimator` for a setting that it does not take, and for one that it lacks."""
-        given = settings.given()
-        for name in given:
+        passed = settings.non_defaults()
+        for name in passed:
             if name not in self.settings:
                 takes = ", ".join(map(argument, self.settings)) or "no settings"
                 raise BadEstimator(
                     f"{self.name} has no setting {argument(name)}, it takes {takes}; leave {argument(name)} out"
                 )
         for name in self.required:
-            if name not in given:
+            if name not in passed:
                 raise BadEstimator(f"{self.name} needs a {name}; pass {argument(name)}")
 
     def check_targets(self, pairs: Sequence[Pair], n_blocks: int) -> None:
