@@ -91,7 +91,7 @@ class Bench:
         self.tests = {text: self._test(path, TEST // divisor) for text, path in TESTS.items()}
         self.original = {text: token_losses(self.model, test) for text, test in self.tests.items()}
         required = required_blocks(self.model, self.calibration.fit)
-        print(f"{self.model}: {self.calibration.about.tokens:,} tokens; protected {required}")
+        print(f"{self.model}: {self.calibration.info.tokens:,} tokens; protected {required}")
         for text, losses in self.original.items():
             print(f"  {text}: perplexity {losses.perplexity:.2f} on {len(losses.each):,} tokens")
         self.ours = BlockSelector(

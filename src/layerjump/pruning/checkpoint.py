@@ -16,6 +16,7 @@ from layerjump import __version__
 from layerjump.errors import BadArtifact, WrongModel
 from layerjump.io import read_json, replace_folder, write_json, write_text
 from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.serialization import Record, read_record
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
@@ -38,10 +39,10 @@ class ParameterCounts(BaseModel):
     after: int
 
 
-class PruningRecord(BaseModel):
+class PruningRecord(Record):
     """Everything that `pruning.json` holds: what was dropped, on what text, and the cost."""
 
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     kind: Literal["layerjump pruning"] = "layerjump pruning"
     layerjump: str
@@ -76,9 +77,7 @@ class PruningRecord(BaseModel):
     def of(cls, pruned: Pruned) -> PruningRecord:
         """Describe a pruned model."""
         before, after = pruned.parameters
-        name = pruned.original.name
-        recorded = ("fingerprint", "text", "text_sha256", "tokens", "split", "seed")
-        about = {name: getattr(pruned.about, name) for name in recorded}
+        name, info = pruned.original.name, pruned.info
         return cls(
             layerjump=__version__,
             # The path of a folder describes a machine, not the model.
@@ -90,19 +89,19 @@ class PruningRecord(BaseModel):
             parameters=ParameterCounts(before=before, after=after),
             loss=pruned.test_loss,
             distilled=pruned.distillation,
-            **about,
+            fingerprint=info.fingerprint,
+            text=info.text,
+            text_sha256=info.text_sha256,
+            tokens=info.tokens,
+            split=info.split,
+            seed=info.seed,
         )
 
     @classmethod
     def load(cls, folder: str | Path) -> PruningRecord:
         """Read the record of a pruned model's folder."""
         path = Path(folder).expanduser() / RECORD_FILE
-        try:
-            return cls.model_validate(read_json(path))
-        except ValidationError as error:
-            raise BadArtifact(
-                f"{path} is not the record of a pruning: {error.errors()[0]['msg']}"
-            ) from error
+        return read_record(cls, read_json(path), path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `pruning.json`."""

@@ -58,10 +58,10 @@ def distill(
     module = DistillationModule(pruned, kl_weight=kl_weight, train_all_weights=train_all_weights)
     # Everything that the result depends on.
     run = {
-        "fingerprint": pruned.about.fingerprint,
-        "text_sha256": pruned.about.text_sha256,
-        "tokens": pruned.about.tokens,
-        "split": pruned.about.split,
+        "fingerprint": pruned.info.fingerprint,
+        "text_sha256": pruned.info.text_sha256,
+        "tokens": pruned.info.tokens,
+        "split": pruned.info.split,
         "steps": steps,
         "learning_rate": learning_rate,
         "kl": kl_weight,

@@ -77,5 +77,5 @@ def make_draft_model(
     untie_unembedding(shorter)
     fold_input_map(shorter.structure.unembedding, jump.weight)
     spans = ((n_blocks, model.n_blocks),)
-    draft = Pruned(shorter, model, spans, "truncate", "the last blocks", calibration.about)
+    draft = Pruned(shorter, model, spans, "truncate", "the last blocks", calibration.info)
     return with_test_loss(draft, calibration)

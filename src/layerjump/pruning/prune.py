@@ -64,7 +64,7 @@ class CalibrationData:
     fit: Batches
     validation: Batches
     test: Batches
-    about: RunInfo
+    info: RunInfo
     """Description of model and text."""
 
 
@@ -127,7 +127,7 @@ class Pruned:
     """Dropped spans: (i, j) stands for blocks i + 1 to j."""
     method: str
     criterion: str
-    about: RunInfo
+    info: RunInfo
     """Description of the original model and the text."""
     test_loss: LossComparison | None = None
     """Losses on test documents; None before they are measured."""
@@ -276,11 +276,11 @@ def drop_and_replace(
     n_positions, width = calibration.fit.n_picks, model.d_model
     if method != "remove" and n_positions < 2 * width:
         raise TextTooShort(
-            f"{calibration.about.text} has {n_positions:,} positions to fit maps of width {width}; pass text with "
+            f"{calibration.info.text} has {n_positions:,} positions to fit maps of width {width}; pass text with "
             f"at least {2 * width:,} (better {10 * width:,}), or {argument('method', 'remove')}, which fits nothing"
         )
     log.info("%s: drop blocks %s, %s", model.name, ", ".join(map(str, dropped)), method)
-    fitter = ReplacementFitter(model, shorter, calibration.fit, calibration.about)
+    fitter = ReplacementFitter(model, shorter, calibration.fit, calibration.info)
     jumps = fitter.fit(spans, method)
     return Pruned(
         shorter,
@@ -288,7 +288,7 @@ def drop_and_replace(
         tuple(spans),
         method,
         "given",
-        calibration.about,
+        calibration.info,
         jumps=jumps,
         transforms=tuple(fitter.transforms),
     )

@@ -98,11 +98,11 @@ class StreamTransform:
 class ReplacementFitter:
     """Fits a replacement for each dropped span of a model into a copy without these blocks."""
 
-    def __init__(self, model: Model, pruned: Model, batches: Batches, about: RunInfo) -> None:
+    def __init__(self, model: Model, pruned: Model, batches: Batches, info: RunInfo) -> None:
         self.transforms: list[StreamTransform] = []
         """Transforms of the pruned model's residual stream, by level."""
         self._model, self._pruned = model, pruned
-        self._batches, self._about = batches, about
+        self._batches, self._info = batches, info
 
     def fit(self, spans: Sequence[Span], method: str) -> Jumps | None:
         """Replace every span; return the maps of `linear`, which no weight of the model can hold."""
@@ -125,7 +125,7 @@ class ReplacementFitter:
         fit, validation, test = (Moments([(source, target)], reservoir=0) for _ in range(3))
         for states, targets in self._paired_states([Site(level)], span, is_first=is_first):
             fit.add({source: states[Site(level)], target: targets})
-        jumps = solve_jumps(SplitMoments(fit, validation, test, self._about), "affine")
+        jumps = solve_jumps(SplitMoments(fit, validation, test, self._info), "affine")
         if self._pruned.hf.dtype == torch.float64:
             # Jumps store float32; a float64 model gets the map at full precision.
             jump = jumps[span]

@@ -125,7 +125,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             tasks += _score_tasks(setup, pruned.model, method, count)
     rows = [replace(row, is_on_front=not any(r.beats(row) for r in rows)) for row in rows]
     facts = {
-        "tokens": calibration.about.tokens,
+        "tokens": calibration.info.tokens,
         "chosen": "loss",
         "order": order,
         "blocks": model.n_blocks,

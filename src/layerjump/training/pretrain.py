@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -31,8 +31,9 @@ from transformers import (
 from layerjump import __version__
 from layerjump.data.corpus import Corpus, split_documents
 from layerjump.data.tokenization import Tokenization
-from layerjump.errors import BadArtifact, BadText, BadTraining, argument
+from layerjump.errors import BadText, BadTraining, argument
 from layerjump.io import check_free, read_json, replace_folder, write_json, write_text
+from layerjump.jumps.serialization import Record, read_record
 from layerjump.models.families import family_of
 from layerjump.models.loading import quiet_transformers
 from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
@@ -148,8 +149,10 @@ class TextSummary(BaseModel):
     documents: int
 
 
-class PretrainingRecord(BaseModel):
+class PretrainingRecord(Record):
     """Everything that `training.json` holds: settings, losses and measurements of a run."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     kind: Literal["layerjump pretraining"] = "layerjump pretraining"
     layerjump: str
@@ -173,12 +176,7 @@ class PretrainingRecord(BaseModel):
         """Read a `training.json`, or that of a model folder."""
         path = Path(path).expanduser()
         path = path / RECORD_FILE if path.is_dir() else path
-        try:
-            return cls.model_validate(read_json(path))
-        except ValidationError as error:
-            raise BadArtifact(
-                f"{path} is not the record of a pretraining: {error.errors()[0]['msg']}"
-            ) from error
+        return read_record(cls, read_json(path), path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `training.json`."""
