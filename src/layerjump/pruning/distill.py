@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 from layerjump.data.batches import Batch
-from layerjump.errors import BadPruning, argument
+from layerjump.errors import BadPruning
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
@@ -54,7 +54,7 @@ def distill(
         seed: Seed of the order of batches.
     """
     if steps < 1:
-        raise BadPruning(f"expected {argument('steps')} of 1 or more, got {steps}")
+        raise BadPruning(f"expected 1 or more distillation steps, got {steps}")
     module = DistillationModule(pruned, kl_weight=kl_weight, train_all_weights=train_all_weights)
     # Everything that the result depends on.
     run = {
@@ -123,8 +123,7 @@ class DistillationModule(nn.Module):
         trained += _replacement_parameters(pruned)
         if not trained:
             raise BadPruning(
-                f"{pruned.method} has no replacement to train; pass {argument('train_all_weights', True)}, or prune "
-                f"with another method"
+                f"{pruned.method} has no replacement to train; train all weights, or prune with another method"
             )
         for parameter in pruned.model.hf.parameters():
             parameter.requires_grad_(False)
