@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadPruning, WrongModel
 from layerjump.io import replace_folder
+from layerjump.jumps.jumps import RunInfo
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Structure
@@ -61,9 +62,24 @@ def tiny(family: str, variant: str) -> Model:
 
 def removed(model: Model) -> Pruned:
     """Drop block 2 without fitting or measuring: the encoders here have no tokenizer."""
-    about = {"fingerprint": "0" * 64, "text": "none", "text_sha256": "", "tokens": 0}
-    about |= {"split": "none", "seed": 0}
-    return Pruned(without_blocks(model, [2]), model, ((1, 2),), "remove", "given", about)
+    info = RunInfo(
+        model=model.name,
+        revision=None,
+        fingerprint="0" * 64,
+        tokenizer=None,
+        family=model.hf.config.model_type,
+        n_blocks=model.n_blocks,
+        width=model.d_model,
+        text="none",
+        text_sha256="",
+        tokens=0,
+        positions="all",
+        skip_first=0,
+        special=True,
+        split="none",
+        seed=0,
+    )
+    return Pruned(without_blocks(model, [2]), model, ((1, 2),), "remove", "given", info)
 
 
 def pruned(family: str, variant: str) -> Pruned | None:
