@@ -202,11 +202,11 @@ def test_markup_in_prompt_and_tokens_is_only_text(opened):
     assert MARKUP in page.inner_text("#given")
     assert "⟨202E⟩" in page.inner_text("#given")
     shown = page.evaluate("""async () => {
-        const { write } = await import('/page/written.js');
+        const { generate } = await import('/page/generated_text.js');
         const real = window.fetch;
         const lines = [{ token: 1, text: '<img src=x onerror=alert(1)>', level: 1, verified: false }];
         window.fetch = async () => new Response(lines.map(line => JSON.stringify(line) + '\\n').join(''));
-        await write({ prompt: 'a' }, 4, { say: () => {} });
+        await generate({ prompt: 'a' }, 4, { report: () => {} });
         window.fetch = real;
         return [document.getElementById('tokens').textContent, document.querySelectorAll('#generate img').length];
     }""")

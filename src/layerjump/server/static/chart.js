@@ -1,7 +1,7 @@
 // Pinned tokens: their rank by level at the selected position, on a logarithmic scale with rank 1 on top.
 
 import { LINES } from "./colours.js";
-import { element, number, visible } from "./words.js";
+import { element, number, visible } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 320;
@@ -29,17 +29,17 @@ function keys(lenses, level, column, unpin) {
   first.followed.forEach((followed, index) => {
     const swatch = element("span", { className: "swatch" });
     swatch.style.backgroundColor = LINES[index % LINES.length];
-    const said = lenses.map(([, reading]) => rankSaid(reading.followed[index], level, column)).join(" · ");
+    const description = lenses.map(([, reading]) => describeRank(reading.followed[index], level, column)).join(" · ");
     const text = visible(followed.text);
     const button = element("button", { type: "button", className: "pin", "aria-label": `Unpin ${text}`, text: "✕" });
     button.addEventListener("click", () => unpin(followed.id));
     const word = element("span", { className: "token", dir: "auto", text });
-    list.append(element("li", { children: [swatch, word, element("span", { className: "quiet", text: said }), button] }));
+    list.append(element("li", { children: [swatch, word, element("span", { className: "quiet", text: description }), button] }));
   });
   return list;
 }
 
-function rankSaid(followed, level, column) {
+function describeRank(followed, level, column) {
   return `rank ${followed.rank[level][column] + 1}, p ${number(followed.probability[level][column])}`;
 }
 
@@ -72,14 +72,14 @@ function chart(lenses, level, column) {
 
 function ticks(last) {
   const step = [1, 2, 5, 10, 20].find((size) => last / size <= 8) ?? 50;
-  const found = [];
-  for (let at = 0; at <= last; at += step) found.push(at);
-  return found;
+  const positions = [];
+  for (let at = 0; at <= last; at += step) positions.push(at);
+  return positions;
 }
 
 function shape(name, attributes, text = null) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== null) made.textContent = text;
-  return made;
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== null) node.textContent = text;
+  return node;
 }

@@ -1,6 +1,6 @@
 // The routes, from the server's OpenAPI description.
 
-import { element } from "./words.js";
+import { element } from "./text.js";
 
 const described = await (await fetch("/api/openapi.json")).json();
 const { models } = await (await fetch("/api/models")).json();

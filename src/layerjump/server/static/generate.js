@@ -2,8 +2,8 @@
 
 import { Refused } from "./api.js";
 import { CACHES, START } from "./state.js";
-import { fillSelect } from "./words.js";
-import { clearText, counted, lengthWritten, write } from "./written.js";
+import { fillSelect } from "./text.js";
+import { clearText, countTokens, textLength, generate } from "./generated_text.js";
 
 const $ = (id) => document.getElementById(id);
 const RULES = { never: "never", gap: "by confidence", fixed: "at a fixed level", calibrated: "calibrated" };
@@ -12,16 +12,16 @@ export class GeneratePanel {
   // `page` has `state`, `model` (its status from the server), `prompt`, `go(change)` and `prepare(signal)`.
   constructor(page, most) {
     this.page = page;
-    this.writing = null; // aborts the running generation
+    this.running = null; // aborts the running generation
     this.model = null; // the model whose text is shown
     $("count").max = most;
     for (const id of ["count", "rule", "lead", "exit-level", "cache", "lossless"]) {
-      $(id).addEventListener("change", (event) => this.#changed(event.target));
+      $(id).addEventListener("change", (event) => this.#change(event.target));
     }
     $("write").addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.writing) this.stop();
-      else this.#write();
+      if (this.running) this.stop();
+      else this.#generate();
     });
   }
 
@@ -41,8 +41,8 @@ export class GeneratePanel {
     if (this.model !== state.model) {
       this.stop();
       clearText();
-      this.#say("");
-      this.#trouble("");
+      this.#showStatus("");
+      this.#showError("");
       this.model = state.model;
     }
     $("generate").hidden = model?.state !== "ready";
@@ -68,9 +68,9 @@ export class GeneratePanel {
     $("count").value = state.count;
   }
 
-  #changed(control) {
+  #change(control) {
     if (!control.reportValidity()) return;
-    const given = {
+    const changes = {
       count: () => ({ count: Number(control.value) }),
       rule: () => ({ rule: ruleNamed(control.value, this.page.model.n_blocks) }),
       lead: () => ({ rule: `gap:${Number(Number(control.value).toFixed(4))}` }),
@@ -78,55 +78,55 @@ export class GeneratePanel {
       cache: () => ({ cache: control.value }),
       lossless: () => ({ lossless: control.checked }),
     };
-    this.page.go(given[control.id]());
+    this.page.go(changes[control.id]());
   }
 
-  async #write() {
+  async #generate() {
     const { state, model } = this.page;
     const { rule, cache } = this.#supported();
-    const question = {
+    const request = {
       model: state.model, prompt: this.page.prompt, lens: state.lens, exit: rule, cache, verify: state.lossless,
       max_new_tokens: state.count,
     };
-    const mine = (this.writing = new AbortController());
-    this.#trouble(question.prompt ? "" : "Type a prompt first.");
-    if (!question.prompt) return this.#ended(mine);
+    const controller = (this.running = new AbortController());
+    this.#showError(request.prompt ? "" : "Type a prompt first.");
+    if (!request.prompt) return this.#finish(controller);
     $("write-button").textContent = "Stop";
     try {
-      this.#say("Starting …");
-      await this.page.prepare(mine.signal);
-      await write(question, model.n_blocks, { signal: mine.signal, say: (words) => this.#say(words) });
+      this.#showStatus("Starting …");
+      await this.page.prepare(controller.signal);
+      await generate(request, model.n_blocks, { signal: controller.signal, report: (words) => this.#showStatus(words) });
     } catch (error) {
-      if (mine.signal.aborted) return undefined;
+      if (controller.signal.aborted) return undefined;
       if (!(error instanceof Refused)) throw error;
-      this.#say("");
-      this.#trouble(error.message);
+      this.#showStatus("");
+      this.#showError(error.message);
     } finally {
-      this.#ended(mine);
+      this.#finish(controller);
     }
     return undefined;
   }
 
   stop() {
-    if (!this.writing) return;
-    const mine = this.writing;
-    mine.abort();
-    this.#say(`Stopped after ${counted(lengthWritten())}.`);
-    this.#ended(mine);
+    if (!this.running) return;
+    const controller = this.running;
+    controller.abort();
+    this.#showStatus(`Stopped after ${countTokens(textLength())}.`);
+    this.#finish(controller);
   }
 
-  #ended(mine) {
-    if (this.writing !== mine) return;
-    this.writing = null;
+  #finish(controller) {
+    if (this.running !== controller) return;
+    this.running = null;
     $("write-button").textContent = "Generate";
   }
 
-  #say(words) {
+  #showStatus(words) {
     $("write-status").textContent = words;
     $("write-status").hidden = !words;
   }
 
-  #trouble(words) {
+  #showError(words) {
     $("write-trouble").textContent = words.charAt(0).toUpperCase() + words.slice(1);
     $("write-trouble").hidden = !words;
   }

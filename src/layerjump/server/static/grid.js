@@ -1,11 +1,11 @@
 // A grid of levels × positions: rows are levels, the last on top; columns are positions.
 
 import { colourOf, gradient } from "./colours.js";
-import { element, number, visible } from "./words.js";
+import { element, number, visible } from "./text.js";
 
 export class Grid {
-  // Callbacks: `chosen(level, column)` for a selected cell, `opened()` for Enter, `pinned(id)` for P.
-  constructor(reading, name, { chosen, opened, pinned }) {
+  // Callbacks: `onSelect(level, column)` for a selected cell, `onOpen()` for Enter, `onPin(id)` for P.
+  constructor(reading, name, { onSelect, onOpen, onPin }) {
     this.reading = reading;
     this.name = name;
     this.last = reading.levels.length - 1;
@@ -20,20 +20,20 @@ export class Grid {
     const caption = element("figcaption", { children: [title, scale] });
     this.figure = element("figure", { className: "grid", "data-lens": name, children: [caption, this.scroll] });
     const table = this.scroll.firstChild;
-    table.addEventListener("click", (event) => this.#touched(event.target.closest("td"), chosen));
-    table.addEventListener("dblclick", (event) => event.target.closest("td") && opened());
-    table.addEventListener("mouseover", (event) => this.#hinted(event.target.closest("td")));
-    table.addEventListener("keydown", (event) => this.#pressed(event, chosen, opened, pinned));
+    table.addEventListener("click", (event) => this.#click(event.target.closest("td"), onSelect));
+    table.addEventListener("dblclick", (event) => event.target.closest("td") && onOpen());
+    table.addEventListener("mouseover", (event) => this.#hover(event.target.closest("td")));
+    table.addEventListener("keydown", (event) => this.#press(event, onSelect, onOpen, onPin));
   }
 
   #table() {
     const { reading } = this;
-    const heads = reading.positions.map((position) => {
+    const headers = reading.positions.map((position) => {
       const text = reading.tokens[position].text;
       return element("th", { scope: "col", dir: "auto", text: visible(text), title: `${position}: ${visible(text)}` });
     });
     const corner = element("th", { scope: "col", className: "corner", text: "level" });
-    const head = element("thead", { children: [element("tr", { children: [corner, ...heads] })] });
+    const head = element("thead", { children: [element("tr", { children: [corner, ...headers] })] });
     const body = element("tbody");
     for (let level = this.last; level >= 0; level -= 1) body.append(this.#row(level));
     const label = `Predictions of ${this.name}, levels by positions`;
@@ -84,14 +84,14 @@ export class Grid {
     }
     const cell = this.cells[level][column];
     cell.setAttribute("aria-selected", "true");
-    cell.setAttribute("aria-label", this.said(level, column));
+    cell.setAttribute("aria-label", this.describe(level, column));
     cell.tabIndex = 0;
     this.at = cell;
     if (focus) cell.focus({ preventScroll: true });
     this.#reveal(cell);
   }
 
-  said(level, column) {
+  describe(level, column) {
     const { reading } = this;
     const token = visible(reading.tokens[reading.positions[column]].text);
     const best = reading.top[level][column][0];
@@ -116,18 +116,18 @@ export class Grid {
     scroll.scrollTop = Math.max(bottom, Math.min(top, scroll.scrollTop));
   }
 
-  #touched(cell, chosen) {
-    if (cell) chosen(...place(cell));
+  #click(cell, onSelect) {
+    if (cell) onSelect(...coordinates(cell));
   }
 
-  #hinted(cell) {
-    if (cell && !cell.title) cell.title = this.said(...place(cell));
+  #hover(cell) {
+    if (cell && !cell.title) cell.title = this.describe(...coordinates(cell));
   }
 
-  #pressed(event, chosen, opened, pinned) {
+  #press(event, onSelect, onOpen, onPin) {
     const cell = event.target.closest("td");
     if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
-    const [level, column] = place(cell);
+    const [level, column] = coordinates(cell);
     const right = this.reading.positions.length - 1;
     const moves = {
       ArrowUp: [level + 1, column], ArrowDown: [level - 1, column],
@@ -136,9 +136,9 @@ export class Grid {
     };
     if (event.key in moves) {
       const [toLevel, toColumn] = moves[event.key];
-      chosen(clamp(toLevel, this.last), clamp(toColumn, right));
-    } else if (event.key === "Enter" || event.key === " ") opened();
-    else if (event.key === "p" || event.key === "P") pinned(this.reading.top[level][column][0]);
+      onSelect(clamp(toLevel, this.last), clamp(toColumn, right));
+    } else if (event.key === "Enter" || event.key === " ") onOpen();
+    else if (event.key === "p" || event.key === "P") onPin(this.reading.top[level][column][0]);
     else return;
     event.preventDefault();
   }
@@ -157,7 +157,7 @@ export function linkScrolling(grids) {
   }
 }
 
-function place(cell) {
+function coordinates(cell) {
   return cell.dataset.at.split(",").map(Number);
 }
 

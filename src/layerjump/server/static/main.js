@@ -8,19 +8,19 @@ import { GeneratePanel } from "./generate.js";
 import { Grid, linkScrolling } from "./grid.js";
 import { drawCell } from "./panel.js";
 import { fromHash, toHash } from "./state.js";
-import { element, fillSelect, listed, number, percent } from "./words.js";
+import { element, fillSelect, listed, number, percent } from "./text.js";
 
 const MOST_PINS = 16;
 const $ = (id) => document.getElementById(id);
-const fresh = !location.hash; // not opened by a link: start with a default prompt
+const isFresh = !location.hash; // not opened by a link: start with a default prompt
 let state = fromHash(location.hash);
 let models = new Map(); // name → its status from the server
 let fittedHere = []; // estimators that the server fits
 let readings = new Map(); // lens → its trajectory of the text
 let grids = [];
-let shown = ""; // the request whose answer is shown
-let asking = null; // aborts the running request
-let typed = false; // the user has typed a prompt
+let shownKey = ""; // the request whose answer is shown
+let running = null; // aborts the running request
+let hasTyped = false; // the user has typed a prompt
 let generating = null; // the generate panel
 
 // ── the address ──
@@ -41,9 +41,9 @@ addEventListener("popstate", () => {
   show();
 });
 
-function withDefaults(given) {
-  const known = models.has(given.model) ? given.model : [...models.keys()][0];
-  return { ...given, model: known, colour: given.colour in MEASURES ? given.colour : "probability" };
+function withDefaults(parsed) {
+  const model = models.has(parsed.model) ? parsed.model : [...models.keys()][0];
+  return { ...parsed, model, colour: parsed.colour in MEASURES ? parsed.colour : "probability" };
 }
 
 // ── requests ──
@@ -52,76 +52,76 @@ async function show() {
   if (!models.size) return; // the start of the page calls again, with the models
   fillControls();
   const lenses = [...new Set([state.lens, state.other].filter(Boolean))];
-  const question = { model: state.model, text: state.text, lenses, tokens: state.pins };
-  const key = JSON.stringify(question);
-  if (key === shown) {
+  const request = { model: state.model, text: state.text, lenses, tokens: state.pins };
+  const key = JSON.stringify(request);
+  if (key === shownKey) {
     draw();
     return;
   }
-  asking?.abort();
-  const mine = (asking = new AbortController());
-  trouble("");
+  running?.abort();
+  const controller = (running = new AbortController());
+  showError("");
   if (!state.text) {
-    say("Type a prompt.");
+    showStatus("Type a prompt.");
     return;
   }
   try {
     document.body.classList.add("waiting");
-    const answer = await answerTo(question, mine.signal);
-    if (mine.signal.aborted) return;
+    const answer = await answerRequest(request, controller.signal);
+    if (controller.signal.aborted) return;
     readings = new Map(lenses.map((name) => [name, answer.lenses[name]]));
-    shown = key;
+    shownKey = key;
     const [first] = readings.values();
-    say(`${lengthSaid(first)} × ${first.levels.length} levels in ${number(answer.seconds, 2)} s`);
+    showStatus(`${describeLength(first)} × ${first.levels.length} levels in ${number(answer.seconds, 2)} s`);
     build();
   } catch (error) {
-    if (mine.signal.aborted) return;
+    if (controller.signal.aborted) return;
     if (!(error instanceof Refused)) throw error;
-    say("");
-    trouble(error.message);
+    showStatus("");
+    showError(error.message);
   } finally {
-    if (asking === mine) {
+    if (running === controller) {
       document.body.classList.remove("waiting");
       $("fitting").hidden = true;
     }
   }
 }
 
-async function answerTo(question, signal) {
-  say("Running …");
-  const waiting = (answer) => say(waitingSaid(answer, question.model));
-  await prepare(question.model, question.lenses, { signal, waiting });
-  say("Running …");
-  return ask("/api/lens", question, { signal, waiting });
+async function answerRequest(request, signal) {
+  showStatus("Running …");
+  const waiting = (answer) => showStatus(describeWaiting(answer, request.model));
+  await prepare(request.model, request.lenses, { signal, waiting });
+  showStatus("Running …");
+  return ask("/api/lens", request, { signal, waiting });
 }
 
 // Load the model and fit the lenses, unless that is done.
 async function prepare(model, lenses, { signal, waiting }) {
   if (models.get(model).state !== "ready") {
-    say(`Loading ${model} …`);
-    note(await ask("/api/load", { model }, { signal, waiting }));
+    showStatus(`Loading ${model} …`);
+    updateModel(await ask("/api/load", { model }, { signal, waiting }));
   }
   const states = new Map(models.get(model).lenses.map((lens) => [lens.name, lens.state]));
   if (!lenses.some((name) => states.get(name) === "not fitted")) return;
   const missing = fittedHere.filter((name) => states.get(name) === "not fitted"); // one pass fits them all
   await fit(model, missing, { signal, progress: (job) => showFitting(job) });
   $("fitting").hidden = true;
-  note(await ask("/api/load", { model }, { signal, waiting }));
+  updateModel(await ask("/api/load", { model }, { signal, waiting }));
 }
 
-function lengthSaid({ task, positions, tokens }) {
+function describeLength({ task, positions, tokens }) {
   const cut = task === "causal" && positions.length < tokens.length;
   return cut ? `The last ${positions.length} of ${tokens.length} positions` : `${positions.length} positions`;
 }
 
-function waitingSaid(answer, model) {
+function describeWaiting(answer, model) {
   if (answer.doing?.startsWith("loading")) return `Loading ${model} …`;
   if (answer.position === 0) return "Running …";
   return `Busy, position ${answer.position}${answer.doing ? ` (${answer.doing})` : ""} …`;
 }
 
 function showFitting(job) {
-  say("");
+  showStatus("");
   $("fitting").hidden = false;
   const bar = $("fitting-bar");
   const share = job.total ? job.done / job.total : 0;
@@ -133,7 +133,7 @@ function showFitting(job) {
   $("fitting-words").textContent = job.state === "waiting" ? `${what}: queued` : `${what}: ${far}`;
 }
 
-function note(model) {
+function updateModel(model) {
   models.set(model.name, model);
   fillControls();
 }
@@ -150,10 +150,10 @@ function build() {
     state = { ...state, level: first.decided_at[column] ?? first.levels.length - 1, column };
     history.replaceState(null, "", toHash(state));
   }
-  const opened = () => $("cell").querySelector("button")?.focus();
+  const onOpen = () => $("cell").querySelector("button")?.focus();
   grids = [...readings].map(([name, reading]) => {
-    const chosen = (level, column) => go({ level, column }, { push: false }).then(() => focusOn(name));
-    return new Grid(reading, name, { chosen, opened, pinned: pin });
+    const onSelect = (level, column) => go({ level, column }, { push: false }).then(() => focusOn(name));
+    return new Grid(reading, name, { onSelect, onOpen, onPin: pin });
   });
   linkScrolling(grids);
   $("grids").replaceChildren(...grids.map((grid) => grid.figure));
@@ -174,16 +174,16 @@ function draw() {
     grid.paint(measure, most);
     const exits = exitsOf(grid.reading, state.strength, from);
     grid.ring(exits?.rows);
-    $("savings").append(element("p", { text: savingSaid(grid, exits) }));
+    $("savings").append(element("p", { text: describeSavings(grid, exits) }));
     grid.choose(state.level, state.column);
   }
   const { level, column } = state;
-  const left = () => focusOn(grids[0].name);
-  drawCell($("cell"), readings, { level, column, pins: state.pins, pin, left });
+  const onLeave = () => focusOn(grids[0].name);
+  drawCell($("cell"), readings, { level, column, pins: state.pins, pin, onLeave });
   drawPins($("pins"), readings, { level, column, unpin: pin });
 }
 
-function savingSaid(grid, exits) {
+function describeSavings(grid, exits) {
   if (!exits) return `${grid.name}: no position that the maps were fitted on`;
   const blocks = grid.reading.n_blocks;
   return `${grid.name}: early exit would save ${number(exits.saved, 2)} of ${blocks} blocks (${percent(exits.share)}) and agree `
@@ -197,15 +197,15 @@ function focusOn(lens) {
 
 function pin(id) {
   const pins = state.pins.includes(id) ? state.pins.filter((other) => other !== id) : [...state.pins, id];
-  if (pins.length > MOST_PINS) trouble(`At most ${MOST_PINS} tokens can be pinned; unpin one first.`);
+  if (pins.length > MOST_PINS) showError(`At most ${MOST_PINS} tokens can be pinned; unpin one first.`);
   else go({ pins });
 }
 
-function say(words) {
+function showStatus(words) {
   $("status").textContent = words;
 }
 
-function trouble(words) {
+function showError(words) {
   $("trouble").textContent = words.charAt(0).toUpperCase() + words.slice(1);
   $("trouble").hidden = !words;
 }
@@ -215,7 +215,7 @@ function trouble(words) {
 function fillControls() {
   fillSelect($("model"), [...models.keys()].map((name) => [name, name]), state.model);
   const lenses = (models.get(state.model)?.lenses ?? []).filter((lens) => lens.state !== "other weights");
-  const choices = lenses.map(({ name, state: how }) => [name, how === "not fitted" ? `${name} (fitted on first use)` : name]);
+  const choices = lenses.map(({ name, state: fitted }) => [name, fitted === "not fitted" ? `${name} (fitted on first use)` : name]);
   fillSelect($("lens"), choices, state.lens);
   fillSelect($("other"), [["", "none"], ...choices], state.other);
   fillSelect($("colour"), Object.entries(MEASURES).map(([name, { title }]) => [name, title]), state.colour);
@@ -231,7 +231,7 @@ $("ask").addEventListener("submit", (event) => {
   if (text === state.text) go({});
   else go({ text, level: null, column: null });
 });
-$("text").addEventListener("input", () => { typed = true; });
+$("text").addEventListener("input", () => { hasTyped = true; });
 $("text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -252,13 +252,13 @@ $("skip").addEventListener("click", (event) => {
 $("link").addEventListener("click", async () => {
   try {
     await navigator.clipboard.writeText(location.href);
-    say("Link copied: it holds the prompt and all settings.");
+    showStatus("Link copied: it holds the prompt and all settings.");
   } catch {
-    say("The browser does not allow copying; the page’s address is the link.");
+    showStatus("The browser does not allow copying; the page’s address is the link.");
   }
 });
 
-const pageForPanel = {
+const page = {
   get state() { return state; },
   get model() { return models.get(state.model); },
   get prompt() { return $("text").value; },
@@ -280,17 +280,17 @@ $("theme").addEventListener("click", () => {
 // ── start ──
 
 try {
-  const said = await ask("/api/models");
-  models = new Map(said.models.map((model) => [model.name, model]));
-  fittedHere = said.fitted_here;
-  generating = new GeneratePanel(pageForPanel, said.limits.new_tokens);
+  const answer = await ask("/api/models");
+  models = new Map(answer.models.map((model) => [model.name, model]));
+  fittedHere = answer.fitted_here;
+  generating = new GeneratePanel(page, answer.limits.new_tokens);
   state = withDefaults(state);
-  if (!state.text && fresh) {
+  if (!state.text && isFresh) {
     const model = models.get(state.model);
     state.text = model.mask ? `The capital of France is ${model.mask}.` : "The capital of France is the city of";
   }
-  if (!typed) $("text").value = state.text;
+  if (!hasTyped) $("text").value = state.text;
   go({}, { push: false });
 } catch (error) {
-  trouble(error.message);
+  showError(error.message);
 }

@@ -1,8 +1,8 @@
 // The selected cell: its top tokens with bars, its numbers, and buttons to pin tokens.
 
-import { element, number, visible } from "./words.js";
+import { element, number, visible } from "./text.js";
 
-export function drawCell(place, readings, { level, column, pins, pin, left }) {
+export function drawCell(place, readings, { level, column, pins, pin, onLeave }) {
   const [first] = readings.values();
   const token = visible(first.tokens[first.positions[column]].text);
   const title = element("h2", { text: `Level ${first.levels[level]}, after ` });
@@ -13,7 +13,7 @@ export function drawCell(place, readings, { level, column, pins, pin, left }) {
   const className = parts.length > 1 ? "lenses pair" : "lenses";
   place.replaceChildren(title, element("div", { className, children: parts }));
   place.onkeydown = (event) => {
-    if (event.key === "Escape") left();
+    if (event.key === "Escape") onLeave();
   };
 }
 
@@ -44,9 +44,9 @@ function lensPart(name, reading, level, column, pins, pin) {
 
 function bestRow(reading, id, probability, own, pins, pin) {
   const text = visible(reading.words[id]);
-  const held = pins.includes(id);
+  const isPinned = pins.includes(id);
   const button = element("button", {
-    type: "button", className: "pin", "aria-pressed": String(held), "aria-label": `Pin ${text}`, text: held ? "★" : "☆",
+    type: "button", className: "pin", "aria-pressed": String(isPinned), "aria-label": `Pin ${text}`, text: isPinned ? "★" : "☆",
   });
   button.dataset.pin = id;
   button.addEventListener("click", () => pin(id));

@@ -2,7 +2,7 @@
 
 import { follow } from "./api.js";
 import { viridis } from "./colours.js";
-import { element, number, percent, running, visible } from "./words.js";
+import { element, number, percent, running, visible } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -11,14 +11,14 @@ function colourOfLevel(level, blocks) {
   return level === blocks ? { background: "", ink: "" } : viridis(1 - level / blocks);
 }
 
-function paint(place, level, blocks) {
+function paint(node, level, blocks) {
   const { background, ink } = colourOfLevel(level, blocks);
-  place.style.backgroundColor = background;
-  place.style.color = ink;
+  node.style.backgroundColor = background;
+  node.style.color = ink;
 }
 
 // One text, token by token.
-class Written {
+class GeneratedText {
   constructor(prompt, blocks) {
     this.blocks = blocks;
     this.tokens = [];
@@ -31,21 +31,21 @@ class Written {
   }
 
   add(token) {
-    const said = this.#said(token);
-    const place = element("span", {
-      role: "option", className: "written", tabindex: this.tokens.length ? "-1" : "0", title: said,
-      "aria-selected": "false", "aria-label": `${visible(token.text)}, ${said}`, text: running(token.text) || "·",
+    const description = this.#describe(token);
+    const node = element("span", {
+      role: "option", className: "written", tabindex: this.tokens.length ? "-1" : "0", title: description,
+      "aria-selected": "false", "aria-label": `${visible(token.text)}, ${description}`, text: running(token.text) || "·",
     });
-    paint(place, token.level, this.blocks);
-    this.tokens.push(place);
-    $("tokens").append(place);
+    paint(node, token.level, this.blocks);
+    this.tokens.push(node);
+    $("tokens").append(node);
     this.#count(token.level);
   }
 
-  #said({ text, level, verified }) {
-    const where = level === this.blocks ? `full model, ${level} blocks` : `exits at level ${level} of ${this.blocks}`;
-    const known = verified ? "verified" : level < this.blocks ? "not verified" : "";
-    return [where, known, text ? "" : "part of a character"].filter(Boolean).join(", ");
+  #describe({ text, level, verified }) {
+    const exit = level === this.blocks ? `full model, ${level} blocks` : `exits at level ${level} of ${this.blocks}`;
+    const status = verified ? "verified" : level < this.blocks ? "not verified" : "";
+    return [exit, status, text ? "" : "part of a character"].filter(Boolean).join(", ");
   }
 
   #count(level) {
@@ -67,17 +67,17 @@ class Written {
     this.counts.set(level, { times: 0, number: times });
   }
 
-  choose(place, { focus = false } = {}) {
+  choose(node, { focus = false } = {}) {
     for (const other of this.tokens) {
-      other.tabIndex = other === place ? 0 : -1;
-      other.setAttribute("aria-selected", String(other === place));
+      other.tabIndex = other === node ? 0 : -1;
+      other.setAttribute("aria-selected", String(other === node));
     }
-    $("token-said").textContent = place.getAttribute("aria-label");
-    if (focus) place.focus();
+    $("token-said").textContent = node.getAttribute("aria-label");
+    if (focus) node.focus();
   }
 
-  moved(place, key) {
-    const at = this.tokens.indexOf(place);
+  move(node, key) {
+    const at = this.tokens.indexOf(node);
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: this.tokens.length - 1 }[key];
     if (to === undefined) return false;
     this.choose(this.tokens[Math.min(Math.max(to, 0), this.tokens.length - 1)], { focus: true });
@@ -89,23 +89,23 @@ let text = null; // the text that is shown
 
 for (const kind of ["click", "focusin", "mouseover"]) {
   $("tokens").addEventListener(kind, (event) => {
-    const place = event.target.closest("[role=option]");
-    if (!place) return;
-    if (kind === "mouseover") $("token-said").textContent = place.getAttribute("aria-label");
-    else text.choose(place, { focus: kind === "click" });
+    const node = event.target.closest("[role=option]");
+    if (!node) return;
+    if (kind === "mouseover") $("token-said").textContent = node.getAttribute("aria-label");
+    else text.choose(node, { focus: kind === "click" });
   });
 }
 $("tokens").addEventListener("keydown", (event) => {
-  const place = event.target.closest("[role=option]");
-  if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (text.moved(place, event.key)) event.preventDefault();
+  const node = event.target.closest("[role=option]");
+  if (!node || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (text.move(node, event.key)) event.preventDefault();
 });
 
-export function counted(tokens) {
+export function countTokens(tokens) {
   return `${tokens} token${tokens === 1 ? "" : "s"}`;
 }
 
-export function lengthWritten() {
+export function textLength() {
   return text?.tokens.length ?? 0;
 }
 
@@ -114,25 +114,25 @@ export function clearText() {
   $("written").hidden = true;
 }
 
-// Generate, and report progress to `say`. The question is the body of /api/generate.
-export async function write(question, blocks, { signal, say }) {
+// Generate, and report progress to `report`. The request is the body of /api/generate.
+export async function generate(request, blocks, { signal, report }) {
   clearText();
   let end = null;
-  await follow("/api/generate", question, {
+  await follow("/api/generate", request, {
     signal,
     each: (line) => {
-      if (line.busy) say(line.position ? `Busy, position ${line.position} (${line.doing}) …` : `${line.doing} …`);
+      if (line.busy) report(line.position ? `Busy, position ${line.position} (${line.doing}) …` : `${line.doing} …`);
       else if (line.done) end = line.done;
       else {
         if (!text) {
-          text = new Written(question.prompt, blocks);
-          say("Generating …");
+          text = new GeneratedText(request.prompt, blocks);
+          report("Generating …");
         }
         text.add(line);
       }
     },
   });
-  say(end ? summary(question, end) : "The server closed the connection before the end.");
+  report(end ? summary(request, end) : "The server closed the connection before the end.");
 }
 
 function summary({ lens, verify }, done) {
@@ -140,7 +140,7 @@ function summary({ lens, verify }, done) {
   const drafts = done.counts.drafts;
   const accepted = `${percent(done.agreement)} of ${drafts} drafts accepted`;
   return [
-    `${counted(count)} in ${number(done.seconds, 2)} s (${number((1000 * done.seconds) / count, 2)} ms each)`,
+    `${countTokens(count)} in ${number(done.seconds, 2)} s (${number((1000 * done.seconds) / count, 2)} ms each)`,
     `lens ${lens}`,
     `${percent(Math.round(1000 * done.blocks_saved) / 1000)} of blocks skipped`,
     `${done.counts.unembeddings} unembeddings`,

@@ -1,14 +1,14 @@
 // Printable tokens and numbers. A token is only ever shown as text, never as markup.
 
-const SEEN = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
+const SYMBOLS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
 // Control characters, and those that change the direction of the text around them.
 const CONTROLS = /[\p{Cc}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/gu;
-const NOTHING_TO_SEE = /^[\p{Cf}\p{Cn}\p{Zs}\p{Zl}\p{Zp}]*$/u;
+const INVISIBLE = /^[\p{Cf}\p{Cn}\p{Zs}\p{Zl}\p{Zp}]*$/u;
 
 export function visible(text) {
   if (text === "") return "∅";
-  const shown = text.replace(/[ \n\t\r]/g, (letter) => SEEN[letter]).replace(CONTROLS, code);
-  return NOTHING_TO_SEE.test(shown) ? [...shown].map(code).join("") : shown;
+  const shown = text.replace(/[ \n\t\r]/g, (letter) => SYMBOLS[letter]).replace(CONTROLS, code);
+  return INVISIBLE.test(shown) ? [...shown].map(code).join("") : shown;
 }
 
 // Running text: spaces and line breaks stay, so that it reads as text.
@@ -40,20 +40,20 @@ export function listed(names) {
 
 // An element with a class and text or children; text never becomes markup.
 export function element(name, { className = "", text = null, children = [], ...attributes } = {}) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== null) made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  if (text !== null) node.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
 }
 
 // Fill a select; its options are replaced only if they changed.
 export function fillSelect(select, choices, value) {
-  const said = JSON.stringify(choices);
-  if (select.dataset.choices !== said) {
+  const encoded = JSON.stringify(choices);
+  if (select.dataset.choices !== encoded) {
     select.replaceChildren(...choices.map(([name, text]) => element("option", { value: name, text })));
-    select.dataset.choices = said;
+    select.dataset.choices = encoded;
   }
   select.value = value;
 }
