@@ -391,10 +391,5 @@ def _variant_panel(rows: Sequence[VariantRow]) -> Panel:
 
 
 STUDY = Study(
-    "data",
-    "how much text does a map need, and of what kind?",
-    run,
-    Tables,
-    Headline,
-    figures,
+    "data", "how much text does a map need, and of what kind?", run, Tables, Headline, figures
 )

@@ -27,9 +27,8 @@ from layerjump.generation.calibration.search import (
 from layerjump.studies.charts import (
     Panel,
     colours,
-    draw_line,
-    empty_figure,
     identity_last,
+    line_chart,
     listed,
     number,
     percent,
@@ -147,19 +146,19 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 def _curve_panel(rows: Sequence[CurveRow]) -> Panel:
     lenses = identity_last(row.lens for row in rows)
-    figure = empty_figure(x="blocks run, mean", y="agreement with the model")
-    for lens in lenses:
-        for kind, dash in (("both", "solid"), ("gate", "dash")):
-            group = [row for row in rows if (row.lens, row.kind) == (lens, kind)]
-            draw_line(
-                figure,
-                [row.blocks for row in group],
-                [row.agreement for row in group],
-                name=f"{lens}, {NAMES[kind]}",
-                colour=colours(lenses)[lens],
-                dash=dash,
-                hover="blocks",
-            )
+    names = {(lens, kind): f"{lens}, {NAMES[kind]}" for lens in lenses for kind in ("both", "gate")}
+    lines = {
+        name: [(row.blocks, row.agreement) for row in rows if (row.lens, row.kind) == key]
+        for key, name in names.items()
+    }
+    figure = line_chart(
+        "",
+        lines,
+        x="blocks run, mean",
+        y="agreement with the model",
+        dashed=[name for (_, kind), name in names.items() if kind == "gate"],
+        paint={name: colours(lenses)[lens] for (lens, _), name in names.items()},
+    )
     most = max(row.blocks for row in rows)
     cheap = [row for row in rows if row.blocks <= most / 2]
     reading = "No threshold saves half of the blocks."
