@@ -1,4 +1,4 @@
-"""Early-exit generation on every decoder family: the full model's own text and cache, however tokens leave."""
+"""Early-exit generation on every decoder family: the full model's text and KV cache, wherever tokens exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END, NEW = 2, 14
 
 
 class Hashed:
-    """Leaves where digits of the state say so: at random, but the same for the same state."""
+    """Exits pseudo-randomly, as the digits of the state decide: the same state always exits."""
 
     levels = None
 
@@ -63,12 +63,12 @@ def ours(model: Model, inputs, rule, **settings):
     return generate(model, None, inputs, exit=rule, **settings)
 
 
-def test_an_exit_never_taken_gives_the_models_own_text(model):
+def test_without_exits_the_text_is_the_models(model):
     for inputs in (prompts(1), prompts(3)):
         assert ours(model, inputs, Never()).ids == theirs(model, inputs)
 
 
-def test_verified_text_is_the_models_own_whatever_the_rule(model):
+def test_verified_text_is_the_models_whatever_the_rule(model):
     cases = (prompts(1), 3, Hashed(0.8)), (prompts(3), 6, Hashed(0.5)), (prompts(1), 2, Fixed(0))
     for inputs, most, rule in cases:
         made = ours(model, inputs, rule, verify=True, max_draft_tokens=most)
@@ -77,7 +77,7 @@ def test_verified_text_is_the_models_own_whatever_the_rule(model):
 
 
 def decode(model: Model, rule, inputs, steps: int):
-    """Random tokens fed one after another, each leaving where the rule says; the runner and all tokens."""
+    """Decode random tokens one after another with a rule; the runner, all tokens and the levels reached."""
     mask = inputs["attention_mask"]
     position = (mask.cumsum(-1) - 1).clamp_min(0)
     padding = None if bool(mask.all()) else mask
@@ -97,7 +97,7 @@ def decode(model: Model, rule, inputs, steps: int):
 
 
 def test_keys_and_values_are_those_of_a_full_pass(model):
-    """After early exits, every block has of each row what it has when the whole model reads that row alone."""
+    """After early exits, every block holds of each row what it holds when the full model reads that row alone."""
     for inputs in (prompts(1), prompts(3)):
         runner, ids, levels = decode(model, Hashed(0.5), inputs, 12)
         assert len(set(levels)) > 1
@@ -115,7 +115,7 @@ def test_keys_and_values_are_those_of_a_full_pass(model):
                         assert torch.allclose(kept[row, :, padding:], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_a_fixed_exit_gives_what_the_lens_reads_there(model):
+def test_a_fixed_exit_gives_the_top_token_of_the_lens(model):
     for level in range(model.n_blocks):
         inputs = prompts(1)
         batch = lj.batch_from_ids(inputs["input_ids"][0].tolist())
@@ -127,8 +127,8 @@ def test_a_fixed_exit_gives_what_the_lens_reads_there(model):
         assert made.counts.block_runs == level
 
 
-def test_copied_keys_and_values_are_the_blocks_own_of_the_copied_state(model):
-    """`store` must leave what the block itself would make of these states, and run nothing else."""
+def test_stored_keys_and_values_equal_those_of_a_full_run(model):
+    """`store` leaves what running the block leaves, for the same states."""
     inputs, hashes = prompts(3), {}
     for how in ("run", "store"):
         runner, ids, _ = decode(model, Never(), inputs, 1)

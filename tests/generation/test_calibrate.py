@@ -1,4 +1,4 @@
-"""The rule that calibration finds on a small trained model: its promise, its text, its file, its command."""
+"""Calibration on a small trained model: its guarantee, its text, its file, its command."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ def found(model, jumps):
     return calibrate(model, jumps, stories(900, seed=1, name="more"), target=0.9, costs=COSTS)
 
 
-def test_drafting_rests_while_it_does_not_pay(model, jumps):
-    """A rule that always drafts at level 0 is wrong nearly always: with a share to reach it soon stops."""
+def test_drafting_pauses_below_the_minimal_acceptance(model, jumps):
+    """Drafts at level 0 are nearly all rejected: with a minimal acceptance rate they soon stop."""
     settings = {"verify": True, "do_sample": False, "max_new_tokens": 60, "min_new_tokens": 60}
     always = Fixed(0)
-    stubborn = lj.generate(model, jumps, "One day, Tom", exit=always, **settings)
-    wise = lj.generate(
+    always_drafting = lj.generate(model, jumps, "One day, Tom", exit=always, **settings)
+    pausing = lj.generate(
         model, jumps, "One day, Tom", exit=ExitConfig(always, min_acceptance=0.99), **settings
     )
-    assert wise.ids == stubborn.ids
-    assert ACCEPTANCE_WINDOW <= wise.counts.drafts < ACCEPTANCE_WINDOW + 4
-    assert stubborn.counts.drafts > 40
-    content = lj.generate(model, jumps, "One day, Tom", exit=ExitConfig(always), **settings)
-    assert content.counts.drafts == stubborn.counts.drafts
+    assert pausing.ids == always_drafting.ids
+    assert ACCEPTANCE_WINDOW <= pausing.counts.drafts < ACCEPTANCE_WINDOW + 4
+    assert always_drafting.counts.drafts > 40
+    never_pausing = lj.generate(model, jumps, "One day, Tom", exit=ExitConfig(always), **settings)
+    assert never_pausing.counts.drafts == always_drafting.counts.drafts
 
 
-def test_documents_of_the_fit_are_left_out(model, jumps):
+def test_documents_of_the_fit_are_excluded(model, jumps):
     text = stories(300)
-    free = unseen_documents(jumps, text)
-    assert set(free).isdisjoint(lj.split_documents(300, "80/10/10", seed=0).fit)
-    assert len(free) == 60
+    unseen = unseen_documents(jumps, text)
+    assert set(unseen).isdisjoint(lj.split_documents(300, "80/10/10", seed=0).fit)
+    assert len(unseen) == 60
     assert unseen_documents(jumps, stories(40, seed=5)) == tuple(range(40))
-    roles = split_documents_by_role(free, 0)
+    roles = split_documents_by_role(unseen, 0)
     parts = roles.probes, roles.selection, roles.thresholds, roles.test
-    assert sorted(document for part in parts for document in part) == sorted(free)
+    assert sorted(document for part in parts for document in part) == sorted(unseen)
 
 
-def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
+def test_calibration_keeps_its_guarantee_on_other_text(model, jumps, found):
     report = found.report
     assert report.test.agreement >= 0.87
     assert set(found.exit.rule.levels or ()) <= {0, 1, 2, 3}
@@ -73,7 +73,7 @@ def test_calibration_keeps_its_promise_on_other_text(model, jumps, found):
     assert made.n_tokens <= 12
 
 
-def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
+def test_a_calibration_is_saved_and_loaded(model, jumps, found, tmp_path):
     serialization.save_calibration(found, tmp_path)
     again = serialization.load_calibration(tmp_path, model=model)
     assert again.report == found.report
@@ -96,7 +96,7 @@ def test_a_calibration_is_kept_and_found_again(model, jumps, found, tmp_path):
             model.structure.unembedding.weight.sub_(1)
 
 
-def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
+def test_a_rule_calibrated_with_other_jumps_is_refused(jumps, found, tmp_path):
     jumps.save_pretrained(tmp_path)
     serialization.save_calibration(found, tmp_path)
     assert serialization.load_calibration(tmp_path).report == found.report
@@ -107,7 +107,7 @@ def test_a_rule_is_not_followed_with_other_jumps(jumps, found, tmp_path):
         serialization.load_calibration(tmp_path)
 
 
-def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
+def test_positions_of_self_generated_text_are_those_that_the_model_wrote(model):
     text = stories(40, seed=6)
     (first, *_) = batches = generate_text(model, text, range(40), tokens=10, picks=4)
     assert 120 < sum(batch.n_picks for batch in batches) <= 160  # some texts end early
@@ -122,7 +122,7 @@ def test_the_models_own_text_is_picked_where_the_model_wrote_it(model):
             assert batch.input_ids[row, :OPENING].tolist() == document[:OPENING]
 
 
-def test_a_rule_is_found_on_the_models_own_text(model, jumps):
+def test_calibration_on_self_generated_text(model, jumps):
     text = stories(500, seed=7)
     found = calibrate(model, jumps, text, target=0.9, costs=COSTS, self_generated_tokens=12)
     assert found.report.self_generated_tokens == 12
@@ -132,7 +132,7 @@ def test_a_rule_is_found_on_the_models_own_text(model, jumps):
         calibrate(model, jumps, text, target=0.9, costs=COSTS, self_generated_tokens=10_000)
 
 
-def test_gates_are_measured_on_test_text(found):
+def test_probe_curves_are_of_the_test_documents(found):
     for points in found.report.probe_curves.values():
         assert all(0 <= point.predicted <= 1 for point in points)
     curve = calibration_curve(
@@ -141,11 +141,11 @@ def test_gates_are_measured_on_test_text(found):
     assert [point.observed for point in curve] == [0, 1]
 
 
-def test_where_verifying_does_not_pay_it_is_off(model, jumps):
-    dear = Costs(block=1, queued_token=1, unembedding=5, probe=0)
+def test_no_drafts_where_verification_does_not_pay(model, jumps):
+    expensive = Costs(block=1, queued_token=1, unembedding=5, probe=0)
     text = stories(500, seed=2, name="other")
     assert isinstance(
-        calibrate(model, jumps, text, target=0.9, costs=dear).verified_exit.rule, Never
+        calibrate(model, jumps, text, target=0.9, costs=expensive).verified_exit.rule, Never
     )
 
 
@@ -156,12 +156,12 @@ def test_measured_costs_are_positive(model, jumps):
 
 
 def test_costs_are_measured_within_the_models_positions():
-    """A table of 20 positions has no room for the usual context."""
+    """A table of 20 positions is shorter than the usual context."""
     short = tiny_model("gpt2", dtype=torch.float32, max_position_embeddings=20)
     assert measure_costs(Model.wrap(short, name="short"), None).block > 0
 
 
-def test_what_cannot_be_calibrated_is_one_line(model, jumps):
+def test_bad_arguments_are_refused(model, jumps):
     with pytest.raises(TextTooShort, match="59 documents"):
         calibrate(model, jumps, stories(60, seed=3), costs=COSTS)
     with pytest.raises(BadExit, match="between 0 and 1"):

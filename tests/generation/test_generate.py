@@ -1,4 +1,4 @@
-"""Early-exit generation: verified text, levels, caches, sampling, Hugging Face's own doors."""
+"""Early-exit generation: verified text, exit levels, caches, sampling, Hugging Face's interfaces."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Listener(BaseStreamer):
 
 
 @pytest.mark.parametrize("rule", ["gap:0.3", "agree:2", "entropy:3.5", "fixed:2", "maxprob:0.3"])
-def test_verified_text_of_a_trained_model_is_its_own(model, jumps, rule):
+def test_verified_text_is_the_full_models(model, jumps, rule):
     prompts = [PROMPT, "The dog", "Tom and Mia went to the park. They saw a big"]
     end = model.hf.generation_config.eos_token_id
     for some in (prompts[:1], prompts):
         made = lj.generate(model, jumps, some, exit=rule, verify=True, max_draft_tokens=5, **GREEDY)
         assert made.ids == unpadded(theirs(model, some), end)
-        # In a batch one row that goes deep takes all along, so some rules leave nothing to draft.
+        # In a batch all rows go as deep as the deepest, so some rules make no drafts.
         assert len(some) > 1 or made.counts.drafts > 0
 
 
@@ -55,8 +55,8 @@ def test_stories_verified_and_never(stories):
         assert made.ids == wanted or made.counts.near_ties
 
 
-def test_real_generation_uses_the_levels_that_a_replay_says(model, jumps):
-    """The `exits` study reads every level and says where a token would have left; here it really leaves."""
+def test_generation_exits_where_a_replay_does(model, jumps):
+    """The `exits` study replays exits from the readings of all levels; generation exits at the same levels."""
     rule = SoftmaxGap(0.35, 12.0)
     made = lj.generate(model, jumps, PROMPT, exit=rule, **GREEDY)
     prompt = model.tokenization.generation_inputs([PROMPT])["input_ids"][0].tolist()
@@ -72,15 +72,15 @@ def test_real_generation_uses_the_levels_that_a_replay_says(model, jumps):
 @pytest.mark.parametrize("verify", [False, True])
 def test_it_is_a_custom_generation_function(model, jumps, verify):
     inputs = model.tokenization.generation_inputs([PROMPT])
-    how = lj.early_exit(jumps, "gap:0.4", verify=verify)
-    found = model.hf.generate(**inputs, custom_generate=how, **GREEDY)
+    custom_generate = lj.early_exit(jumps, "gap:0.4", verify=verify)
+    found = model.hf.generate(**inputs, custom_generate=custom_generate, **GREEDY)
     same = lj.generate(model, jumps, PROMPT, exit="gap:0.4", verify=verify, **GREEDY)
     assert found[0, inputs["input_ids"].shape[1] :].tolist() == same.ids[0]
-    assert how.result.exit_levels == same.exit_levels
+    assert custom_generate.result.exit_levels == same.exit_levels
     assert same.text[0] == model.tokenizer.decode(same.ids[0], skip_special_tokens=True)
 
 
-def test_generation_settings_work_as_users_know_them(model, jumps):
+def test_processors_and_stopping_criteria_apply(model, jumps):
     class NoRepeat(LogitsProcessor):
         def __call__(self, ids, scores):
             return scores.scatter(1, ids[:, -3:], -torch.inf)
@@ -96,7 +96,7 @@ def test_generation_settings_work_as_users_know_them(model, jumps):
     assert made.ids == wanted
 
 
-def test_the_streamer_gets_known_tokens_only(model, jumps):
+def test_the_streamer_gets_final_tokens_only(model, jumps):
     listener = Listener()
     made = lj.generate(
         model, jumps, PROMPT, exit="fixed:1", verify=True, streamer=listener, **GREEDY
@@ -109,12 +109,12 @@ def test_the_streamer_gets_known_tokens_only(model, jumps):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_streamer_may_hear_the_levels_with_the_tokens(model, jumps, verify):
-    class Leveller(Listener):
+def test_a_streamer_may_receive_exit_levels(model, jumps, verify):
+    class LevelListener(Listener):
         def put_exit_levels(self, levels):
             self.got.append(levels)
 
-    listener = Leveller()
+    listener = LevelListener()
     prompts = [PROMPT, "Tom had"]
     made = lj.generate(
         model, jumps, prompts, exit="gap:0.3", verify=verify, streamer=listener, **GREEDY
@@ -129,7 +129,7 @@ def test_a_streamer_may_hear_the_levels_with_the_tokens(model, jumps, verify):
     assert len(set(made.exit_levels[0])) > 1
 
 
-def test_sampling_never_draws_what_hugging_face_draws(model, jumps):
+def test_sampling_without_early_exit_draws_what_hugging_face_draws(model, jumps):
     torch.manual_seed(5)
     wanted = theirs(model, [PROMPT], do_sample=True, temperature=0.7, top_k=20)
     torch.manual_seed(5)
@@ -139,8 +139,8 @@ def test_sampling_never_draws_what_hugging_face_draws(model, jumps):
     assert made.ids == unpadded(wanted, model.hf.generation_config.eos_token_id)
 
 
-def test_verified_sampling_draws_from_the_full_model():
-    """Pairs of tokens drawn with drafts, against their exact probabilities: a chi-square test."""
+def test_verified_sampling_follows_the_full_models_distribution():
+    """A chi-square test of pairs of sampled tokens against their exact probabilities."""
     hf = tiny_model("gpt2", vocab_size=7, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     model = lj.Model.wrap(hf)
     rows, prompt = 4_000, torch.tensor([[3, 1, 4]])
@@ -167,18 +167,18 @@ def test_verified_sampling_draws_from_the_full_model():
     )
     enough = wanted > 5
     statistic = ((found - wanted)[enough] ** 2 / wanted[enough]).sum()
-    # 99.9 % of a chi-square of 48 is 84; drafts alone, unverified, are far beyond it.
+    # 99.9 % of a chi-square of 48 is 84; unverified drafts are far beyond it.
     assert int(enough.sum()) > 20
     assert float(statistic) < 84
 
 
 @pytest.mark.parametrize("cache", ["jump", "copy"])
-def test_caches_that_are_not_computed(model, jumps, cache):
+def test_predicted_and_copied_caches(model, jumps, cache):
     never = lj.generate(model, jumps, PROMPT, exit="never", cache=cache, **GREEDY)
     assert never.ids == unpadded(theirs(model, [PROMPT]), model.hf.generation_config.eos_token_id)
     made = lj.generate(model, jumps, [PROMPT, "The dog"], exit="fixed:2", cache=cache, **GREEDY)
     first = lj.generate(model, jumps, [PROMPT, "The dog"], exit="fixed:2", **GREEDY)
-    # The first token has nothing but the prompt behind it, whose keys and values are the model's own.
+    # The first token follows the prompt alone, whose keys and values are the model's own.
     assert [row[0] for row in made.ids] == [row[0] for row in first.ids]
     assert made.counts.filled_blocks > 0
     with pytest.raises(BadExit, match="verify needs"):

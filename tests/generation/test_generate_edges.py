@@ -1,4 +1,4 @@
-"""Generation at its edges: what cannot be done, the last position, a stop in the middle, long texts."""
+"""Edge cases of generation: unsupported settings, the last position, interruption, long texts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from helpers import fitted_gpt2, greedy_generation
+from helpers.cli import refused
 from helpers.greedy_generation import PROMPT, theirs
 from helpers.tiny_models import tiny_model
 from transformers import StoppingCriteria
@@ -18,8 +19,15 @@ from layerjump.errors import BadExit, BadText, WrongModel
 
 model, jumps = fitted_gpt2.model, greedy_generation.jumps  # fixtures
 
+OUT_OF_RANGE = [
+    ("max_new_tokens", 0),
+    ("temperature", 0.0),
+    ("temperature", float("nan")),
+    ("top_p", 2.0),
+]
 
-def test_what_cannot_be_done_is_one_line(model, jumps):
+
+def test_unsupported_settings_are_refused_in_one_line(model, jumps):
     cases = [
         ({"num_beams": 2}, "num_beams=2"),
         ({"output_scores": True, "return_dict_in_generate": True}, "returns tokens alone"),
@@ -49,7 +57,7 @@ def test_an_encoder_cannot_generate(data_folder):
         lj.generate(lj.load(data_folder / "tiny-bert"), None, "A dog")
 
 
-def test_up_to_the_last_position_and_an_end_inside_the_prompt(model, jumps):
+def test_generation_up_to_the_last_position_and_an_end_token_in_the_prompt(model, jumps):
     end = model.hf.generation_config.eos_token_id
     limit = model.max_positions
     ids = torch.randint(5, 200, (1, 6))
@@ -64,15 +72,15 @@ def test_up_to_the_last_position_and_an_end_inside_the_prompt(model, jumps):
 
 
 @pytest.fixture
-def heeding_ctrl_c():
-    """A run that was started in the background ignores it."""
+def interruptible():
+    """A process started in the background ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("heeding_ctrl_c")
-def test_stopping_in_the_middle_leaves_the_model_usable(model, jumps):
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_generation_leaves_the_model_intact(model, jumps):
     wanted = theirs(model, [PROMPT])
     modules = dict(model.hf.named_modules())
 
@@ -90,7 +98,7 @@ def test_stopping_in_the_middle_leaves_the_model_usable(model, jumps):
     assert torch.equal(theirs(model, [PROMPT]), wanted)
 
 
-def test_a_long_run():
+def test_long_generation():
     model = lj.Model.wrap(tiny_model("llama", max_position_embeddings=2_100))
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3).long()}
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -104,7 +112,34 @@ def test_a_long_run():
     assert drafted.counts.drafts > 0
 
 
-def test_text_goes_on_where_the_prompt_ends(real_folder):
+def test_text_continues_where_the_prompt_ends(real_folder):
     model = lj.load(real_folder("stories15M"))  # its tokenizer drops a blank that comes first
     made = lj.generate(model, None, "Once upon a time,", exit="never", max_new_tokens=4)
     assert made.text[0].startswith(" there was")
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_setting_out_of_range_is_named(data_folder, name, value):
+    model = lj.load(data_folder / "tiny-gpt2")
+    with pytest.raises(BadExit, match=f"{name} must be"):
+        lj.generate(model, None, "A dog", **{"do_sample": True, name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_the_command_line_checks_settings_before_loading(monkeypatch, capsys, name, value):
+    option = "--" + name.replace("_", "-")
+    message = refused(monkeypatch, capsys, "generate", "no-such-model", "a", option, str(value))
+    assert f"{option} must be" in message
+
+
+def test_generation_past_a_table_of_positions_is_refused(data_folder):
+    model = lj.load(data_folder / "tiny-gpt2")
+    ids = torch.full((1, 28), 40)
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    made = lj.generate(model, None, {"input_ids": ids}, max_new_tokens=100, **settings)
+    assert len(made.ids[0]) == 100
+    with pytest.raises(BadExit, match="128 positions, and the prompt takes 28"):
+        lj.generate(model, None, {"input_ids": ids}, max_new_tokens=101, **settings)
+    custom = lj.early_exit(None, "never")
+    with pytest.raises(BadExit, match="128 positions"):
+        model.hf.generate(ids, custom_generate=custom, max_new_tokens=101, **settings)

@@ -1,4 +1,4 @@
-"""Lean blocks and head: the same numbers as Hugging Face's, and used for a plain Llama alone."""
+"""Packed blocks and unembedding: the same numbers as Hugging Face's, and used for plain Llamas alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerjump.generation.block_runner import BlockRunner, HuggingFaceBlocks
 from layerjump.generation.packed_cpu import PackedLlamaBlocks, choose_blocks, pack_unembedding
 
 
-def test_lean_blocks_and_head_are_the_same_as_hugging_faces():
+def test_packed_blocks_and_unembedding_equal_hugging_faces():
     hf = tiny_model("llama", dtype=torch.float32)
     model = lj.Model.wrap(hf)
     assert isinstance(choose_blocks(model), PackedLlamaBlocks)
@@ -41,7 +41,7 @@ def test_lean_blocks_and_head_are_the_same_as_hugging_faces():
         )
 
 
-def test_what_is_not_a_plain_llama_is_run_by_hugging_face():
+def test_other_models_run_on_hugging_faces_blocks():
     for family, variant in (("llama", "biased"), ("mistral", ""), ("gpt2", "")):
         model = lj.Model.wrap(tiny_model(family, variant, dtype=torch.float32))
         assert isinstance(choose_blocks(model), HuggingFaceBlocks)
@@ -53,7 +53,7 @@ def test_what_is_not_a_plain_llama_is_run_by_hugging_face():
     assert isinstance(choose_blocks(hooked), PackedLlamaBlocks)
 
 
-def test_a_changed_head_is_noticed():
+def test_changed_weights_are_packed_again():
     model = lj.Model.wrap(tiny_model("llama", dtype=torch.float32))
     state = torch.randn(1, 32)
     before = pack_unembedding(model).logits(state)

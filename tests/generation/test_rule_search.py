@@ -1,4 +1,4 @@
-"""Gates, rules that contend, and what they and drafts cost: on evidence made up so that the answer is known."""
+"""Probes, rule search and costs, on synthetic calibration sets whose answer is known; the binomial test."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from layerjump.generation.probes import Probe, fit_logistic, probe_features
 from layerjump.generation.rules import LevelReading
 
 
-def evidence(n=4_000, right=0.9, seed=0):
-    """Two levels of a made-up model: the gap is the true probability of being right."""
+def synthetic_set(n=4_000, right=0.9, seed=0):
+    """Two levels of a synthetic model whose gap is the probability of a correct token."""
     draw = torch.Generator().manual_seed(seed)
     gap = torch.rand(2, n, generator=draw) ** (1 - right)
     hit = torch.rand(2, n, generator=draw) < gap
@@ -48,33 +48,33 @@ def test_logistic_is_scikit_learns():
     assert torch.allclose(ones @ found, odds, atol=1e-5)
 
 
-def test_labels_that_are_all_alike_are_no_trouble():
+def test_equal_labels_give_finite_weights():
     x = torch.cat([torch.randn(50, 3), torch.ones(50, 1)], 1)
     weights = fit_logistic(x, torch.ones(50), 0.01)
     assert bool(torch.isfinite(weights).all())
     assert float((x.double() @ weights).min()) > 3
 
 
-def test_a_gate_reads_the_state_alone():
+def test_a_probe_reads_the_hidden_state_alone():
     states, position = torch.randn(6, 4) * 100, torch.arange(6)
     features = probe_features(states, position)
     assert torch.allclose(features[:, :4].square().mean(-1), torch.ones(6))
     assert torch.allclose(features[:, 4].exp(), states.square().mean(-1).sqrt(), rtol=1e-5)
     assert features[:, 5].tolist() == position.tolist()
     weights = torch.randn(1, 7)
-    gate = Probe(weights, (2,), 0.5)
+    probe = Probe(weights, (2,), 0.5)
 
     def read(level, states):
-        raise AssertionError("a gate makes no vocabulary product")
+        raise AssertionError("a probe needs no unembedding")
 
     look = LevelReading(2, states, position, read)
-    assert torch.equal(gate.should_exit(look), features @ weights[0] >= 0)
-    alone = [gate.log_odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
+    assert torch.equal(probe.should_exit(look), features @ weights[0] >= 0)
+    alone = [probe.log_odds(2, states[row : row + 1], position[row : row + 1]) for row in range(6)]
     assert torch.allclose(torch.cat(alone), features @ weights[0], rtol=1e-4, atol=1e-4)
     assert look.probe_evaluations == 1
 
 
-def test_the_binomial_tail_is_the_binomials():
+def test_the_binomial_tail():
     assert binomial_tail(0, 20, 0.95) == pytest.approx(1)
     assert binomial_tail(20, 20, 0.95) == pytest.approx(0.95**20)
     direct = sum(math.comb(30, k) * 0.8**k * 0.2 ** (30 - k) for k in range(27, 31))
@@ -84,58 +84,58 @@ def test_the_binomial_tail_is_the_binomials():
 
 def test_the_guarantee_holds_as_often_as_stated():
     """Of many calibrations of the same rule, at most about 1 − confidence end below the target."""
-    contender = RuleCandidate(
+    candidate = RuleCandidate(
         "gap", (1, 2), FittedProbes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {})
     )
-    truth = contender.replay(evidence(60_000, 0.7, seed=999), 3)
+    truth = candidate.replay(synthetic_set(60_000, 0.7, seed=999), 3)
     below, loose = 0, 0
     for seed in range(60):
-        threshold = loosest_threshold(contender, evidence(300, 0.7, seed=seed), 3, 0.9, 0.8)
+        threshold = loosest_threshold(candidate, synthetic_set(300, 0.7, seed=seed), 3, 0.9, 0.8)
         if threshold is not None:
             loose += threshold < 0.9
             below += truth(threshold).agreement < 0.9
     assert below <= 60 * 0.2 + 8
-    assert loose > 20  # it does not hold by never stopping
+    assert loose > 20  # the guarantee does not hold by never exiting
 
 
-def test_a_replayed_rule_counts_what_it_costs():
+def test_a_replay_counts_unembeddings_and_probes():
     gap = torch.tensor([[0.9, 0.2, 0.2], [0.0, 0.9, 0.2]])
     right = torch.tensor([[True, True, True], [True, False, True]])
     features = torch.cat([torch.logit(gap, eps=1e-6)[..., None], torch.ones(2, 3, 1)], -1)
     seen = CalibrationSet((1, 2), right, gap, features, torch.arange(3))
-    same = torch.tensor([1.0, 0.0]).double()  # a gate that says what the gap says
+    same = torch.tensor([1.0, 0.0]).double()  # a probe with the same log-odds as the gap
     probes = FittedProbes(
         {1: same, 2: same},
         {1: torch.tensor([0.0, 1, 0]).double()} | {2: torch.tensor([0.0, 1, 0]).double()},
     )
-    for kind, heads, gates in (
+    for rule_type, unembeddings, probes_evaluated in (
         ("gap", [1, 2, 3], [0, 0, 0]),
         ("probe", [1, 1, 1], [1, 2, 2]),
         ("two-stage", [1, 1, 1], [1, 2, 2]),
     ):
-        made = RuleCandidate(kind, (1, 2), probes, unembed_above=0.5).replay(seen, 4)(0.8)
+        made = RuleCandidate(rule_type, (1, 2), probes, unembed_above=0.5).replay(seen, 4)(0.8)
         assert made.exit_levels.tolist() == [1, 2, 4]
         assert made.correct.tolist() == [True, False, True]
-        assert made.unembeddings.tolist() == heads
-        assert made.probe_evaluations.tolist() == gates
+        assert made.unembeddings.tolist() == unembeddings
+        assert made.probe_evaluations.tolist() == probes_evaluated
     costs = Costs(block=10, queued_token=1, unembedding=3, probe=0.5)
     assert made.cost(costs, 4) == pytest.approx(
         ((10 + 3 + 3.5) + (20 + 2 + 3 + 1) + (40 + 3 + 1)) / 3
     )
 
 
-def test_levels_that_do_not_pay_are_not_checked():
-    seen = evidence(right=0.3)
+def test_levels_that_do_not_pay_are_not_selected():
+    seen = synthetic_set(right=0.3)
     probes = FittedProbes(
         {1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {}
     )
-    dear = Costs(block=1, queued_token=0, unembedding=100, probe=0)
-    assert search_rule("gap", probes, seen, dear, 3, 0.9)[0].levels == ()
+    expensive = Costs(block=1, queued_token=0, unembedding=100, probe=0)
+    assert search_rule("gap", probes, seen, expensive, 3, 0.9)[0].levels == ()
     cheap = Costs(block=1, queued_token=0, unembedding=0.001, probe=0)
     assert search_rule("gap", probes, seen, cheap, 3, 0.9)[0].levels != ()
 
 
-def test_what_drafts_cost():
+def test_draft_cost():
     costs = Costs(block=1, queued_token=0.5, unembedding=2, probe=0)
     none = torch.zeros(4).long()
     whole = Replay(none + 10, none == 0, none + 1, none)
@@ -150,8 +150,8 @@ def test_what_drafts_cost():
     assert draft_cost(costs, 10, played, 4) == (3 * 6 + 12 + 3 * 6 * 0.5) / 2
 
 
-def test_drafts_are_made_where_they_are_cheapest():
-    seen = evidence(right=0.6)
+def test_drafts_exit_where_they_are_cheapest():
+    seen = synthetic_set(right=0.6)
     probes = FittedProbes(
         {1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {}
     )
@@ -160,22 +160,28 @@ def test_drafts_are_made_where_they_are_cheapest():
     found = search_drafts(tries, seen, costs, 20)
     assert found.candidate.levels == (
         1,
-    )  # both levels are right as often, and the first comes sooner
+    )  # both levels are correct as often, and the first is cheaper
     assert found.cost < 0.7 * costs.full_model(20)
     assert found.threshold is not None
-    assert found.threshold < 0.8  # bolder than any rule that keeps 95 %
-    dear = Costs(block=1, queued_token=1, unembedding=9, probe=0)
-    assert search_drafts(tries, seen, dear, 3).threshold is None
+    assert found.threshold < 0.8  # looser than any rule that keeps 95 %
+    expensive = Costs(block=1, queued_token=1, unembedding=9, probe=0)
+    assert search_drafts(tries, seen, expensive, 3).threshold is None
 
 
-def test_what_a_draft_must_achieve():
+def test_break_even_acceptance():
     costs = Costs(block=1, queued_token=0.5, unembedding=2, probe=0)
     left, none = torch.tensor([4, 4, 10]), torch.zeros(3).long()
     played = Replay(left, none == 0, none + 1, none)
     assert break_even_acceptance(costs, 10, played) == pytest.approx((4 + 6 * 0.5 + 2) / 12)
 
 
-def test_candidates_are_levels_below_the_last():
+def test_candidate_levels():
     assert candidate_levels(range(4)) == (0, 1, 2, 3)
     assert candidate_levels(range(30)) == (0, 1, 2, 3, 4, 6, 9, 14, 20, 29)
     assert candidate_levels(range(1, 30)) == (1, 2, 3, 4, 5, 7, 10, 14, 20, 29)
+
+
+@pytest.mark.parametrize(("hits", "n"), [(59, 59), (58, 59), (980, 1000), (900, 1000), (0, 7)])
+def test_the_binomial_tail_is_exact(hits, n):
+    ways = (math.comb(n, k) * 0.95**k * 0.05 ** (n - k) for k in range(hits, n + 1))
+    assert binomial_tail(hits, n, 0.95) == pytest.approx(math.fsum(ways), rel=1e-9)

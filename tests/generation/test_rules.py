@@ -1,4 +1,4 @@
-"""Exit rules: what their names say; the authors' threshold, the ends of its grid, and a plain loop."""
+"""Exit rules: their decisions, CALM's threshold, the ends of the published grid, and a plain loop."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_the_grid_is_the_authors():
 
 @pytest.mark.parametrize("confidence", [confidences(), torch.ones(6, 40), torch.zeros(6, 40)])
 @pytest.mark.parametrize("clip", [False, True])
-def test_the_ends_of_the_grid_never_stop_and_always_stop(confidence, clip):
+def test_the_ends_of_the_grid_never_exit_and_always_exit(confidence, clip):
     position = torch.arange(40)
     never = SoftmaxGap(NEVER, 20.5, clip=clip).replay(confidence, position)
     assert (never == 5).all()
@@ -57,14 +57,14 @@ def test_the_ends_of_the_grid_never_stop_and_always_stop(confidence, clip):
 
 @settings(max_examples=50, deadline=None)
 @given(
-    strength=st.floats(-1.2, 1.2),
+    lam=st.floats(-1.2, 1.2),
     seed=st.integers(0, 999),
     levels=st.integers(2, 8),
     strict=st.booleans(),
 )
-def test_it_is_the_first_level_from_one_on_that_is_sure(strength, seed, levels, strict):
+def test_the_exit_level_is_the_first_from_one_on_that_passes(lam, seed, levels, strict):
     confidence, position = confidences(levels, 12, seed), torch.arange(12)
-    rule = SoftmaxGap(strength, 6.5, strict=strict)
+    rule = SoftmaxGap(lam, 6.5, strict=strict)
     enough = rule.threshold(position)
     for example, found in enumerate(rule.replay(confidence, position).tolist()):
         lead = confidence[:, example]
@@ -73,13 +73,13 @@ def test_it_is_the_first_level_from_one_on_that_is_sure(strength, seed, levels, 
         assert found == wanted
 
 
-def test_stricter_never_stops_earlier():
+def test_a_stricter_threshold_never_exits_earlier():
     confidence, position = confidences(), torch.arange(40)
     stops = [SoftmaxGap(value, 20.5).replay(confidence, position) for value in sorted(GRID)]
     assert all((a <= b).all() for a, b in zip(stops, stops[1:], strict=False))
 
 
-def test_strict_and_not_differ_exactly_at_the_threshold():
+def test_strict_comparison_differs_at_the_threshold_alone():
     confidence = torch.tensor([[0.0], [0.9], [0.0]], dtype=torch.float64)
     far = torch.tensor([10**6])  # where the second term is gone
     assert SoftmaxGap(1, 10).threshold(far).item() == 0.9
@@ -87,14 +87,14 @@ def test_strict_and_not_differ_exactly_at_the_threshold():
     assert SoftmaxGap(1, 10, strict=False).replay(confidence, far).item() == 1
 
 
-def test_confidences_are_left_as_they_were():
+def test_replay_does_not_change_its_input():
     confidence = confidences()
-    kept = confidence.clone()
+    copy = confidence.clone()
     SoftmaxGap(0.5, 20.5).replay(confidence, torch.arange(40))
-    assert torch.equal(confidence, kept)
+    assert torch.equal(confidence, copy)
 
 
-def look(logits, earlier=(), level=2):
+def reading(logits, earlier=(), level=2):
     logits = torch.as_tensor(logits, dtype=torch.float64)
     state = torch.zeros(len(logits), 4)
     return LevelReading(
@@ -102,27 +102,27 @@ def look(logits, earlier=(), level=2):
     )
 
 
-def test_rules_say_what_their_names_say():
+def test_rules_exit_where_they_should():
     logits = torch.tensor([[0.9, 0.05, 0.05], [0.5, 0.4, 0.1]], dtype=torch.float64).log()
-    assert look(logits).gap.tolist() == pytest.approx([0.85, 0.1])
-    assert MaxProb(0.6).should_exit(look(logits)).tolist() == [True, False]
-    assert Entropy(0.5).should_exit(look(logits)).tolist() == [True, False]
-    assert SoftmaxGap(0.5, 10).should_exit(look(logits)).tolist() == [True, False]
-    assert Never().should_exit(look(logits)).tolist() == [False, False]
+    assert reading(logits).gap.tolist() == pytest.approx([0.85, 0.1])
+    assert MaxProb(0.6).should_exit(reading(logits)).tolist() == [True, False]
+    assert Entropy(0.5).should_exit(reading(logits)).tolist() == [True, False]
+    assert SoftmaxGap(0.5, 10).should_exit(reading(logits)).tolist() == [True, False]
+    assert Never().should_exit(reading(logits)).tolist() == [False, False]
     tops = torch.tensor([0, 0]), torch.tensor([0, 1])
-    assert Agree(2).should_exit(look(logits, tops)).tolist() == [True, False]
-    assert Agree(3).should_exit(look(logits, tops)).tolist() == [True, False]
-    assert Agree(4).should_exit(look(logits, tops)).tolist() == [False, False]
-    assert Agree(1).should_exit(look(logits)).tolist() == [True, True]
+    assert Agree(2).should_exit(reading(logits, tops)).tolist() == [True, False]
+    assert Agree(3).should_exit(reading(logits, tops)).tolist() == [True, False]
+    assert Agree(4).should_exit(reading(logits, tops)).tolist() == [False, False]
+    assert Agree(1).should_exit(reading(logits)).tolist() == [True, True]
 
 
-def test_a_rule_that_does_not_ask_makes_no_vocabulary_product():
-    seen = look([[1.0, 2.0]])
+def test_a_rule_that_ignores_the_logits_needs_no_unembedding():
+    seen = reading([[1.0, 2.0]])
     Fixed(2).should_exit(seen)
     assert not seen.has_logits
 
 
-def test_rules_have_short_names():
+def test_parse_rule():
     assert parse_rule("never") == Never()
     assert parse_rule("fixed:3") == Fixed(3)
     assert parse_rule("maxprob:0.8@2,1") == MaxProb(0.8, levels=(1, 2))
@@ -130,7 +130,7 @@ def test_rules_have_short_names():
     gap = parse_rule("gap:0.7@3")
     assert gap.levels == (3,)
     assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
-    wrongs = (
+    malformed = (
         "gap",
         "gap:x",
         "fixed:1@2",
@@ -140,6 +140,6 @@ def test_rules_have_short_names():
         "gap:nan",
         "agree:0",
     )
-    for wrong in wrongs:
+    for text in malformed:
         with pytest.raises(BadExit, match="expects never"):
-            parse_rule(wrong)
+            parse_rule(text)

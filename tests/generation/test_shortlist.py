@@ -1,4 +1,4 @@
-"""Looks at a shortlist of the vocabulary: as whole ones where it holds all tokens, and the list's own where not."""
+"""Early levels read with a shortlist: the same as the full vocabulary if it holds all tokens, restricted if not."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ PROMPTS = ["One day, Tom", "The cat saw a big dog and"]
 
 @pytest.fixture(scope="module")
 def few(model):
-    """The tokens of some stories, every third of them left out."""
+    """The tokens of some stories, without every third."""
     ids = sorted(
         {token for ids in model.tokenization.encode(stories(20).documents) for token in ids}
     )
-    return torch.tensor([token for place, token in enumerate(ids) if place % 3])
+    return torch.tensor([token for index, token in enumerate(ids) if index % 3])
 
 
-def test_with_all_tokens_on_the_list_nothing_changes(model, jumps):
+def test_a_shortlist_of_all_tokens_changes_nothing(model, jumps):
     everything = ExitConfig(Fixed(2), Shortlist(torch.arange(model.structure.vocab_size)))
     for verify in (False, True):
         plain = lj.generate(model, jumps, PROMPTS, exit=Fixed(2), verify=verify, **SETTINGS)
@@ -49,7 +49,7 @@ def test_with_all_tokens_on_the_list_nothing_changes(model, jumps):
         )
 
 
-def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
+def test_an_early_exit_gives_the_top_token_of_the_shortlist(model, jumps, few):
     made = lj.generate(
         model, jumps, "One day, Tom", exit=ExitConfig(Fixed(2), Shortlist(few)), **SETTINGS
     )
@@ -61,14 +61,14 @@ def test_what_leaves_early_is_the_best_of_the_list(model, jumps, few):
     assert logits.argmax() not in few or made.ids[0][0] == logits.argmax()
 
 
-def test_verified_text_is_the_models_whatever_the_list(model, jumps, few):
+def test_verified_text_does_not_depend_on_the_shortlist(model, jumps, few):
     rule = ExitConfig(Fixed(2), Shortlist(few))
     made = lj.generate(model, jumps, PROMPTS, exit=rule, verify=True, **SETTINGS)
     assert made.ids == lj.generate(model, None, PROMPTS, **SETTINGS).ids
     assert made.counts.drafts > made.counts.accepted > 0
 
 
-def test_a_text_in_which_only_other_tokens_are_allowed(model, jumps, few):
+def test_a_processor_may_forbid_the_whole_shortlist(model, jumps, few):
     others = [t for t in range(model.structure.vocab_size) if t not in set(few.tolist())]
     made = lj.generate(
         model,
@@ -81,7 +81,7 @@ def test_a_text_in_which_only_other_tokens_are_allowed(model, jumps, few):
     assert set(made.ids[0]) <= set(others)
 
 
-def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
+def test_the_calibration_set_is_read_with_the_shortlist(model, jumps, few):
     text = stories(60, seed=3)
     read = {
         name: build_calibration_set(
@@ -92,19 +92,19 @@ def test_evidence_is_of_what_a_rule_will_see(model, jumps, few):
             among,
         )
         for name, among in (
-            ("whole", None),
+            ("full", None),
             ("all", Shortlist(torch.arange(model.structure.vocab_size))),
             ("few", Shortlist(few)),
         )
     }
-    assert torch.equal(read["whole"].correct, read["all"].correct)
-    torch.testing.assert_close(read["whole"].gap, read["all"].gap)
-    assert (read["few"].gap >= read["whole"].gap - 1e-5).float().mean() > 0.6
-    assert read["few"].correct.sum() < read["whole"].correct.sum()
+    assert torch.equal(read["full"].correct, read["all"].correct)
+    torch.testing.assert_close(read["full"].gap, read["all"].gap)
+    assert (read["few"].gap >= read["full"].gap - 1e-5).float().mean() > 0.6
+    assert read["few"].correct.sum() < read["full"].correct.sum()
 
 
-def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
-    """The shortlist decides where a position is read; what is read there is the whole vocabulary."""
+def test_teacher_forced_exits_use_the_shortlist(model, jumps, few):
+    """The shortlist decides the exit level; the logits there are of the full vocabulary."""
     (batch, *_) = make_batches(stories(6, seed=7), model.tokenization, Positions("all"))
     found = next(iter(capture_states(model, [batch], range(model.n_blocks + 1))))
     rule = ExitConfig(MaxProb(0.3, levels=(1, 2)), Shortlist(few))
@@ -124,9 +124,9 @@ def test_scored_text_leaves_where_generated_text_would(model, jumps, few):
         torch.testing.assert_close(where[row], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):
+def test_a_shortlist_holds_the_most_frequent_tokens(model, monkeypatch):
     text = stories(50, seed=5)
-    assert build_shortlist(model, text, range(50)) is None  # a vocabulary too small for it
+    assert build_shortlist(model, text, range(50)) is None  # the vocabulary is too small for one
     monkeypatch.setattr(dataset, "SHORTLIST_LENGTH", 40)
     found = build_shortlist(model, text, range(30)).tokens
     count = torch.zeros(model.structure.vocab_size)
@@ -139,7 +139,7 @@ def test_a_list_is_of_the_most_frequent_tokens(model, monkeypatch):
     assert count[found].min() >= left_out.max()
 
 
-def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypatch):
+def test_a_calibration_uses_saves_and_loads_a_shortlist(model, jumps, tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "SHORTLIST_LENGTH", 60)
     text = stories(500, seed=2, name="other")
     found = calibrate(model, jumps, text, target=0.9, costs=COSTS)
@@ -161,15 +161,15 @@ def test_a_calibration_uses_keeps_and_reads_one(model, jumps, tmp_path, monkeypa
             serialization.load_calibration(tmp_path)
 
 
-def test_a_list_of_tokens_that_the_model_does_not_have_is_refused(model, jumps):
+def test_a_shortlist_of_other_tokens_is_refused(model, jumps):
     wrong = ExitConfig(Fixed(1), Shortlist(torch.tensor([0, model.structure.vocab_size])))
     with pytest.raises(BadExit, match="shortlist of 2 tokens"):
         lj.generate(model, jumps, "One day", exit=wrong)
 
 
-def test_looks_at_a_list_cost_what_they_cost(model, jumps, few):
+def test_shortlist_unembeddings_have_their_own_cost(model, jumps, few):
     left, heads, gates = torch.tensor([1, 4]), torch.tensor([2, 2]), torch.tensor([0, 0])
-    # Two short looks; one short look and the whole product.
+    # Two shortlist unembeddings; one of them and the full unembedding.
     assert exit_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx(
         [1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1]
     )

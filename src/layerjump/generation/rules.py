@@ -9,8 +9,8 @@ Never        run the full model
 Probe        a linear probe of the hidden state reaches a threshold, without an unembedding   (probes.py)
 TwoStage     the probe selects the rows worth an unembedding; probe and gap together decide   (probes.py)
 
-`ExitConfig` adds to a rule what calibration chooses beside it: the shortlist of tokens that early levels are read
-with, and the acceptance rate below which drafting pauses.
+`ExitConfig` adds what calibration finds for a rule: the shortlist of tokens that early levels are read with, and the
+acceptance rate below which drafting pauses.
 """
 
 from __future__ import annotations

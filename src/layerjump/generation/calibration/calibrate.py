@@ -132,7 +132,7 @@ def calibrate(
     candidate = searched[rule_type][0]
     threshold = loosest_threshold(candidate, sets.thresholds, n_blocks, target, confidence)
     single_levels = single_level_candidates(rule_types, probes, sets.selection.levels)
-    draft_candidates = [found for found, _ in searched.values()] + single_levels
+    draft_candidates = [rule for rule, _ in searched.values()] + single_levels
     drafts = search_drafts(draft_candidates, sets.selection, costs, n_blocks)
     full_cost = costs.full_model(n_blocks)
     report = CalibrationReport(
@@ -246,8 +246,7 @@ def _probe_curves(candidate: RuleCandidate, test: CalibrationSet) -> dict[int, l
         return {}
     return {
         level: calibration_curve(
-            torch.sigmoid(candidate.probe_odds(test, level)),
-            test.correct[test.levels.index(level)],
+            torch.sigmoid(candidate.probe_odds(test, level)), test.correct[test.levels.index(level)]
         )
         for level in candidate.levels
     }

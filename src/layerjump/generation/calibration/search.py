@@ -203,11 +203,7 @@ def _unembed_above(rule_type: RuleType) -> tuple[float, ...]:
 
 
 def _cost_at(
-    candidate: RuleCandidate,
-    selection: CalibrationSet,
-    costs: Costs,
-    n_blocks: int,
-    target: float,
+    candidate: RuleCandidate, selection: CalibrationSet, costs: Costs, n_blocks: int, target: float
 ) -> float:
     """The least cost of the thresholds that reach the target agreement; the full model's if none does."""
     replays = map(candidate.replay(selection, n_blocks), THRESHOLDS)
