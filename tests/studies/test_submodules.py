@@ -13,7 +13,6 @@ from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun, replace_by_map
 from layerjump.studies import attention_heads, submodules
 from layerjump.studies.ablation import small_batches
-from layerjump.studies.attention_mass import attention_mass
 from layerjump.studies.setup import Settings, Setup
 
 SETTINGS = Settings(tokens=12_000, score_positions=150, score_tokens=600)
@@ -115,7 +114,7 @@ def test_attention_mass_equals_output_attentions(gpt2, data_folder):
     from transformers import AutoModelForCausalLM
 
     batches = small_batches(gpt2, 0.1)
-    mass, note = attention_mass(gpt2.model, batches)
+    mass, note = submodules.attention_mass(gpt2.model, batches)
     assert note is None
     assert gpt2.model.hf.config._attn_implementation == "sdpa"
     eager = AutoModelForCausalLM.from_pretrained(

@@ -19,15 +19,16 @@ map reads what its norm reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
-from layerjump.data.batches import Batches
+from layerjump.data.batches import Batch, Batches
 from layerjump.interventions.linearize import PARTS, submodule_pairs
 from layerjump.interventions.patching import (
     Changes,
@@ -39,7 +40,10 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.pairs import SUBMODULES, Pair
 from layerjump.lens.lens import Lens
 from layerjump.models.activations import capture_states
+from layerjump.models.hooks import Capture, watch_outputs
+from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
+from layerjump.models.self_check import TOLERANCE
 from layerjump.models.structure import Site
 from layerjump.studies.ablation import (
     Cost,
@@ -49,7 +53,6 @@ from layerjump.studies.ablation import (
     rerun_batches,
     small_batches,
 )
-from layerjump.studies.attention_mass import attention_mass
 from layerjump.studies.charts import (
     Panel,
     Value,
@@ -300,7 +303,7 @@ def _why_rows(
     batches: Batches,
     jumps: Jumps,
     variants: Variants,
-    mass: Sequence[tuple[float, float]] | None,
+    mass: Sequence[AttentionMass] | None,
 ) -> list[WhyRow]:
     parts = _single_parts(model)
     norms = _relative_norms(model, batches, parts)
@@ -353,6 +356,69 @@ def _relative_norms(
         for key, (output, residual) in compared.items():
             totals[key] += float((norms[output] / norms[residual]).sum())
     return {key: total / n for key, total in totals.items()}
+
+
+class AttentionMass(NamedTuple):
+    """Attention weight of one block, averaged over heads and positions."""
+
+    on_self: float
+    on_sink: float
+    """At position 0."""
+
+
+@torch.no_grad()
+def attention_mass(model: Model, batches: Batches) -> tuple[list[AttentionMass] | None, str | None]:
+    """Return the attention mass of every block, or None and the reason why the model does not expose its weights.
+
+    Fused kernels do not return weights, so the model runs with eager attention meanwhile, and only if that leaves its
+    hidden states as they are.
+    """
+    totals = torch.zeros(model.n_blocks, 2, dtype=torch.float64)
+    n = 0
+    for batch in batches:
+        exact, _ = _run_with_mass(model, batch)
+        with _eager_attention(model):
+            states, mass = _run_with_mass(model, batch)
+        difference = (states - exact).abs().max() / exact.abs().max().clamp_min(1e-30)
+        if difference > TOLERANCE[exact.dtype]:
+            return None, "Attention mass is not shown: eager attention changes the hidden states."
+        if len(mass) != model.n_blocks:
+            return None, "Attention mass is not shown: the model does not return its weights."
+        totals += torch.stack(mass) * batch.n_picks
+        n += batch.n_picks
+    return [AttentionMass(*block) for block in (totals / n).tolist()], None
+
+
+def _run_with_mass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Return level L of the picks and, for each block that returns weights, the mass on self and on the sink."""
+    masses: list[Tensor] = []
+
+    def add_mass(output: Any) -> None:
+        # The weights come last: T5 returns its position bias before them.
+        weights = output[-1] if isinstance(output, tuple) and len(output) > 1 else None
+        if isinstance(weights, Tensor) and weights.dim() == 4:  # rows, heads, queries, keys
+            row, position = batch.row.to(weights.device), batch.position.to(weights.device)
+            of_picks = weights[row, :, position].double().mean(1)
+            on_self = of_picks.gather(1, position[:, None]).mean()
+            masses.append(torch.stack([on_self, of_picks[:, 0].mean()]).cpu())
+
+    last = Site(model.n_blocks)
+    taps = [model.structure.tap(Site(block, "attn.in")) for block in range(1, model.n_blocks + 1)]
+    attention = {tap.module for tap in taps}
+    with watch_outputs(attention, add_mass), Capture(model.structure, [last]) as capture:
+        return capture.run(model, batch)[last], masses
+
+
+@contextmanager
+def _eager_attention(model: Model) -> Iterator[None]:
+    """Let the model compute attention with eager kernels, where its family can, and restore it afterwards."""
+    before = model.hf.config._attn_implementation
+    with quiet_transformers():
+        try:
+            model.hf.set_attn_implementation("eager")
+            yield
+        finally:
+            model.hf.set_attn_implementation(before)
 
 
 def _headline(tables: Tables, n_blocks: int) -> Headline:
