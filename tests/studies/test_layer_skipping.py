@@ -85,7 +85,7 @@ def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
 def test_the_choice_is_made_on_select_documents(setup):
     select = {
         int(document)
-        for batch in layer_skipping._select_batches(setup)
+        for batch in layer_skipping._validation_batches(setup)
         for document in batch.document
     }
     assert select <= set(setup.splits().select)
@@ -93,7 +93,7 @@ def test_the_choice_is_made_on_select_documents(setup):
 
 def test_without_select_documents_some_are_held_out(setup):
     other = setup.with_empty_cache(settings=Settings(tokens=6_000, split="300/0/60"))
-    changed, note = layer_skipping.with_select_documents(other)
+    changed, note = layer_skipping.with_validation_documents(other)
     assert "held out" in note
     assert changed.splits().test == other.splits().test
     assert set(changed.splits().select) | set(changed.splits().fit) == set(other.splits().fit)

@@ -236,13 +236,13 @@ def share_y_axes(compared: Sequence[Panel]) -> None:
 def _headlines(runs: Sequence[Results], labels: Sequence[str]) -> str:
     """Return the main findings in words, one row each, and then every headline number."""
     head = ["", *[safe(label) for label in labels]]
-    told = [
+    sentences = [
         {item.title: f"{item.answer} {item.detail}" for item in findings(results)}
         for results in runs
     ]
     words = [
-        [safe(title), *[safe(of_run.get(title, "–")) for of_run in told]]
-        for title in unique(title for of_run in told for title in of_run)
+        [safe(title), *[safe(of_run.get(title, "–")) for of_run in sentences]]
+        for title in unique(title for of_run in sentences for title in of_run)
     ]
     numbers = [
         [f"{safe(study)}: {safe(plain_words(key))}", *[html_cell(value) for value in values]]

@@ -18,8 +18,8 @@ def findings(results: Results) -> list[Finding]:
     """Return the main findings of the studies that ran."""
     names = unique([*_FIRST, *STUDIES])
     ran = [results.studies[name] for name in names if name in results.studies]
-    found = [STUDIES[r.study].finding(r) for r in ran if isinstance(r, Result)]
-    return [finding for finding in found if finding]
+    findings = [STUDIES[r.study].finding(r) for r in ran if isinstance(r, Result)]
+    return [finding for finding in findings if finding]
 
 
 def model_name(run: RunInfo) -> str:

@@ -101,7 +101,7 @@ def draw_line(
     points = [(at, value) for at, value in zip(x, y, strict=True) if _mean(value) == _mean(value)]
     if not points:
         return
-    at = [place for place, _ in points]
+    at = [x for x, _ in points]
     intervals = [value for _, value in points if isinstance(value, Interval)]
     low, high = [value.low for value in intervals], [value.high for value in intervals]
     has_band = len(intervals) == len(points) and all(map(math.isfinite, low + high))
@@ -199,7 +199,7 @@ def draw_heat_map(
     values: dict[tuple[Any, Any], float] = {key: v for key, v in cells.items() if math.isfinite(v)}
     across: list[Any] = unique(key[0] for key in cells)
     up: list[Any] = unique(key[1] for key in cells)
-    numeric = all(isinstance(place, int | float) for place in across + up)
+    numeric = all(isinstance(value, int | float) for value in across + up)
     if numeric:
         across, up = sorted(across), sorted(up)
     grid = [[values.get((column, row)) for column in across] for row in up]
@@ -208,8 +208,8 @@ def draw_heat_map(
     digits = 2 if high < 10 else 0
     figure = empty_figure(safe(title), x=safe(x), y=safe(y), height=370)
     figure.add_heatmap(
-        x=[place if numeric else safe(place) for place in across],
-        y=[place if numeric else safe(place) for place in up],
+        x=[value if numeric else safe(value) for value in across],
+        y=[value if numeric else safe(value) for value in up],
         z=[[None if v is None else min(max(v, low), high) for v in row] for row in grid],
         customdata=grid,
         zmin=low,

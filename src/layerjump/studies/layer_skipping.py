@@ -9,8 +9,8 @@ Rules, each for every number of blocks run that it can reach:
                   only that jump is made and everything else is exact
     ours          of the schedules of all these rules with the same number of blocks, the one with the lowest KL
 
-R², costs and the last choice are taken on select documents, all reported numbers on test documents. All positions go
-through the jumps, so the maps are fitted on all positions.
+R², costs and the last choice are taken on validation documents, all reported numbers on test documents. All positions
+go through the jumps, so the maps are fitted on all positions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from layerjump.studies.setup import Setup, maps_of
 Jump = tuple[int, int]
 
 ALONE_SHARE = 0.5
-"""Of `score_tokens`: select tokens on which every jump is tried alone. Schedules are chosen on all of them."""
+"""Of `score_tokens`: validation tokens on which every jump is tried alone. Schedules are chosen on all of them."""
 GOOD_AGREEMENT = 0.95
 """Agreement at which the headline states the blocks needed."""
 
@@ -176,7 +176,7 @@ class ScheduleRow:
 
 @dataclass(frozen=True)
 class JumpRow:
-    """One jump alone, on select documents."""
+    """One jump alone, on validation documents."""
 
     source: Annotated[int, Column("from")]
     target: Annotated[int, Column("to")]
@@ -203,7 +203,7 @@ class Headline:
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Measure every jump alone, choose the schedules, and score all of them on test documents."""
-    setup, note = with_select_documents(setup)
+    setup, note = with_validation_documents(setup)
     estimator, n_blocks = setup.settings.estimators[0], setup.model.n_blocks
     jumps = setup.all_position_jumps(estimator, "all")
     explained = _explained(setup, jumps)
@@ -215,8 +215,8 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "kl": list(cheapest(n_blocks, costs).values()),
     }
     candidates = unique(schedule for schedules in rules.values() for schedule in schedules)
-    selected, select_cost = _run_schedules(
-        setup, jumps, candidates, _select_batches(setup), "choosing a schedule"
+    selected, validation_cost = _run_schedules(
+        setup, jumps, candidates, _validation_batches(setup), "choosing a schedule"
     )
     best: dict[int, Schedule] = {}
     for schedule in sorted(candidates, key=selected.mean_kl):
@@ -234,23 +234,23 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "budget": setup.settings.score_tokens,
         "blocks": n_blocks,
         "jumps alone": to_json(alone_cost),
-        "choosing": to_json(select_cost),
+        "choosing": to_json(validation_cost),
         "schedules": to_json(test_cost),
     }
     notes = [note] if note else []
     return Result("alternation", Tables(rows, pairs), _headline(rows, n_blocks), notes, facts)
 
 
-def with_select_documents(setup: Setup) -> tuple[Setup, str | None]:
-    """Return a run that has select documents, and a note where a tenth of the fit documents had to become them."""
+def with_validation_documents(setup: Setup) -> tuple[Setup, str | None]:
+    """Return a run that has validation documents, and a note where a tenth of the fit documents had to become them."""
     splits = setup.splits()
     if splits.select:
         return setup, None
     held_out = max(1, len(splits.fit) // 10)
     split = f"{len(splits.fit) - held_out}/{held_out}/{len(splits.test)}"
     note = (
-        f"The split {setup.settings.split} has no select documents: {held_out} of the {len(splits.fit)} fit documents "
-        f"were held out to choose on."
+        f"The split {setup.settings.split} has no validation documents: {held_out} of the {len(splits.fit)} fit "
+        f"documents were held out to choose on."
     )
     return setup.with_empty_cache(settings=replace(setup.settings, split=split)), note
 
@@ -267,7 +267,7 @@ def run_schedule(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
 
 
 def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
-    """Return R² of every jump on select documents."""
+    """Return R² of every jump on validation documents."""
     moments = setup.all_position_moments("all").validation
     return {
         (a.index, b.index): r2(jump, moments.source(a), moments.target(a, b)).uniform
@@ -275,7 +275,7 @@ def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
     }
 
 
-def _select_batches(setup: Setup, share: float = 1.0) -> Batches:
+def _validation_batches(setup: Setup, share: float = 1.0) -> Batches:
     # More than one position a document even in the paper's protocol: these numbers only choose.
     positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
     return small_batches(setup, share, part="select", positions=positions)
@@ -285,7 +285,7 @@ def _jump_costs(setup: Setup, jumps: Jumps) -> tuple[dict[Jump, float], Cost]:
     """Return the KL divergence of the output for every jump when it is the only one."""
     n_blocks = setup.model.n_blocks
     alone = {(a.index, b.index): Schedule(((a.index, b.index),), n_blocks) for a, b in jumps}
-    batches = _select_batches(setup, ALONE_SHARE)
+    batches = _validation_batches(setup, ALONE_SHARE)
     variants, cost = _run_schedules(setup, jumps, list(alone.values()), batches, "each jump alone")
     return {jump: variants.mean_kl(schedule) for jump, schedule in alone.items()}, cost
 
@@ -360,7 +360,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     cheap, dear = (end(pairs, key=lambda row: row.kl) for end in (min, max))
     alone = Panel(
         "Each jump alone",
-        f"On select documents, the jump from level {cheap.source} to {cheap.target} costs least (KL "
+        f"On validation documents, the jump from level {cheap.source} to {cheap.target} costs least (KL "
         f"{number(cheap.kl)}) and the jump from level {dear.source} to {dear.target} most (KL {number(dear.kl)}).",
         ("pairs",),
         [

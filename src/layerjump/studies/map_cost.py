@@ -145,7 +145,7 @@ def _matrix_flops(module: nn.Module) -> int:
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Score every kind of map, then count what exits and schedules cost."""
-    moments = setup.moments("to-last", select=True)
+    moments = setup.moments("to-last", validation=True)
     kinds, notes = _map_kinds(setup, moments)
     maps = _score_maps(setup, moments, kinds)
     alternation = setup.result_of(layer_skipping.STUDY)

@@ -39,7 +39,7 @@ from layerjump.studies.charts import (
     safe,
     unique,
 )
-from layerjump.studies.layer_skipping import with_select_documents
+from layerjump.studies.layer_skipping import with_validation_documents
 from layerjump.studies.results import Column, Interval, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -110,7 +110,7 @@ def cannot_run(setup: Setup) -> str | None:
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Drop blocks with every method, and measure each model."""
-    setup, note = with_select_documents(setup)
+    setup, note = with_validation_documents(setup)
     model, calibration = setup.model, _prepare_calibration(setup)
     required = required_blocks(model, calibration.fit)
     selector = BlockSelector(model, calibration.fit, calibration.validation, required)

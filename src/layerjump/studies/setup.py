@@ -106,13 +106,14 @@ def make_settings(
     finetune_runs: int | None = None,
 ) -> Settings:
     """Return the checked settings of a protocol, `ours` or `paper`; None keeps the value of the protocol."""
-    given = {name: value for name, value in locals().items() if name != "protocol"}
+    keywords = {name: value for name, value in locals().items() if name != "protocol"}
     if protocol not in ("ours", "paper"):
         raise BadStudy(
             f"expected {argument('protocol', 'ours')} or {argument('protocol', 'paper')}, got {protocol!r}"
         )
     base = PAPER_SETTINGS if protocol == "paper" else Settings()
-    settings = replace(base, **{name: value for name, value in given.items() if value is not None})
+    changes = {name: value for name, value in keywords.items() if value is not None}
+    settings = replace(base, **changes)
     _check(settings)
     return settings
 
@@ -196,7 +197,7 @@ class Setup:
     # Documents and positions
 
     def splits(self, corpus: Corpus | None = None) -> Splits:
-        """Return the documents of a text to fit on, to select on and to test on."""
+        """Return the documents of a text for fitting, validation (`select`) and testing."""
         documents = (corpus or self.corpus).documents
         return split_documents(len(documents), self.settings.split, seed=self.settings.seed)
 
@@ -250,14 +251,14 @@ class Setup:
         documents = self.documents(part, text)
         positions = positions or self.test_positions()
 
-        def cut(which: Positions, of: Sequence[int], wanted: int | None = None) -> Batches:
+        def cut(which: Positions, of: Sequence[int], limit: int | None = None) -> Batches:
             return make_batches(
                 text,
                 self.model.tokenization,
                 which,
                 documents=of,
                 seed=self.settings.seed,
-                tokens=wanted,
+                tokens=limit,
                 budget=cells,
             )
 
@@ -293,12 +294,12 @@ class Setup:
         if self.settings.tokens is None:
             return None
         splits = self.splits(corpus)
-        select = splits.select if self._selects() else ()
-        n_documents = len(splits.fit) + len(select) + len(splits.test)
+        validation = splits.select if self._needs_validation() else ()
+        n_documents = len(splits.fit) + len(validation) + len(splits.test)
         return max(1, self.settings.tokens * len(splits.test) // n_documents)
 
-    def _selects(self) -> bool:
-        """Return whether any estimator of the run is tuned on the select split."""
+    def _needs_validation(self) -> bool:
+        """Return whether any estimator of the run is tuned on the validation split."""
         return any(find_estimator(name).needs_validation() for name in self.settings.estimators)
 
     # Jumps between levels
@@ -309,7 +310,7 @@ class Setup:
         pairs: str,
         *,
         positions: Positions | None = None,
-        select: bool | None = None,
+        validation: bool | None = None,
     ) -> RunPlan:
         """Plan a pass over a text with the settings of this run."""
         return plan_run(
@@ -320,24 +321,24 @@ class Setup:
             tokens=self.settings.tokens,
             split=self.settings.split,
             seed=self.settings.seed,
-            validation=self._selects() if select is None else select,
+            validation=self._needs_validation() if validation is None else validation,
             features="both" if pairs == PREDICTIONS else "raw",
         )
 
     def collect_moments(
-        self, corpus: Corpus, pairs: str, *, select: bool | None = None
+        self, corpus: Corpus, pairs: str, *, validation: bool | None = None
     ) -> SplitMoments:
         """Collect the second moments of these pairs in one pass over a text."""
-        return self.plan(corpus, pairs, select=select).run(progress=self.progress)
+        return self.plan(corpus, pairs, validation=validation).run(progress=self.progress)
 
-    def moments(self, pairs: str | None = None, *, select: bool = False) -> SplitMoments:
+    def moments(self, pairs: str | None = None, *, validation: bool = False) -> SplitMoments:
         """Return the second moments of the run's text (default: of the run's level pairs), collected once.
 
-        `select` adds those of the select split even where no estimator of the run needs them.
+        `validation` adds those of the validation split even where no estimator of the run needs them.
         """
-        key = pairs or self.level_pairs, select or self._selects()
+        key = pairs or self.level_pairs, validation or self._needs_validation()
         if key not in self._cache.moments:
-            self._cache.moments[key] = self.collect_moments(self.corpus, key[0], select=key[1])
+            self._cache.moments[key] = self.collect_moments(self.corpus, key[0], validation=key[1])
         return self._cache.moments[key]
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
@@ -391,19 +392,19 @@ class Setup:
 
     def all_position_plan(self, pairs: str) -> RunPlan:
         """Plan the pass of `all_position_moments`."""
-        # All pairs are for layer-skipping schedules, which are chosen on the select split.
-        select = True if pairs == "all" else None
+        # All pairs are for layer-skipping schedules, which are chosen on the validation split.
+        validation = True if pairs == "all" else None
         masks = Positions.parse(MASKED_SHARE, skip_first=0, special=True)
         positions = masks if self.model.masked else ALL_POSITIONS
         if self.settings.paper:
             positions = PAPER
         elif self.settings.positions:
             positions = Positions.parse(self.settings.positions, skip_first=0, special=True)
-        plan = self.plan(self.corpus, pairs, positions=positions, select=select)
+        plan = self.plan(self.corpus, pairs, positions=positions, validation=validation)
         if not self.model.masked:
             if pairs == "all" and positions == ALL_POSITIONS:
                 sample = self._sample(plan.batches["fit"])
-                plan = self.plan(self.corpus, pairs, positions=sample, select=select)
+                plan = self.plan(self.corpus, pairs, positions=sample, validation=validation)
             return plan
         fitted = ALL_POSITIONS
         if pairs == "all":
