@@ -337,11 +337,12 @@ def _map_panel(rows: Sequence[MapRow], head: Headline) -> Panel:
         figure = empty_figure(title, x="bytes of the maps of all levels", height=360)
         for name in families:
             group = sorted((row for row in rows if family(row) == name), key=lambda row: row.bytes)
-            has_ranks = group[0].rank is not None and name != POOLED
+            # Rows of older results have no family: a line through them would mix several kinds.
+            has_line = group[0].family in (LOW_RANK, LOW_RANK_METRIC)
             figure.add_scatter(
                 x=[row.bytes for row in group],
                 y=[score(row) for row in group],
-                mode="lines+markers" if has_ranks else "markers",
+                mode="lines+markers" if has_line else "markers",
                 name=safe(name),
                 legendgroup=safe(name),
                 line={"color": colours(families)[name]},
