@@ -148,7 +148,7 @@ def test_jumps_that_a_foreign_format_cannot_hold(tmp_path):
         lj.export_lens(
             foreign_lenses.drawn(tiny, [(0, 3)]), tiny, tmp_path / "b.pt", format="jacobian"
         )
-    with refusal("has no matrix in it"):
+    with refusal("which has none"):
         lj.import_lens(tmp_path, tiny, format="mat")
     with refusal("is a folder, but a file was wanted"):
         lj.import_lens(tmp_path, tiny, format="jacobian")

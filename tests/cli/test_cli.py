@@ -91,7 +91,7 @@ def test_a_bad_model_is_one_line_and_exit_code_1(model):
     ("arguments", "message"),
     [
         (["--estimator", "magic"], "no estimator 'magic'"),
-        (["--pairs", "0-3"], "give to-last, to-final, predictions"),
+        (["--pairs", "0-3"], "pairs to-last, to-final, predictions"),
         (["--positions", "some"], "(a share of each sequence), got 'some'"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--split", "50/50"], "50/50"),

@@ -132,7 +132,11 @@ def test_pairs_are_parsed_and_bad_ones_named(model):
     assert len(parse_pairs("all", structure)) == 10
     assert parse_pairs("adjacent", structure)[0] == (Site(0), Site(1))
     assert parse_pairs("0:4, 2.attn.in:final", structure)[1][0] == Site(2, "attn.in")
-    for bad, message in [("0", "give to-last"), ("0:9", "levels 0 to 4"), ("3:3", "to itself")]:
+    for bad, message in [
+        ("0", "expected pairs to-last"),
+        ("0:9", "levels 0 to 4"),
+        ("3:3", "to itself"),
+    ]:
         with pytest.raises(LayerjumpError, match=message):
             parse_pairs(bad, structure)
 
@@ -153,11 +157,11 @@ def test_few_positions_are_warned_about(model, caplog):
     assert "inflated by 1 + d/(n−d−1)" in caplog.text
 
 
-def test_the_bill_is_refused_when_memory_lacks(model, text):
+def test_a_run_that_does_not_fit_in_memory_is_refused(model, text):
     run = plan_run(model, text, pairs="all", positions="all")
     entries = 64 * 64 * (4 + 10) if model.d_model == 64 else model.d_model**2 * 14
-    assert run.bill.sums_bytes == 3 * (8 * entries + 4 * 2000 * 5 * model.d_model)
-    assert "positions; memory for sums" in str(run.bill)
+    assert run.cost.sums_bytes == 3 * (8 * entries + 4 * 2000 * 5 * model.d_model)
+    assert "positions; memory for sums" in str(run.cost)
     with pytest.raises(TooLarge, match="fewer pairs"):
         CostEstimate(10**15, 0, 1, 1, 1, 1).require_memory()
 

@@ -160,7 +160,7 @@ def last_level(model: Model, ids: list[int], position: int, push: torch.Tensor) 
 def test_batches_and_copies_change_rounding_alone(tiny, monkeypatch):
     whole = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
     for cells in (40, 5000):
-        monkeypatch.setattr(gradient, "_CELLS", cells)
+        monkeypatch.setattr(gradient, "_MAX_POSITIONS", cells)
         again = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
         for pair in whole:
             torch.testing.assert_close(again[pair].weight, whole[pair].weight)
@@ -206,7 +206,7 @@ def test_it_knows_where_it_comes_from_and_the_lens_reads_through_it(tiny, tmp_pa
 def test_what_it_cannot_do_is_said(tiny, data_folder):
     with pytest.raises(BadModel, match="masked model"):
         lj.fit_jacobian(lj.load(data_folder / "tiny-bert"), TEXT)
-    with pytest.raises(BadModel, match="give some of 0 to 3"):
+    with pytest.raises(BadModel, match="levels from 0 to 3"):
         lj.fit_jacobian(tiny, TEXT, levels=[4])
     with pytest.raises(TextTooShort):
         lj.fit_jacobian(tiny, TEXT, skip_first=100, split="100/0/0")

@@ -96,7 +96,7 @@ def test_a_batch_of_one_position_is_passed_over(model):
 
 
 def test_a_rank_that_no_map_has_is_one_line(model):
-    with pytest.raises(BadEstimator, match="rank given is 0"):
+    with pytest.raises(BadEstimator, match="rank from 1 to .*, got 0"):
         train_n_njtc(model, TEXT, steps=2, rank=0)
-    with pytest.raises(BadEstimator, match="rank is 0"):
+    with pytest.raises(BadEstimator, match="rank from 1 to .*, got 0"):
         lj.fit(model, TEXT, tokens=2_000, estimator="ojfa", rank=0)
