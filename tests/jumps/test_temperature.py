@@ -154,7 +154,7 @@ def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
     )
     alone = run("fit", *given)
     assert alone.returncode == 1
-    assert "pass model" in alone.stderr
+    assert "pass the model" in alone.stderr
     assert run("fit", name, *given).returncode == 0
     ours, theirs = lj.Jumps.from_pretrained(whole), lj.Jumps.from_pretrained(again)
     assert ours.provenance.settings["temperature"] == theirs.provenance.settings["temperature"]

@@ -159,8 +159,8 @@ def _solve_each_source(
     metric = passed.pop("metric", None)
     if metric is not None and (metric != "unembedding" or model is None):
         raise BadEstimator(
-            f"expected {argument('metric', 'unembedding')} and {argument('model')}, got metric {metric!r} and model "
-            f"{model}"
+            f"expected {argument('metric', 'unembedding')} and a model to take it from, got metric {metric!r} and "
+            f"{model or 'no model'}"
         )
     fit, validation = moments.fit, moments.validation
     for source in fit.sources:

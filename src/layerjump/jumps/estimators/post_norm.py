@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from layerjump.errors import BadEstimator, argument
+from layerjump.errors import BadEstimator
 from layerjump.jumps.estimators.least_squares import ridge
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, SolvedMap, compute_features
@@ -52,8 +52,7 @@ def solve_calibrated(
     """Yield every level's map onto `final` at its best temperature, or the one to level L where its KL is lower."""
     if model is None:
         raise BadEstimator(
-            f"calibrated compares predictions with the model's own; pass {argument('model')}, the one that these "
-            f"moments come from"
+            "calibrated compares predictions with the model's own; pass the model that these moments come from"
         )
     judge = HeldOutKL(model, moments.validation.reservoir.states)
     last, pairs = Site(model.n_blocks), moments.fit.pairs
