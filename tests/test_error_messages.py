@@ -150,7 +150,7 @@ def test_jumps_that_a_foreign_format_cannot_hold(tmp_path):
         )
     with refusal("which has none"):
         lj.import_lens(tmp_path, tiny, format="mat")
-    with refusal("is a folder, but a file was wanted"):
+    with refusal("expected a file", "is a folder"):
         lj.import_lens(tmp_path, tiny, format="jacobian")
     foreign_lenses.tuned_folder(tmp_path / "tuned", tiny)
     torch.save([torch.ones(2)], tmp_path / "tuned" / "params.pt")
