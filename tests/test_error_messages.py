@@ -63,7 +63,7 @@ def sums(model, text):
         (["fit", "MODEL", "--refine", "--pairs", "1:2"], "there is no prediction to refine"),
         (["fit", "MODEL", "--refine", "--split", "100/0/0"], "leave none; give more text"),
         (["lens", "MODEL", "a", "--compare", "matt"], "no estimator 'matt'"),
-        (["lens", "smolm2", "a"], "did you mean the built-in smollm2?"),
+        (["lens", "smolm2", "a"], "did you mean the bundled smollm2?"),
         (["study", "MODEL", "--estimators", "calibrated"], "put another first, such as mat"),
     ],
     ids=lambda given: " ".join(given[:5]) if isinstance(given, list) else "",

@@ -1,33 +1,33 @@
-"""What can go wrong, as a tree. Catch `LayerjumpError` to catch everything this package raises on purpose.
+"""The exceptions of this package, as a tree. Catch `LayerjumpError` to catch everything it raises on purpose.
 
     LayerjumpError
-    ├── BadModel               the model given cannot be used
-    │   ├── ModelNotFound      no such folder, file, hub id; or the hub cannot be reached
-    │   ├── UnsupportedModel   its family is not in the table
-    │   ├── SelfCheckFailed    its states do not reassemble to its own output
-    │   └── NoPredictions      its head was not in the checkpoint, so it predicts nothing
-    ├── BadText                the text given cannot be used
-    │   └── TextTooShort       fewer documents or tokens than asked for
-    ├── BadMoments             the sums given cannot be solved
+    ├── BadModel               the model cannot be used
+    │   ├── ModelNotFound      no such folder, file or hub id; or the hub cannot be reached
+    │   ├── UnsupportedModel   the family is not in the table
+    │   ├── SelfCheckFailed    the captured states do not reassemble to the model's own output
+    │   └── NoPredictions      the unembedding was not in the checkpoint
+    ├── BadText                the text cannot be used
+    │   └── TextTooShort       fewer documents or tokens than requested
+    ├── BadMoments             the second moments cannot be solved
     ├── BadEstimator           no such estimator, or a setting it cannot use
-    ├── BadJumps               maps and what is said about them do not fit together
-    │   └── NoSuchJump         the set holds no jump between these sites (a KeyError too)
+    ├── BadJumps               maps and their metadata do not fit together
+    │   └── NoSuchJump         the set has no jump between these sites (a KeyError too)
     ├── BadArtifact            a file cannot be read or written
     │   ├── NewerFormat        its format is newer than this library
-    │   ├── WrongModel         it was fitted on other weights than the model given
+    │   ├── WrongModel         it was fitted on other weights than those of the model
     │   └── BadForeignLens     a lens of another tool cannot be read or written
-    │       └── UnsafePickle   it asks for more than tensors; nothing of it was run
-    ├── BadPruning             blocks that cannot be dropped, or not in the way asked for
-    ├── BadEvaluation          no such task, data that are not a task's, or no lm-eval
-    ├── BadTraining            a model that cannot be trained as asked
-    │   └── Diverged           its loss grew out of all bounds
-    ├── BadStudy               no such study, or one that cannot be done as asked
-    ├── CannotServe            the page cannot be served as asked
-    ├── BadExit                an exit rule, or a way of generating, that cannot be had here
+    │       └── UnsafePickle   it needs more than tensors; none of its code was run
+    ├── BadPruning             blocks that cannot be dropped, or not by this method
+    ├── BadEvaluation          no such task, unusable task data, or no lm-eval
+    ├── BadTraining            a model that cannot be trained in this way
+    │   └── Diverged           the loss grew beyond all bounds
+    ├── BadStudy               no such study, or one that cannot run with these settings
+    ├── CannotServe            the page cannot be served
+    ├── BadExit                an exit rule or a generation setting that this model does not support
     ├── TooLarge               a run would not fit in memory
-    └── RunStopped             somebody stopped the run, or one of its processes died
+    └── RunStopped             the user stopped the run, or one of its processes died
 
-Every message says what was given, what was wanted and what to do. The command line prints it as one line.
+Every message says what was expected, what it got, and what to do. The command line prints it as one line.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from contextlib import contextmanager
 
 
 class LayerjumpError(Exception):
-    """The root of all errors raised on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class BadModel(LayerjumpError):
-    """The model given cannot be used."""
+    """The model cannot be used."""
 
 
 class ModelNotFound(BadModel):
@@ -49,7 +49,7 @@ class ModelNotFound(BadModel):
 
 
 class UnsupportedModel(BadModel):
-    """The model's family is not in the table of `inputs/families.py`."""
+    """The model's family is not in the table of `models/families.py`."""
 
 
 class SelfCheckFailed(BadModel):
@@ -61,27 +61,27 @@ class NoPredictions(BadModel):
 
 
 class BadText(LayerjumpError):
-    """The text given cannot be read, or an option about it makes no sense."""
+    """The text cannot be read, or a setting of it makes no sense."""
 
 
 class TextTooShort(BadText):
-    """There are fewer documents or tokens than asked for."""
+    """There are fewer documents or tokens than requested."""
 
 
 class BadMoments(LayerjumpError):
-    """The sums given cannot be solved: empty, not finite, or of shapes that do not fit together."""
+    """The second moments cannot be solved: empty, not finite, or of shapes that do not fit together."""
 
 
 class BadEstimator(LayerjumpError):
-    """There is no such estimator, or a setting of it is missing, senseless or not its own."""
+    """There is no such estimator, or a setting is missing, makes no sense or belongs to another estimator."""
 
 
 class BadJumps(LayerjumpError):
-    """Maps, and what is said about them, do not fit together."""
+    """Maps and their metadata do not fit together."""
 
 
 class NoSuchJump(BadJumps, KeyError):
-    """The set holds no jump between the two sites asked for."""
+    """The set has no jump between the two sites."""
 
     __str__ = Exception.__str__  # KeyError would print the message in quotes
 
@@ -95,7 +95,7 @@ class NewerFormat(BadArtifact):
 
 
 class WrongModel(BadArtifact):
-    """What the file holds was fitted on other weights than those of the model given."""
+    """The content of the file was fitted on other weights than those of the model."""
 
 
 class BadForeignLens(BadArtifact):
@@ -103,11 +103,11 @@ class BadForeignLens(BadArtifact):
 
 
 class UnsafePickle(BadForeignLens):
-    """A file asks for functions or classes that tensors do not need; nothing of it was run."""
+    """A file needs functions or classes that tensors do not need; none of its code was run."""
 
 
 class BadPruning(LayerjumpError):
-    """The blocks to drop, or what is to stand in for them, cannot be had from this model and text."""
+    """The blocks cannot be dropped from this model, or not replaced by this method with this text."""
 
 
 class BadEvaluation(LayerjumpError):
@@ -115,23 +115,23 @@ class BadEvaluation(LayerjumpError):
 
 
 class BadTraining(LayerjumpError):
-    """A model, a penalty or a way of training that cannot be had as asked."""
+    """A model, a regulariser or a training setting that cannot be used."""
 
 
 class Diverged(BadTraining):
-    """The loss grew out of all bounds; the message names the last good checkpoint."""
+    """The loss grew beyond all bounds; the message names the last good checkpoint."""
 
 
 class BadStudy(LayerjumpError):
-    """There is no such study, or it cannot be done as asked."""
+    """There is no such study, or it cannot run with these settings."""
 
 
 class CannotServe(LayerjumpError):
-    """The page cannot be served as asked: the port is taken, or an option makes no sense."""
+    """The page cannot be served: the port is taken, or an option makes no sense."""
 
 
 class BadExit(LayerjumpError):
-    """An exit rule that this model cannot follow, or a way of generating that early exit does not have."""
+    """An exit rule that this model cannot follow, or a generation setting that early exit does not support."""
 
 
 class TooLarge(LayerjumpError):
@@ -148,7 +148,7 @@ class RunStopped(LayerjumpError):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """What an error says, on one line and not too long; its kind where it says nothing."""
+    """The message of an error on one line of limited length; its type if it has no message."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 

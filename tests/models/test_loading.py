@@ -78,7 +78,7 @@ def test_a_folder_loads_in_float32_and_is_checked(saved):
 
 def test_dtype_is_honoured_and_a_wrong_one_named(saved):
     assert lj.load(saved, dtype="float64").hf.dtype == torch.float64
-    with pytest.raises(BadModel, match="'float31' is not known; give one of float32"):
+    with pytest.raises(BadModel, match="expected dtype of float32, .* got 'float31'"):
         lj.load(saved, dtype="float31")
 
 
@@ -129,7 +129,7 @@ def test_a_body_with_missing_weights_is_refused(saved):
     del tensors["transformer.h.1.mlp.c_fc.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        BadModel, match=r"lacks 1 weights of its body, transformer.h.1.mlp.c_fc.weight"
+        BadModel, match=r"lacks 1 weights of its body, such as transformer.h.1.mlp.c_fc.weight"
     ):
         lj.load(saved)
 
@@ -228,7 +228,7 @@ def test_a_gguf_with_fewer_blocks_than_it_states(tmp_path):
 def test_a_file_that_is_no_model(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("hello")
-    with pytest.raises(BadModel, match="not a .gguf"):
+    with pytest.raises(BadModel, match="expected a model folder, a .gguf file"):
         lj.load(path)
     garbage = tmp_path / "garbage.gguf"
     garbage.write_bytes(b"GGUF" + bytes(range(200)))

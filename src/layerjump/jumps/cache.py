@@ -7,18 +7,14 @@ written under a temporary name and renamed, under a lock: a second process waits
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from filelock import FileLock
-
 from layerjump.data.corpus import load_text
 from layerjump.data.positions import MASKED_SHARE
 from layerjump.errors import BadArtifact, BadEstimator
-from layerjump.io import writing
+from layerjump.io import only_writer, replace_folder
 from layerjump.jumps import serialization
 from layerjump.jumps.collect import Progress, plan_run
 from layerjump.jumps.estimators.registry import find_estimator
@@ -52,18 +48,12 @@ def cached_jumps(
     if len(jumps) == len(folders):
         return jumps
     home = _model_folder(model)
-    with writing(home):
-        home.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(home / ".lock")
-        lock.acquire()
-    try:
+    with only_writer(home, wait=True):
         jumps = _load_all(folders, model)  # another process may have been first
         missing = [name for name in folders if name not in jumps]
         jumps |= _fit_all(model, missing, text, tokens, progress)
         for name in missing:
-            _store(jumps[name], folders[name])
-    finally:
-        lock.release()
+            replace_folder(folders[name], jumps[name].save_pretrained, force=True)
     return {name: jumps[name] for name in folders}
 
 
@@ -119,14 +109,3 @@ def _fit_all(
         ).run(progress=progress)
         jumps |= {name: solve_jumps(moments, name, model=model) for name in names}
     return jumps
-
-
-def _store(jumps: Jumps, folder: Path) -> None:
-    with writing(folder):
-        work = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
-        try:
-            jumps.save_pretrained(work / "jumps")
-            shutil.rmtree(folder, ignore_errors=True)  # broken, or it would have been used
-            (work / "jumps").rename(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)

@@ -1,9 +1,4 @@
-"""Load a model from a hub id, a folder, a GGUF file or the bundled name.
-
-What a GGUF file states about itself, held against what it holds before anything of those sizes is built.
-
-How a model is loaded: from a hub id, a folder, a GGUF file or a built-in name.
-"""
+"""Load a model from a hub id, a folder, a GGUF file or the name of the bundled model, and check it."""
 
 from __future__ import annotations
 
@@ -27,22 +22,222 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, one_line
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
 from layerjump.models import bundled_model
 from layerjump.models.families import family_of
 from layerjump.models.model import Model
 
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+MAX_BLOCKS = 10_000
+"""More blocks than any model has."""
+CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+
+
+LINEAR = "linear.json"
+_COMPOSITES = {LINEAR: "layerjump.pruning.checkpoint:load_linear"}
+"""Marker file of a folder that holds a checkpoint and more → the function that loads it, given one that loads
+checkpoints. Named rather than imported: its package imports this one."""
+
+
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load a hub id, a folder, a GGUF file or the bundled `smollm2`, and run the self-check.
+
+    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own. A
+    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate. Folders of
+    `prune --method linear` load with their maps attached.
+    """
+    load_checkpoint = partial(
+        _load_checkpoint,
+        revision=revision,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+    )
+    folder = Path(source).expanduser()
+    for marker, loader in _COMPOSITES.items():
+        if (folder / marker).is_file():
+            module, _, function = loader.partition(":")
+            composite: Model = getattr(import_module(module), function)(folder, load_checkpoint)
+            return composite
+    return load_checkpoint(source)
+
+
+def _load_checkpoint(
+    source: str | Path,
+    *,
+    revision: str | None,
+    device: str | None,
+    dtype: str | None,
+    device_map: str | None,
+    trust_remote_code: bool,
+) -> Model:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = str(source)
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    options |= {"trust_remote_code": True} if trust_remote_code else {}
+    path = _resolve(name, options)
+    with quiet_transformers():
+        config = _attempt(name, lambda: AutoConfig.from_pretrained(path, **options))
+        family = family_of(config)
+        _require_few_blocks(name, config)
+        hf, report = _attempt(
+            name,
+            lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
+                path,
+                dtype=_dtype(dtype, device),
+                device_map=device_map,
+                output_loading_info=True,
+                **options,
+            ),
+        )
+        tokenizer = _load_tokenizer(path, options)
+    no_predictions = _missing_weights(name, hf, report["missing_keys"])
+    if device_map is None:
+        hf = _attempt(name, lambda: hf.to(device))
+    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions, revision=revision)
+
+
+def _resolve(name: str, options: dict[str, Any]) -> str:
+    """The folder or hub id for transformers; a GGUF file also adds its name to the options."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise BadModel(
+                f"expected a model folder, a .gguf file or a hub id, got the file {name}"
+            )
+        _attempt(name, lambda: check_sizes(path))
+        options["gguf_file"] = path.name
+        return str(path.parent)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(
+                f"expected a model folder, a GGUF file or a hub id, got {name}, which has no config.json"
+            )
+        return str(path)
+    if name in bundled_model.NAMES:
+        return str(bundled_model.bundled_folder(name))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelNotFound(
+            f"there is no folder or file {name}; pass a model folder, a GGUF file or a hub id"
+        )
+    return name
+
+
+def _attempt(name: str, action: Any) -> Any:
+    """Run a step of loading; raise the error of whichever library fails as one line that names the model."""
+    try:
+        return action()
+    except LayerjumpError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and not Path(name).expanduser().exists():
+            near = get_close_matches(name, bundled_model.NAMES, n=1)
+            hint = f"did you mean the bundled {near[0]}? Otherwise check" if near else "check"
+            raise ModelNotFound(
+                f"{name} is neither a local folder nor a model on the hub ({one_line(error)}); {hint} the name and the "
+                f"network, or pass a local folder"
+            ) from error
+        raise BadModel(
+            f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}"
+        ) from error
+
+
+def _require_few_blocks(name: str, config: PretrainedConfig) -> None:
+    """Raise `BadModel` for an absurd number of blocks: transformers would build them until memory is full."""
+    for key, value in config.to_dict().items():
+        if ("layer" in key or "group" in key) and type(value) is int and value > MAX_BLOCKS:
+            raise BadModel(
+                f"expected at most {MAX_BLOCKS:,} blocks in the config.json of {name}, got {key}: {str(value)[:20]}; "
+                f"correct it"
+            )
+
+
+def _dtype(dtype: str | None, device: str) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise BadModel(f"expected {argument('dtype')} of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def _load_tokenizer(path: str, options: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except Exception:
+        return (
+            None  # many checkpoints have none; `Model.tokenization` raises when text is first used
+        )
+    # Without tokenizer files, transformers may return a tokenizer that has no words.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
+def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:
+    """Raise `BadModel` if weights of the body are missing; say why a checkpoint without its head cannot predict."""
+    # T5 has no base model: all but its unembedding counts as body.
+    bodiless = hf.base_model is hf
+    inside = [
+        key
+        for key in missing
+        if key.startswith(f"{hf.base_model_prefix}.")
+        or (bodiless and not key.startswith("lm_head."))
+    ]
+    if inside:
+        raise BadModel(
+            f"{name} lacks {len(inside)} weights of its body, such as {sorted(inside)[0]}; the checkpoint is incomplete"
+        )
+    if not missing:
+        return None
+    return (
+        f"{name} was saved without its prediction head ({sorted(missing)[0]} is missing), so its predictions would "
+        f"be random; load a checkpoint with the head, or use only functions without predictions (linearity, jumps)"
+    )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and loading tables; the problems that they report are checked and raised."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a value → its bytes; the other two are strings and lists."""
+"""Type of a GGUF value → its size in bytes; the other two types are strings and lists."""
 _STRING, _LIST = 8, 9
-_MOST = 4_000_000
-"""Entries of a list: ten times those of the largest vocabulary."""
+_MAX_ENTRIES = 4_000_000
+"""Limit of the entries of a list: ten times those of the largest vocabulary."""
 
 
 def check_sizes(path: Path) -> None:
-    """Refuse a file that leaves out a size, or has fewer blocks than it says.
+    """Raise `BadModel` if the metadata of a GGUF file do not match its tensors, before a model is built.
 
-    transformers would put in the size of a large model, take its time to build that, and only then miss the weights.
+    For a missing size transformers would assume that of a large model, build it, and only then miss the weights.
     """
     from gguf import GGUFReader
 
@@ -65,7 +260,7 @@ def check_sizes(path: Path) -> None:
                 f"{path} states {family}.{name} {stated!r}, but its tensors have {size}: it is incomplete; "
                 f"get it again"
             )
-    # A table is made of so many angles before anything is compared with them.
+    # transformers builds a table of this size before it compares anything.
     rope = reader.get_field(f"{family}.rope.dimension_count")
     width = found["embedding_length"]
     if rope is not None and width is not None and not 0 <= int(rope.contents()) <= width:
@@ -76,17 +271,17 @@ def check_sizes(path: Path) -> None:
 
 
 class _Header:
-    """A walk over the values before the tensors: every length must lie within the file.
+    """Checks that every length in the metadata of a GGUF file lies within the file.
 
-    The reader itself would go through a list of a trillion entries, all behind the end of the file.
+    The reader itself would iterate over a list of a trillion entries beyond the end of the file.
     """
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data, self._path, self._at = data, path, 4  # behind the mark
+        self._data, self._path, self._at = data, path, 4  # after the magic number
         self._order = "<"
 
     def check(self) -> None:
-        if self._number("I") & 0xFFFF == 0:  # the version, in the other order of bytes
+        if self._number("I") & 0xFFFF == 0:  # the version, in the other byte order
             self._order = ">"
         self._number("Q")  # tensors
         for _ in range(self._count(least=8)):
@@ -101,7 +296,7 @@ class _Header:
         elif kind == _LIST and inside < 4:
             entries = self._number("I")
             count = self._count(least=_SCALARS.get(entries, 8))
-            if count > _MOST:
+            if count > _MAX_ENTRIES:
                 self._damaged(f"a list has {count:,} entries")
             if entries in _SCALARS:
                 self._skip(count * _SCALARS[entries])
@@ -112,7 +307,7 @@ class _Header:
             self._damaged(f"a value has the type {kind}")
 
     def _count(self, least: int) -> int:
-        """A number of things that take so many bytes at least."""
+        """Read the number of entries of at least `least` bytes each."""
         count = self._number("Q")
         if count * least > len(self._data) - self._at:
             self._damaged(f"{count:,} entries cannot be in {len(self._data):,} bytes")
@@ -152,202 +347,3 @@ def _block(name: str) -> int:
 def _width(shapes: dict[str, list[int]], name: str, axis: int) -> int | None:
     shape = shapes.get(name, [])
     return shape[axis] if axis < len(shape) else None
-
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-MOST_BLOCKS = 10_000
-"""More than any model has."""
-CLASSES = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-}
-
-
-LINEAR = "linear.json"
-_COMPOSITES = {LINEAR: "layerjump.pruning.checkpoint:load_linear"}
-"""Marker file of a folder that holds a checkpoint and more → the function that loads it, given one that loads
-checkpoints. Named rather than imported: its package imports this one."""
-
-
-def load(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-) -> Model:
-    """Load a hub id, a folder, a GGUF file or the built-in `smollm2`, and check it.
-
-    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own. A
-    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate. Folders of
-    `prune --method linear` load with their maps attached.
-    """
-    load_checkpoint = partial(
-        _load_checkpoint,
-        revision=revision,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-    )
-    folder = Path(source).expanduser()
-    for marker, loader in _COMPOSITES.items():
-        if (folder / marker).is_file():
-            module, _, function = loader.partition(":")
-            composite: Model = getattr(import_module(module), function)(folder, load_checkpoint)
-            return composite
-    return load_checkpoint(source)
-
-
-def _load_checkpoint(
-    source: str | Path,
-    *,
-    revision: str | None,
-    device: str | None,
-    dtype: str | None,
-    device_map: str | None,
-    trust_remote_code: bool,
-) -> Model:
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    name = str(source)
-    where: dict[str, Any] = {"revision": revision} if revision else {}
-    where |= {"trust_remote_code": True} if trust_remote_code else {}
-    place = _place(name, where)
-    with quiet_transformers():
-        config = _attempt(name, lambda: AutoConfig.from_pretrained(place, **where))
-        family = family_of(config)
-        _require_few_blocks(name, config)
-        hf, report = _attempt(
-            name,
-            lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
-                place,
-                dtype=_dtype(dtype, device),
-                device_map=device_map,
-                output_loading_info=True,
-                **where,
-            ),
-        )
-        tokenizer = _tokenizer(place, where)
-    no_predictions = _missing_weights(name, hf, report["missing_keys"])
-    if device_map is None:
-        hf = _attempt(name, lambda: hf.to(device))
-    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions, revision=revision)
-
-
-def _place(name: str, where: dict[str, Any]) -> str:
-    """Where transformers should look; a GGUF file also adds its name to the arguments."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise BadModel(
-                f"{name} is a file, but not a .gguf; give a model folder, a GGUF file or a hub id"
-            )
-        _attempt(name, lambda: check_sizes(path))
-        where["gguf_file"] = path.name
-        return str(path.parent)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(
-                f"{name} has no config.json, so it is no model folder; give one, a GGUF file or a hub id"
-            )
-        return str(path)
-    if name in bundled_model.NAMES:
-        return str(bundled_model.bundled_folder(name))
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(
-            f"there is no folder or file {name}; give a model folder, a GGUF file or a hub id"
-        )
-    return name
-
-
-def _attempt(name: str, action: Any) -> Any:
-    """Loading can fail in any of four libraries' ways; each becomes one line that names the model."""
-    try:
-        return action()
-    except LayerjumpError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and not Path(name).expanduser().exists():
-            near = get_close_matches(name, bundled_model.NAMES, n=1)
-            meant = f"did you mean the built-in {near[0]}? Else check" if near else "check"
-            raise ModelNotFound(
-                f"{name} is neither a local folder nor a model the hub gives us ({one_line(error)}); {meant} the name, "
-                f"the network, or give a local folder"
-            ) from error
-        raise BadModel(
-            f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}"
-        ) from error
-
-
-def _require_few_blocks(name: str, config: PretrainedConfig) -> None:
-    """transformers would make blocks until the memory is full."""
-    for key, value in config.to_dict().items():
-        if ("layer" in key or "group" in key) and type(value) is int and value > MOST_BLOCKS:
-            raise BadModel(
-                f"the config.json of {name} says {key}: {str(value)[:20]}, but at most {MOST_BLOCKS:,} are made; mend "
-                f"it"
-            )
-
-
-def _dtype(dtype: str | None, device: str) -> torch.dtype | str:
-    if dtype is None:
-        return torch.float32 if device == "cpu" else "auto"
-    if dtype not in DTYPES:
-        raise BadModel(f"dtype {dtype!r} is not known; give one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def _tokenizer(place: str, where: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **where)
-    except Exception:
-        return None  # many checkpoints have none; `Model.tokens` says so when text is first given
-    # Where there are no tokenizer files, transformers may make one up that knows no words.
-    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
-
-
-def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:
-    """Refuse a checkpoint whose body is incomplete; say why one without its head predicts nothing."""
-    # T5 has no base model: there all but the head is body.
-    bodiless = hf.base_model is hf
-    inside = [
-        key
-        for key in missing
-        if key.startswith(f"{hf.base_model_prefix}.")
-        or (bodiless and not key.startswith("lm_head."))
-    ]
-    if inside:
-        raise BadModel(
-            f"{name} lacks {len(inside)} weights of its body, {sorted(inside)[0]} among them; the checkpoint is "
-            f"incomplete"
-        )
-    if not missing:
-        return None
-    return (
-        f"{name} was saved without its prediction head ({sorted(missing)[0]} is missing), so its predictions would "
-        f"be random; load a checkpoint with the head, or use only what needs none (linearity, jumps)"
-    )
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars and loading tables: what matters of them is checked, and raised."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
