@@ -95,7 +95,7 @@ def test_a_bad_model_is_one_line_and_exit_code_1(model):
         (["--positions", "some"], "(a share of each sequence), got 'some'"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--split", "50/50"], "50/50"),
-        (["--tokens", "999999999"], "asked for"),
+        (["--tokens", "999999999"], "expected 889,628,923 tokens"),
         (["--estimator", "low-rank"], "rank"),
         (["--estimator", "mat", "--strength", "1"], "strength"),
     ],
