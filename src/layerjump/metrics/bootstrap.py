@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 def mean_interval(
     values: ArrayLike, documents: ArrayLike, *, draws: int = DRAWS, seed: int = 0
 ) -> tuple[Floats, Floats, Floats]:
-    """Mean over the last axis, and the ends of its 95 % interval (documents drawn with replacement)."""
+    """The mean over the last axis and the ends of its 95 % bootstrap interval over documents."""
     values = np.asarray(values, dtype=np.float64)
     _, inverse, counts = np.unique(np.asarray(documents), return_inverse=True, return_counts=True)
     starts = np.cumsum(counts) - counts
@@ -34,17 +34,18 @@ def statistic_interval(
     draws: int = 200,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The 95 % interval of any statistic of weighted examples: it is given each example's weight in a draw."""
+    """The 95 % bootstrap interval of a statistic, a function of the weight of each example in a draw."""
     of, inverse = np.unique(np.asarray(documents), return_inverse=True)
     weights = document_weights(len(of), draws, seed)
-    found = [statistic(draw[inverse]) for draw in weights]
-    low, high = np.nanquantile(found, [0.025, 0.975]) if np.isfinite(found).any() else (np.nan,) * 2
+    values = [statistic(draw[inverse]) for draw in weights]
+    has_values = np.isfinite(values).any()
+    low, high = np.nanquantile(values, [0.025, 0.975]) if has_values else (np.nan,) * 2
     return float(low), float(high)
 
 
 @lru_cache(maxsize=4)
 def document_weights(n_documents: int, draws: int, seed: int) -> Floats:
-    """How often each document comes up in each draw, (draws, documents); not to be changed, for it is kept."""
+    """How often each document is in each draw, (draws, documents); cached, therefore read-only."""
     generator = np.random.default_rng(seed)
     shares = np.full(n_documents, 1 / n_documents)
     weights = generator.multinomial(n_documents, shares, size=draws).astype(np.float64)

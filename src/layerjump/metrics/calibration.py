@@ -15,10 +15,10 @@ BINS = 10
 def calibration_error(
     probability: ArrayLike, hit: ArrayLike, weight: ArrayLike | None = None, *, bins: int = BINS
 ) -> Floats:
-    """Expected calibration error over the last axis: how far stated probabilities are from how often they come true.
+    """Expected calibration error over the last axis: the distance of probabilities from hit rates.
 
-    Σ_b |Σ_{i in b} w_i (hit_i − p_i)| / Σ w_i, where b are bins of equal width. Axes before the last are kept; the
-    weight, one for each example, is that of a bootstrap draw.
+    Σ_b |Σ_{i in b} w_i (hit_i − p_i)| / Σ w_i, with bins b of equal width, over the last axis. The weights, one for each
+    example, are those of a bootstrap draw.
     """
     probability = np.asarray(probability, dtype=np.float64)
     n = probability.shape[-1]
@@ -34,10 +34,10 @@ def calibration_error(
 
 
 def marginal_kl(true: Tensor, other: Tensor) -> Tensor:
-    """KL between what two predictors say on average over positions, in nats: the bias of the tuned lens' paper.
+    """KL between the mean distributions of two predictors, in nats: the bias of the tuned-lens paper.
 
     `true` and `other` are (…, vocabulary): sums or means of probabilities over the same positions, the reference first.
-    A lens may be wrong everywhere and unbiased, but not biased and right.
+    An unbiased lens may still be wrong everywhere.
     """
     p, q = (each.double() / each.double().sum(-1, keepdim=True) for each in (true, other))
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1).clamp_min(0)

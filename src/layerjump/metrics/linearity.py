@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_KEPT = 0.9  # TwoNN fits the nearest nine tenths: the largest ratios are outliers
+_FITTED = 0.9  # TwoNN fits nine tenths of the ratios: the largest ones are outliers
 _ROWS_AT_ONCE = 64  # of every level, in float64
 _SAME = 1e-5  # of the typical norm: closer than this, rows differ by rounding alone
 
 
 def chance_floor(width: int, n: int) -> float:
-    """What in-sample least squares with an intercept scores on pure noise: d / (n − 1)."""
+    """The R² of in-sample least squares with an intercept on pure noise: d / (n − 1)."""
     return min(1.0, width / (n - 1)) if n > 1 else 1.0
 
 
@@ -28,7 +28,7 @@ def angles(states: Sequence[Tensor]) -> Tensor:
 
 
 def jump_strength(steps: Sequence[float]) -> float:
-    """The last step's angle over the mean of those before: ours, for the papers' formula is not public."""
+    """The last step's angle divided by the mean of the others: our definition, because the papers' is not public."""
     before = steps[:-1]
     return steps[-1] / (sum(before) / len(before)) if before and sum(before) else float("nan")
 
@@ -54,7 +54,7 @@ def intrinsic_dimension(states: Tensor) -> float:
         return float("nan")
     two = distance.topk(3, largest=False).values[:, 1:]
     ratio = (two[:, 1] / two[:, 0]).sort().values
-    kept = max(2, int(_KEPT * len(ratio)))
-    share = torch.arange(1, len(ratio) + 1, dtype=torch.float64)[:kept] / len(ratio)
-    x, y = ratio[:kept].log(), -torch.log1p(-share)
+    n_fitted = max(2, int(_FITTED * len(ratio)))
+    share = torch.arange(1, len(ratio) + 1, dtype=torch.float64)[:n_fitted] / len(ratio)
+    x, y = ratio[:n_fitted].log(), -torch.log1p(-share)
     return float((x @ y) / (x @ x)) if bool((x > 0).any()) else float("nan")

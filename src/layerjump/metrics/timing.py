@@ -14,11 +14,10 @@ import torch
 def time_alternately(
     rivals: Mapping[str, Callable[[], object]], *, repeats: int = 5, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of each rival, `repeats` times in turn after one untimed round.
+    """The seconds of each rival in `repeats` alternating runs, after one untimed run of each.
 
-    Leave the warm-up out only where a run is so long that its start does not matter.
-
-    Taking turns, forwards then backwards, spreads whatever else the machine does over all of them alike.
+    Leave out the warm-up only for runs that are so long that their start does not matter. Alternating, forwards and
+    backwards, spreads the other load of the machine evenly over all rivals.
     """
     if warm_up:
         for rival in rivals.values():
@@ -34,12 +33,12 @@ def time_alternately(
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median over turns of our time over theirs: both of a turn ran under the same conditions."""
+    """The median ratio of paired times: both times of a pair were measured under the same conditions."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def describe_machine() -> str:
-    """One line that says what the numbers were measured on."""
+    """One line that describes the machine of a measurement."""
     return (
         f"{os.cpu_count()} CPU cores ({_processor()}), {torch.get_num_threads()} threads, "
         f"{'GPU ' + torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, "

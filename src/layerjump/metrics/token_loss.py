@@ -16,12 +16,12 @@ from layerjump.models.activations import capture_states
 from layerjump.models.model import Model
 
 ROWS = 256
-"""Positions that go through the vocabulary product at once."""
+"""Positions that go through the unembedding at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLosses:
-    """Nats of every predicted token, and the document it stands in."""
+    """The loss of every predicted token in nats, and its document."""
 
     each: Tensor
     document: Tensor
@@ -35,16 +35,16 @@ class TokenLosses:
         return math.exp(self.mean)
 
     def over(self, other: TokenLosses) -> tuple[float, float, float]:
-        """Our perplexity over another's on the same tokens, with its 95 % interval over documents."""
-        found = mean_interval((self.each - other.each).numpy(), self.document.numpy())
-        ratio, low, high = (math.exp(float(value)) for value in found)
+        """The ratio of this perplexity to another on the same tokens, with its 95 % interval over documents."""
+        interval = mean_interval((self.each - other.each).numpy(), self.document.numpy())
+        ratio, low, high = (math.exp(float(value)) for value in interval)
         return ratio, low, high
 
 
 def token_losses(
     model: Model, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
 ) -> TokenLosses:
-    """Run batches (all positions of a causal model, the masks of a masked one) and take each token's loss."""
+    """The loss of each token of some batches: all positions of a causal model, the masks of a masked one."""
     last = model.n_blocks
     found, documents = [], []
     for one in capture_states(model, batches, [last]):
@@ -60,7 +60,7 @@ def token_losses(
 def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
     """The losses and documents of a batch, from its picks' states at level L."""
     chosen, token = _predicted(model, batch)
-    # The empty one: in a batch of the shortest texts no pick may have a token behind it.
+    # With an empty part: in a batch of the shortest texts no pick may have a next token.
     rows, parts = last[chosen.to(last.device)], [torch.zeros(0)]
     for start in range(0, len(rows), ROWS):
         part = slice(start, start + ROWS)
@@ -70,7 +70,7 @@ def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, T
 
 
 def _predicted(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Which picks predict something, and what: the token that follows, or the one under the mask."""
+    """The picks that predict a token, and that token: the next one, or the one under the mask."""
     if model.masked:
         return torch.arange(batch.n_picks), batch.token
     following = (batch.position + 1).clamp(max=batch.input_ids.shape[1] - 1)
