@@ -17,7 +17,7 @@ def calibration_error(
 ) -> Floats:
     """Expected calibration error over the last axis: the distance of probabilities from hit rates.
 
-    Σ_b |Σ_{i in b} w_i (hit_i − p_i)| / Σ w_i, with bins b of equal width, over the last axis. The weights, one for each
+    Σ_b |Σ_{i in b} w_i (hit_i − p_i)| / Σ w_i, with bins b of equal width. The weights, one for each
     example, are those of a bootstrap draw.
     """
     probability = np.asarray(probability, dtype=np.float64)
