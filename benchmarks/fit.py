@@ -28,9 +28,9 @@ import layerjump as lj
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.pairs import Pair, parse_pairs
 from layerjump.jumps.statistics import Moments
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
+from layerjump.models.structure import Pair, parse_pairs
 
 SHARED = Path(__file__).parents[2] / "shared"
 MODELS = {

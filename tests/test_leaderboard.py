@@ -10,7 +10,7 @@ import torch
 
 import layerjump as lj
 from layerjump.lens.evaluate import evaluate_lenses
-from layerjump.metrics.calibration import calibration_error, marginal_kl
+from layerjump.metrics.logits import calibration_error, marginal_kl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

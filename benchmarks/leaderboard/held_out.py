@@ -11,7 +11,7 @@ from torch import Tensor
 
 import layerjump as lj
 from layerjump.metrics.bootstrap import Floats
-from layerjump.metrics.calibration import calibration_error
+from layerjump.metrics.logits import calibration_error
 
 A_DOCUMENT = 4
 """Positions of one document: intervals are by document, so few of many say more than many of few."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import layerjump as lj
 from layerjump.metrics.bootstrap import Floats, document_weights, mean_interval, statistic_interval
-from layerjump.metrics.calibration import calibration_error, marginal_kl
-from layerjump.metrics.logits import KS, agreement, reference_logits
+from layerjump.metrics.logits import KS, agreement, calibration_error, marginal_kl, reference_logits
 from layerjump.models.structure import FINAL, Site
 from leaderboard.held_out import HeldOut
 

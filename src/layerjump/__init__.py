@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from layerjump.interventions.linearize import skip_blocks as skip_blocks
     from layerjump.jumps.collect import SplitMoments as SplitMoments
     from layerjump.jumps.collect import collect_moments as collect_moments
-    from layerjump.jumps.convert.convert import export_lens as export_lens
-    from layerjump.jumps.convert.convert import import_lens as import_lens
+    from layerjump.jumps.convert import export_lens as export_lens
+    from layerjump.jumps.convert import import_lens as import_lens
     from layerjump.jumps.estimators.gradient import fit_jacobian as fit_jacobian
     from layerjump.jumps.estimators.gradient import train_n_njtc as train_n_njtc
     from layerjump.jumps.fit import fit as fit
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from layerjump.lens.lens import Lens as Lens
     from layerjump.lens.trajectory import Trajectory as Trajectory
     from layerjump.lens.tuning import refine as refine
-    from layerjump.models.activations import capture_states as capture_states
     from layerjump.models.loading import load as load
     from layerjump.models.model import Model as Model
+    from layerjump.models.model import capture_states as capture_states
     from layerjump.models.self_check import self_check as self_check
     from layerjump.models.structure import Site as Site
     from layerjump.pruning.draft_model import make_draft_model as make_draft_model
@@ -84,10 +84,10 @@ _HOME = {
     "calibrate": "generation.calibration.calibrate",
     "collect_moments": "jumps.collect",
     "early_exit": "generation.generate",
-    "export_lens": "jumps.convert.convert",
+    "export_lens": "jumps.convert",
     "fit": "jumps.fit",
     "generate": "generation.generate",
-    "import_lens": "jumps.convert.convert",
+    "import_lens": "jumps.convert",
     "fit_jacobian": "jumps.estimators.gradient",
     "linearize": "interventions.linearize",
     "load": "models.loading",
@@ -98,7 +98,7 @@ _HOME = {
     "self_check": "models.self_check",
     "split_documents": "data.corpus",
     "skip_blocks": "interventions.linearize",
-    "capture_states": "models.activations",
+    "capture_states": "models.model",
     "train_n_njtc": "jumps.estimators.gradient",
     "make_draft_model": "pruning.draft_model",
 }

@@ -9,9 +9,8 @@ import torch
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
-from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Capture
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import readings, reassembly, sample, self_check
 from layerjump.models.structure import FINAL, Site, Structure
 

@@ -16,7 +16,7 @@ from layerjump.generation.calibration.calibrate import calibrate
 from layerjump.generation.calibration.cost_model import Costs, exit_cost, measure_costs
 from layerjump.generation.calibration.dataset import build_calibration_set, build_shortlist
 from layerjump.generation.rules import ExitConfig, Fixed, MaxProb, Shortlist
-from layerjump.models.activations import capture_states
+from layerjump.models.model import capture_states
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
 

@@ -18,8 +18,7 @@ from layerjump.interventions.linearize import (
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site, Structure
 from layerjump.pruning.edit_model import cannot_drop, without_blocks

@@ -17,11 +17,9 @@ from layerjump.interventions.patching import (
     restrict_to,
 )
 from layerjump.jumps.memory import site_width
-from layerjump.jumps.pairs import parse_pairs
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Site, Structure
+from layerjump.models.structure import Site, Structure, parse_pairs
 
 EXACT = 1e-12
 

@@ -24,8 +24,7 @@ from layerjump.errors import (
 from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.memory import CostEstimate, site_width
-from layerjump.jumps.pairs import parse_pairs
-from layerjump.models.structure import Site
+from layerjump.models.structure import Site, parse_pairs
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 

@@ -6,7 +6,7 @@ import torch
 from helpers.regression_data import random
 
 from layerjump.metrics.bootstrap import statistic_interval
-from layerjump.metrics.calibration import calibration_error, marginal_kl
+from layerjump.metrics.logits import calibration_error, marginal_kl
 
 
 def test_calibration_error_by_hand():

@@ -6,9 +6,8 @@ from helpers.tiny_models import tiny_model
 
 import layerjump as lj
 from layerjump.errors import BadModel, NoPredictions
-from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Capture
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site
 

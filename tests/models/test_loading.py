@@ -21,8 +21,7 @@ from layerjump.errors import (
     UnsupportedModel,
     WrongModel,
 )
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
 
 

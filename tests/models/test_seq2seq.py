@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 import layerjump as lj
 from layerjump.data.corpus import Corpus
 from layerjump.errors import BadModel, NoPredictions, UnsupportedModel
-from layerjump.jumps.pairs import parse_pairs
 from layerjump.models.self_check import sample
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.structure import FINAL, Site, parse_pairs
 
 model, corpus = seq2seq_models.model, seq2seq_models.corpus  # fixtures
 

@@ -16,8 +16,7 @@ from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadPruning, LayerjumpError, TextTooShort
 from layerjump.metrics.token_loss import token_losses
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.pruning import select
 from layerjump.pruning.edit_model import without_blocks
 from layerjump.pruning.prune import drop_and_replace, prepare_calibration

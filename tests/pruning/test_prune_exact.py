@@ -10,8 +10,7 @@ from helpers.tiny_models import CASES, silent_gpt2, tiny_model, wrapped
 import layerjump as lj
 from layerjump.errors import BadModel
 from layerjump.jumps.statistics import Moments
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
 from layerjump.pruning.edit_model import (
     can_scale,

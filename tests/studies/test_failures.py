@@ -10,8 +10,8 @@ import torch
 from helpers.story_text import stories
 from helpers.study_results import check_figures
 
-from layerjump.models.activations import capture_states
 from layerjump.models.loading import load
+from layerjump.models.model import capture_states
 from layerjump.studies import failures
 from layerjump.studies.setup import Settings, Setup
 

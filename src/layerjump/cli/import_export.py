@@ -48,7 +48,7 @@ def import_lens(
     [bold]layerjump import linreg/gpt2/wikipedia --model gpt2 -o jumps[/]    matrices of the mat paper: 0_12.pickle …
     [bold]layerjump import gpt2_jacobian_lens.pt --model gpt2 -o jumps[/]    a Jacobian lens
     """
-    from layerjump.jumps.convert.convert import import_lens as read_lens
+    from layerjump.jumps.convert import import_lens as read_lens
 
     loaded = load(model)
     jumps = read_lens(source, loaded, format=format)
@@ -80,7 +80,7 @@ def export_lens(
     [bold]layerjump export jumps --model gpt2 --format jacobian -o lens.pt[/]
     """
     from layerjump.io import check_free
-    from layerjump.jumps.convert.convert import export_lens as write_lens
+    from layerjump.jumps.convert import export_lens as write_lens
     from layerjump.jumps.jumps import Jumps
 
     check_free(output, force=force)

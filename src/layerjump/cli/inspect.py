@@ -12,7 +12,7 @@ from layerjump.cli._options import AsJson, print_table
 
 if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps
-    from layerjump.jumps.pairs import Pair
+    from layerjump.models.structure import Pair
 
 
 def inspect(

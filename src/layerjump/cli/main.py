@@ -18,14 +18,13 @@ from layerjump.cli.evaluate import evaluate
 from layerjump.cli.families import families
 from layerjump.cli.fit import fit
 from layerjump.cli.generate import generate
-from layerjump.cli.human_evaluation import human_eval
 from layerjump.cli.import_export import export_lens, import_lens
 from layerjump.cli.inspect import inspect
 from layerjump.cli.lens import lens
 from layerjump.cli.pretrain import pretrain
 from layerjump.cli.prune import prune
 from layerjump.cli.serve import serve
-from layerjump.cli.study import report, study
+from layerjump.cli.study import human_eval, report, study
 from layerjump.errors import LayerjumpError, RunStopped, render_arguments_as
 
 OPTION_NAMES = {

@@ -1,15 +1,18 @@
-"""`layerjump study` and `layerjump report`: the papers' experiments and their report."""
+"""`layerjump study`, `layerjump report` and `layerjump human-eval`: experiments, their report, a human's marks."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from layerjump.cli._options import (
+    AsJson,
     Column,
     Force,
     LoadModel,
@@ -21,6 +24,7 @@ from layerjump.cli._options import (
     loads_model,
     option_group,
     output_option,
+    print_table,
     progress_bar,
     text_option,
 )
@@ -185,3 +189,54 @@ def report(
         write_report(loaded[0], output) if len(loaded) == 1 else write_comparison(loaded, output)
     )
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
+
+
+human_eval = typer.Typer(
+    help="Score the human evaluation of the study `plausibility`.", no_args_is_help=True
+)
+
+
+@human_eval.callback()
+def _group() -> None:
+    """Keeps `score` a sub-command: typer would merge a single command into its group."""
+
+
+@human_eval.command()
+def score(
+    sheet: Annotated[
+        Path, typer.Argument(help="The folder that the study wrote, or the marked sheet.")
+    ],
+    key: Annotated[
+        Path | None, typer.Option(help="Key file (default: plausibility-key.json next to it).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the share of predictions that the annotator marked plausible, for each lens.
+
+    [bold]layerjump study bert-large-cased plausibility -o study[/]   writes study/plausibility.csv to mark
+    [bold]layerjump human-eval score study[/]
+    [bold]layerjump human-eval score marked.csv --key study/plausibility-key.json --json[/]
+    """
+    from layerjump.studies.human_evaluation import comparison, read_marks, shares, shares_by_level
+
+    marks = read_marks(sheet, key)
+    tables = {
+        "lenses": [{"lens": lens, **asdict(share)} for lens, share in shares(marks).items()],
+        "cases": [
+            {"plausible": case, **asdict(share)} for case, share in comparison(marks).items()
+        ],
+        "levels": [
+            {"lens": lens, "level": level, **asdict(share)}
+            for (lens, level), share in shares_by_level(marks).items()
+        ],
+    }
+    if as_json:
+        print(json.dumps(tables, indent=2, ensure_ascii=False))
+        return
+    titles = (
+        "Plausible (the paper, bert-large: 0.854 for mat, 0.528 for the identity)",
+        "Cases: one sentence at one level",
+        "Plausible by level",
+    )
+    for title, rows in zip(titles, tables.values(), strict=True):
+        print_table(title, rows, as_json=False)

@@ -29,7 +29,7 @@ from layerjump.errors import BadExit, argument
 from layerjump.generation.packed_cpu import WeightCache, pack_unembedding
 from layerjump.metrics.logits import top_two
 from layerjump.models.model import Model
-from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
+from layerjump.models.structure import can_restrict, unembedding_rows, with_unembedding
 
 NEVER = 1.112
 """A λ that no confidence reaches, since 0.9 · 1.112 > 1. Its negative always exits at level 1."""

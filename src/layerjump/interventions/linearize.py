@@ -22,11 +22,10 @@ from layerjump.errors import BadModel, argument
 from layerjump.interventions.patching import Map, patch, replace_by_map
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.pairs import Pair
 from layerjump.models.hooks import hidden_output, watch_outputs
 from layerjump.models.model import Model, require_model
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Site
+from layerjump.models.structure import Pair, Site
 
 PARTS = {"attn": ("attn",), "xattn": ("xattn",), "ffn": ("ffn",), "norms": ("ln1", "lnx", "ln2")}
 """Values of `parts` besides `block` → the sub-modules that are replaced."""

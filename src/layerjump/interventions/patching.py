@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.pairs import Pair, parse_pair
 from layerjump.models.hooks import Capture, Hooks, record_calls
 from layerjump.models.model import Model
-from layerjump.models.structure import Site, Tap
+from layerjump.models.structure import Pair, Site, Tap, parse_pair
 
 Map = Callable[[Tensor], Tensor]
 """A function of hidden states, such as a jump."""

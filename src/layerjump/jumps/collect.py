@@ -42,13 +42,11 @@ from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.maps import FEATURES, FeatureKind
 from layerjump.jumps.memory import CostEstimate, estimate_cost
-from layerjump.jumps.pairs import parse_pairs
 from layerjump.jumps.serialization import Pairing, Record, RunInfoRecord, read_record
 from layerjump.jumps.statistics import Moments, Sums, sampling_keys
-from layerjump.models.activations import capture_states
 from layerjump.models.fingerprint import identify_model
-from layerjump.models.model import Model, require_model
-from layerjump.models.structure import Site
+from layerjump.models.model import Model, capture_states, require_model
+from layerjump.models.structure import Site, parse_pairs
 
 log = logging.getLogger("layerjump")
 

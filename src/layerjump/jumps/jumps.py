@@ -18,9 +18,8 @@ from torch import nn
 
 from layerjump.errors import BadJumps, NoSuchJump
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, Unchanged, to_affine, to_module
-from layerjump.jumps.pairs import Pair, parse_pair
 from layerjump.models.fingerprint import ModelIdentity
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.structure import FINAL, Pair, Site, parse_pair
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model

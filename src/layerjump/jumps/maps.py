@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from layerjump.jumps.pairs import Pair
+from layerjump.models.structure import Pair
 
 FeatureKind = Literal["raw", "rms", "both"]
 FEATURES: tuple[FeatureKind, ...] = get_args(FeatureKind)

@@ -11,10 +11,9 @@ from torch import Tensor
 from layerjump.errors import BadMoments
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments, Source, Target, check_moments, is_constant
 from layerjump.metrics.linearity import chance_floor
-from layerjump.models.structure import Site
+from layerjump.models.structure import Pair, Site
 
 NEGLIGIBLE = 1e-12
 """Share of a block's output variance below which the variance of its update is rounding."""

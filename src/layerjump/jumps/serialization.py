@@ -41,10 +41,9 @@ from layerjump.errors import (
 )
 from layerjump.jumps.jumps import JumpInfo, Jumps, Lands, Provenance
 from layerjump.jumps.maps import Affine, FeatureKind, to_affine
-from layerjump.jumps.pairs import Pair
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model, require_model
-from layerjump.models.structure import Site
+from layerjump.models.structure import Pair, Site
 
 FORMAT_VERSION = 1
 TENSORS, TEXT = "jumps.safetensors", "jumps.json"

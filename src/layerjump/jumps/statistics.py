@@ -18,9 +18,8 @@ from torch import Tensor
 
 from layerjump.errors import BadMoments
 from layerjump.jumps.maps import FeatureKind, compute_features
-from layerjump.jumps.pairs import Pair, sites_of
 from layerjump.metrics.logits import upcast
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.structure import FINAL, Pair, Site, sites_of
 
 OUTLYING = 8.0
 """Rows whose shifted norm is this many times the batch's median are multiplied in float64."""

@@ -21,8 +21,7 @@ from layerjump.metrics.logits import (
     reference_logits,
     upcast,
 )
-from layerjump.models.activations import States, capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, States, capture_states
 
 
 @dataclass(frozen=True)

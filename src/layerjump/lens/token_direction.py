@@ -19,11 +19,9 @@ from layerjump.errors import BadJumps, BadModel, argument
 from layerjump.jumps.maps import Features, to_affine
 from layerjump.lens.trajectory import BATCH_TOKENS, Prompt, Readout, token_id, tokenize_prompts
 from layerjump.metrics.logits import upcast
-from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Patch
-from layerjump.models.model import Model
-from layerjump.models.structure import Site
-from layerjump.models.unembedding import norm_weight
+from layerjump.models.model import Model, capture_states
+from layerjump.models.structure import Site, norm_weight
 
 
 @dataclass(frozen=True)

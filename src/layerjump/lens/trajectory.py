@@ -28,8 +28,7 @@ from layerjump.metrics.logits import (
     reference_logits,
     upcast,
 )
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Site, Structure
 
 if TYPE_CHECKING:

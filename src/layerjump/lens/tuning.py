@@ -35,13 +35,18 @@ from layerjump.io import replace_file, writing
 from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.jumps.pairs import Pair
 from layerjump.jumps.serialization import check_model
 from layerjump.metrics.logits import chunk_rows, chunks
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Site, Structure
-from layerjump.models.unembedding import can_restrict, unembedding_rows, with_unembedding
+from layerjump.models.model import Model, capture_states
+from layerjump.models.structure import (
+    FINAL,
+    Pair,
+    Site,
+    Structure,
+    can_restrict,
+    unembedding_rows,
+    with_unembedding,
+)
 
 CHECKPOINT_NAME = "unfinished-refine.pt"
 _FORMAT = "layerjump refine 3"

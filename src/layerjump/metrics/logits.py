@@ -1,4 +1,4 @@
-"""Statistics of logits, row by row: top-k, top-2 gap, entropy, KL, Jensen–Shannon, rank, agreement with a reference.
+"""Statistics of logits, row by row: top-k, top-2 gap, entropy, KL, Jensen–Shannon, rank, agreement, calibration.
 
 All functions take tensors with one row of logits for each position, (rows, vocab_size). One kernel, `LogitComparison`,
 reads every row in few passes and few rows at a time, so that they stay in the processor's cache: next to it, the
@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from layerjump.metrics.bootstrap import Floats
 from layerjump.models.model import Model
 
 KS = (1, 5, 10)
@@ -234,3 +237,37 @@ def _jensen_shannon(probabilities: Tensor, entropy: Tensor, reference: Reference
     """The entropy of the mean of two distributions minus the mean of their entropies: 0 to ln 2, symmetric."""
     mixture = torch.special.entr((probabilities + reference.probabilities) / 2).sum(-1)
     return (mixture - (entropy - reference.negative_entropy) / 2).clamp(0, math.log(2))
+
+
+BINS = 10
+
+
+def calibration_error(
+    probability: ArrayLike, hit: ArrayLike, weight: ArrayLike | None = None, *, bins: int = BINS
+) -> Floats:
+    """Expected calibration error over the last axis: the distance of probabilities from hit rates.
+
+    Σ_b |Σ_{i in b} w_i (hit_i − p_i)| / Σ w_i, with bins b of equal width. The weights, one for each
+    example, are those of a bootstrap draw.
+    """
+    probability = np.asarray(probability, dtype=np.float64)
+    n = probability.shape[-1]
+    weight = np.ones(n) if weight is None else np.asarray(weight, dtype=np.float64)
+    short = weight * (np.asarray(hit, dtype=np.float64) - probability)
+    rows = short.reshape(-1, n)
+    # A probability of 1 belongs to the last bin.
+    of = np.minimum((probability.reshape(-1, n) * bins).astype(np.int64), bins - 1)
+    cells = of + bins * np.arange(len(rows))[:, None]
+    sums = np.bincount(cells.ravel(), rows.ravel(), minlength=bins * len(rows))
+    total = np.abs(sums.reshape(len(rows), bins)).sum(1) / weight.sum()
+    return total.reshape(probability.shape[:-1])
+
+
+def marginal_kl(true: Tensor, other: Tensor) -> Tensor:
+    """KL between the mean distributions of two predictors, in nats: the bias of the tuned-lens paper.
+
+    `true` and `other` are (…, vocabulary): sums or means of probabilities over the same positions, the reference first.
+    An unbiased lens may still be wrong everywhere.
+    """
+    p, q = (each.double() / each.double().sum(-1, keepdim=True) for each in (true, other))
+    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1).clamp_min(0)

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from layerjump.data.batches import Batch
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 
 ROWS = 256
 """Positions that go through the unembedding at once."""

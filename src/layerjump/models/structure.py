@@ -1,4 +1,4 @@
-"""Sites of a model, and its family's row bound to its modules.
+"""Structure of a model: its sites, pairs of sites, blocks, and the path from the last level to the logits.
 
 A site names a point in the network where hidden states can be captured or patched:
 
@@ -16,17 +16,21 @@ before the final norm); `5.mid` is `hook_resid_mid`, `5.attn.out` `hook_attn_out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from layerjump.errors import BadModel
+from layerjump.errors import BadEstimator, BadModel, NoSuchJump, argument
 from layerjump.models.families import Family, family_of
+
+if TYPE_CHECKING:
+    from layerjump.models.model import Model
 
 Side = Literal["in", "out"]
 _PARTS = "ln1.in ln1.out attn.in heads attn_raw attn.out mid lnx.in lnx.out xattn.in xattn.out mid2 ln2.in ln2.out"
@@ -208,3 +212,119 @@ def _blocks(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
 
 def _final_step(hf: PreTrainedModel, path: str) -> Callable[[Tensor], Tensor]:
     return ACT2FN[path[1:]] if path.startswith("@") else hf.get_submodule(path)
+
+
+def can_restrict(structure: Structure) -> bool:
+    """Whether `unembedding_rows` of this model's unembedding give the logits of some tokens."""
+    return type(structure.unembedding) is nn.Linear and structure.family.logits_bias is None
+
+
+def with_unembedding(structure: Structure, unembedding: nn.Linear) -> Structure:
+    """The same structure with another unembedding."""
+    changed = copy(structure)
+    changed.unembedding = unembedding
+    return changed
+
+
+def unembedding_rows(unembedding: nn.Linear, tokens: Tensor) -> nn.Linear:
+    """An unembedding of these tokens only, in their order: fewer rows are a cheaper product."""
+    rows = tokens.to(unembedding.weight.device)
+    has_bias = unembedding.bias is not None
+    short = nn.Linear(unembedding.in_features, len(rows), bias=has_bias, device="meta")
+    short.weight = nn.Parameter(unembedding.weight.detach()[rows], requires_grad=False)
+    if has_bias:
+        short.bias = nn.Parameter(unembedding.bias.detach()[rows], requires_grad=False)
+    return short
+
+
+@torch.no_grad()
+def unembedding_metric(model: Model, target: Site) -> Tensor:
+    """EᵀE of the vocabulary-centred unembedding E; at level L, through the final norm's weight: diag(w) EᵀE diag(w).
+
+    It measures the errors of a state that change logits. A shift of all logits changes no probability, hence the
+    centring. The norm's division by the length is left out: it is the same for every coordinate.
+    """
+    embedding = model.structure.unembedding.get_parameter("weight").double()
+    embedding = embedding - embedding.mean(0)
+    metric = embedding.mT @ embedding
+    if target == FINAL:
+        return metric
+    weight = norm_weight(model)
+    if target != Site(model.n_blocks) or weight is None:
+        raise BadEstimator(
+            f"expected final, or the last level of a model with one final norm, as the target of the unembedding's "
+            f"metric, got {target}"
+        )
+    return weight[:, None] * metric * weight
+
+
+def norm_weight(model: Model) -> Tensor | None:
+    """The final norm's scale of each coordinate; None unless a single norm precedes the unembedding."""
+    steps = model.structure.final_steps
+    if len(steps) != 1 or not isinstance(steps[0], nn.Module) or not hasattr(steps[0], "weight"):
+        return None
+    weight = steps[0].get_parameter("weight").double()
+    return weight + model.structure.family.norm_offset if weight.dim() == 1 else None
+
+
+Pair = tuple[Site, Site]
+"""Source and target of a jump."""
+
+PREDICTIONS = "predictions"
+"""Every level to `final`, and the last levels to level L as well: the candidates of `calibrated`."""
+SUBMODULES = ("ln1", "attn", "lnx", "xattn", "ln2", "ffn")
+
+
+def parse_pairs(text: str, structure: Structure) -> list[Pair]:
+    """Parse to-last, to-final, predictions, adjacent, all, submodules, or a list: `0:6,2.attn.in:2.attn.out`."""
+    levels = [Site(index) for index in range(structure.n_blocks + 1)]
+    if text == "to-last":
+        return [(source, levels[-1]) for source in levels[:-1]]
+    if text == "to-final":
+        return [(source, FINAL) for source in levels[:-1]]
+    if text == PREDICTIONS:
+        late = levels[-1 - max(2, structure.n_blocks // 6) : -1]
+        both = [(source, target) for source in late for target in (levels[-1], FINAL)]
+        return [(source, FINAL) for source in levels[:-1] if source not in late] + both
+    if text == "adjacent":
+        return list(zip(levels, levels[1:], strict=False))
+    if text == "all":
+        return [(a, b) for i, a in enumerate(levels) for b in levels[i + 1 :]]
+    present = set(structure.sites())
+    if text == "submodules":  # input → output of every norm, attention and feed-forward module
+        pairs = [
+            (Site(block, f"{part}.in"), Site(block, f"{part}.out"))
+            for block in range(1, structure.n_blocks + 1)
+            for part in SUBMODULES
+        ]
+        return [pair for pair in pairs if pair[0] in present]
+    pairs = []
+    for item in text.split(","):
+        source, colon, target = item.partition(":")
+        if not colon:
+            raise BadModel(
+                f"expected {argument('pairs')} to-last, to-final, predictions, adjacent, all, submodules, or a list "
+                f"such as 0:6,3:6, got {text!r}"
+            )
+        pair = Site.parse(source), Site.parse(target)
+        for site in pair:
+            if site not in present:
+                structure.tap(site)  # raises, and names the sites of the model
+        if pair[0] == pair[1]:
+            raise BadModel(
+                f"the pair {item} maps a site to itself, which is the identity; leave it out"
+            )
+        pairs.append(pair)
+    return list(dict.fromkeys(pairs))
+
+
+def sites_of(pairs: Sequence[Pair]) -> list[Site]:
+    """Return every site of the pairs once, in order."""
+    return sorted({site for pair in pairs for site in pair})
+
+
+def parse_pair(pair: Any) -> Pair:
+    """Parse a source and a target, each a level's number, a site's name or a `Site`."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise NoSuchJump(f"expected a source and a target, such as jumps[3, 6], got {pair!r}")
+    return Site.parse(pair[0]), Site.parse(pair[1])

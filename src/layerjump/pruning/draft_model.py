@@ -16,8 +16,7 @@ from layerjump.data.corpus import Corpus
 from layerjump.errors import BadPruning
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.statistics import Moments
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model, require_model
+from layerjump.models.model import Model, capture_states, require_model
 from layerjump.models.structure import FINAL, Site
 from layerjump.pruning.edit_model import (
     absorb_norm_weight,

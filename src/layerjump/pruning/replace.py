@@ -28,12 +28,10 @@ from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.pairs import Pair
 from layerjump.jumps.statistics import Moments
-from layerjump.models.activations import capture_states
 from layerjump.models.hooks import attach_map
-from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.model import Model, capture_states
+from layerjump.models.structure import Pair, Site
 from layerjump.pruning.edit_model import (
     can_scale,
     cannot_fold,

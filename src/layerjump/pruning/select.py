@@ -15,13 +15,11 @@ from layerjump.interventions.patching import Rerun
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import apply_map, to_module
-from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import block_map, block_pair, explained_share, residual
 from layerjump.jumps.statistics import Moments
 from layerjump.metrics.token_loss import token_losses_at
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.model import Model, capture_states
+from layerjump.models.structure import Pair, Site
 from layerjump.pruning.edit_model import without_blocks
 
 Span = tuple[int, int]

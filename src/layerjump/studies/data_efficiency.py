@@ -25,7 +25,7 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.scoring import R2
 from layerjump.jumps.statistics import Moments
 from layerjump.lens.lens import Lens
-from layerjump.models.activations import capture_states
+from layerjump.models.model import capture_states
 from layerjump.studies.charts import (
     BLUE,
     GREY,

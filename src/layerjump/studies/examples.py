@@ -12,8 +12,7 @@ import torch
 from layerjump.data.batches import Batch
 from layerjump.data.positions import Positions
 from layerjump.data.tokenization import escape_token, token_text
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.studies.charts import Panel, html_table, listed, mean, number, safe
 from layerjump.studies.results import Column, Empty, Result, Study
 from layerjump.studies.setup import Setup

@@ -20,7 +20,7 @@ from layerjump.data.positions import ALL_POSITIONS, Positions
 from layerjump.data.tokenization import token_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.evaluate import LensScores
-from layerjump.models.activations import capture_states
+from layerjump.models.model import capture_states
 from layerjump.studies.charts import (
     Panel,
     colours,

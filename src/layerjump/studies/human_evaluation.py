@@ -32,7 +32,7 @@ from layerjump.data.tokenization import token_text
 from layerjump.errors import BadArtifact, argument, one_line
 from layerjump.io import read_json
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.activations import capture_states
+from layerjump.models.model import capture_states
 from layerjump.studies.charts import Panel, html_table, number, safe
 from layerjump.studies.examples import context
 from layerjump.studies.results import Column, Result, Study, to_json

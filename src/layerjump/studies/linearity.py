@@ -21,13 +21,12 @@ from layerjump.data.positions import ALL_POSITIONS
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.memory import estimate_cost
-from layerjump.jumps.pairs import parse_pairs
 from layerjump.jumps.scoring import block_map, block_pair, block_scores
 from layerjump.jumps.statistics import Moments, sampling_keys
 from layerjump.metrics import linearity
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.activations import capture_states
-from layerjump.models.structure import Site
+from layerjump.models.model import capture_states
+from layerjump.models.structure import Site, parse_pairs
 from layerjump.studies.charts import (
     AMBER,
     BLUE,

@@ -26,11 +26,9 @@ from layerjump.jumps.estimators.registry import Pooling
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import STORAGES, Affine, quantize_map, to_affine
-from layerjump.jumps.pairs import Pair
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
-from layerjump.models.unembedding import unembedding_metric
+from layerjump.models.structure import Pair, Site, unembedding_metric
 from layerjump.studies import layer_skipping
 from layerjump.studies.charts import (
     Panel,

@@ -26,12 +26,12 @@ from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.jumps.pairs import PREDICTIONS, Pair
 from layerjump.jumps.scoring import R2, r2
 from layerjump.jumps.statistics import Moments
 from layerjump.lens.evaluate import LensScores, evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
+from layerjump.models.structure import PREDICTIONS, Pair
 from layerjump.studies.results import Column, Outcome, Result, Study
 
 Progress = Callable[[int, int], None]

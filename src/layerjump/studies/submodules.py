@@ -37,14 +37,12 @@ from layerjump.interventions.patching import (
     replace_by_map,
 )
 from layerjump.jumps.jumps import Jumps
-from layerjump.jumps.pairs import SUBMODULES, Pair
 from layerjump.lens.lens import Lens
-from layerjump.models.activations import capture_states
 from layerjump.models.hooks import Capture, watch_outputs
 from layerjump.models.loading import quiet_transformers
-from layerjump.models.model import Model
+from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import TOLERANCE
-from layerjump.models.structure import Site
+from layerjump.models.structure import SUBMODULES, Pair, Site
 from layerjump.studies.ablation import (
     Cost,
     Variants,

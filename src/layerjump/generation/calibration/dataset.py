@@ -26,9 +26,8 @@ from layerjump.generation.rules import LevelReading, Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.logits import chunk_rows, chunks
-from layerjump.models.activations import capture_states
-from layerjump.models.model import Model
-from layerjump.models.unembedding import can_restrict
+from layerjump.models.model import Model, capture_states
+from layerjump.models.structure import can_restrict
 
 T = TypeVar("T")
 MAX_CANDIDATE_LEVELS = 10

@@ -27,9 +27,9 @@ from layerjump.errors import BadForeignLens, UnsafePickle, WrongModel, one_line
 from layerjump.io import replace_file
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.jumps.pairs import Pair
 from layerjump.models.fingerprint import identify_model
 from layerjump.models.model import Model
+from layerjump.models.structure import Pair
 
 UNKNOWN = "unknown"
 _MARGIN = 1 << 24  # bytes that a file may have in addition to its numbers

@@ -21,9 +21,8 @@ from layerjump.jumps.convert.foreign_lens import (
 )
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.pairs import Pair
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.structure import Pair, Site
 
 _NAME = re.compile(r"([0-9]{1,4})_([0-9]{1,4})\.pickle")
 

@@ -31,9 +31,8 @@ from layerjump.jumps.convert.foreign_lens import (
 )
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.pairs import Pair
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.structure import Pair, Site
 
 log = logging.getLogger("layerjump")
 

@@ -37,12 +37,10 @@ from layerjump.jumps.collect import MAX_LENGTH, Progress
 from layerjump.jumps.estimators.low_rank import njtc_rank
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance, RunInfo
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.pairs import Pair
-from layerjump.models.activations import capture_states
 from layerjump.models.fingerprint import identify_model
 from layerjump.models.hooks import Capture
-from layerjump.models.model import Model, require_model
-from layerjump.models.structure import Site
+from layerjump.models.model import Model, capture_states, require_model
+from layerjump.models.structure import Pair, Site
 
 TOKENS = 12_800
 """About a hundred sequences; more text changes the Jacobian lens little."""

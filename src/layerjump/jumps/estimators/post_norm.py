@@ -23,11 +23,10 @@ from layerjump.errors import BadEstimator
 from layerjump.jumps.estimators.least_squares import ridge
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, SolvedMap, compute_features
-from layerjump.jumps.pairs import Pair
 from layerjump.jumps.scoring import residual
 from layerjump.jumps.statistics import Moments
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.structure import FINAL, Pair, Site
 
 if TYPE_CHECKING:
     from layerjump.jumps.collect import SplitMoments

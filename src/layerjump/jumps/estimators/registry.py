@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from layerjump.jumps.maps import Affine, FeatureKind
-    from layerjump.jumps.pairs import Pair
     from layerjump.jumps.statistics import Source, Target
+    from layerjump.models.structure import Pair
 
 Pooling = Literal["pooled", "best-level"]
 Scope = Literal["source", "run", "gradients"]
