@@ -18,10 +18,7 @@ import torch
 import layerjump as lj
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
-TEXTS = {
-    "sentences": "leipzig/eng_wikipedia_2016_10K-sentences.txt",
-    "documents": "domains/biomedical.txt",
-}
+TEXTS = {"sentences": "leipzig/eng_wikipedia_2016_10K-sentences.txt", "documents": "domains/biomedical.txt"}
 
 
 def main() -> None:
@@ -36,9 +33,7 @@ def main() -> None:
         options.tokens, options.repeats = 1_000, 2
 
     model = lj.load(options.model)
-    print(
-        f"{describe_machine()}\n{model}, all levels at all positions, {options.repeats} repeats, seed 0\n"
-    )
+    print(f"{describe_machine()}\n{model}, all levels at all positions, {options.repeats} repeats, seed 0\n")
     print(f"{'text':10} {'tokens':>7} {'rival':8} {'tokens/s':>9} {'over body':>10} {'padding':>8}")
     figures: dict[str, float] = {}
     for kind, name in TEXTS.items():
@@ -64,9 +59,7 @@ def measure(model: lj.Model, kind: str, path: Path, tokens: int, repeats: int) -
         batches = naive if rival == "naive" else list(ours)
         rate = ours.n_tokens / sorted(times)[len(times) // 2]
         over = ratio(times, seconds["body"])
-        print(
-            f"{kind:10} {ours.n_tokens:7} {rival:8} {rate:9.0f} {over:10.3f} {padding(batches):8.1%}"
-        )
+        print(f"{kind:10} {ours.n_tokens:7} {rival:8} {rate:9.0f} {over:10.3f} {padding(batches):8.1%}")
     return {
         f"capture_over_body_{kind}": ratio(seconds["capture"], seconds["body"]),
         f"capture_over_forward_{kind}": ratio(seconds["capture"], seconds["forward"]),
@@ -82,9 +75,7 @@ def capture(model: lj.Model, batches: Iterable[lj.Batch]) -> None:
 @torch.no_grad()
 def body(model: lj.Model, batches: Iterable[lj.Batch]) -> None:
     for batch in batches:
-        model.hf.base_model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        )
+        model.hf.base_model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
 
 
 @torch.no_grad()
@@ -97,20 +88,14 @@ def naive_batches(model: lj.Model, corpus: lj.Corpus, ours: lj.Batches) -> list[
     """The same sequences in text order, sixteen to a batch."""
     rows = []
     for batch in ours:
-        for row, document in {
-            int(r): int(d) for r, d in zip(batch.row, batch.document, strict=True)
-        }.items():
+        for row, document in {int(r): int(d) for r, d in zip(batch.row, batch.document, strict=True)}.items():
             rows.append((document, batch.input_ids[row, : int(batch.attention_mask[row].sum())]))
     rows.sort(key=lambda pair: pair[0])
     batches = []
     for start in range(0, len(rows), 16):
         ids = [row for _, row in rows[start : start + 16]]
-        grid = torch.nn.utils.rnn.pad_sequence(
-            ids, batch_first=True, padding_value=model.tokenization.pad
-        )
-        mask = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones_like(row) for row in ids], batch_first=True
-        )
+        grid = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=model.tokenization.pad)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         where, position = mask.nonzero(as_tuple=True)
         batches.append(lj.Batch(grid, mask, where, position, where, grid[where, position]))
     return batches

@@ -62,12 +62,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40, help="of each text")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a prompt")
     parser.add_argument("--fit", type=int, default=80_000, help="tokens to fit jumps on")
-    parser.add_argument(
-        "--documents", type=int, default=3_500, help="whose openings to calibrate on"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="few of everything: to see that it runs"
-    )
+    parser.add_argument("--documents", type=int, default=3_500, help="whose openings to calibrate on")
+    parser.add_argument("--quick", action="store_true", help="few of everything: to see that it runs")
     options = parser.parse_args()
     if options.quick:
         options.prompts, options.tokens, options.fit, options.documents = 1, 12, 6_000, 500
@@ -113,9 +109,7 @@ def texts(options: argparse.Namespace) -> tuple[lj.Corpus, list[str]]:
     return lj.Corpus("mixed", tuple(mixed), "one document of each text in turn"), prompts
 
 
-def replayed(
-    model: lj.Model, text: lj.Corpus, options: argparse.Namespace
-) -> tuple[lj.Jumps, dict[str, float]]:
+def replayed(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> tuple[lj.Jumps, dict[str, float]]:
     """Jumps, and blocks saved at 95 % by the paper's rule with them, as the `exits` study replays it."""
     settings = make_settings(
         "ours",
@@ -126,15 +120,9 @@ def replayed(
     )
     setup = Setup(model, text, settings)
     headline = early_exit.run(setup).headline.blocks_saved
-    saved = {
-        name: headline[f"dynamic_{name}_at_0.95"] / model.n_blocks
-        for name in ("identity", "mat", JUMPS)
-    }
+    saved = {name: headline[f"dynamic_{name}_at_0.95"] / model.n_blocks for name in ("identity", "mat", JUMPS)}
     print("share of blocks saved at 95 % in the replay, all levels checked:", saved)
-    figures = {
-        "layers_saved_p95_map": saved[JUMPS],
-        "layers_saved_p95_identity": saved["identity"],
-    }
+    figures = {"layers_saved_p95_map": saved[JUMPS], "layers_saved_p95_identity": saved["identity"]}
     return setup.jumps(JUMPS), figures
 
 
@@ -157,8 +145,7 @@ def shorter(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> di
     """Checkpoints of the first third and two thirds of the blocks, with a map to the vocabulary: assistants."""
     levels = (model.n_blocks // 3, 2 * model.n_blocks // 3)
     return {
-        f"{level} blocks": lj.make_draft_model(model, text, level, tokens=options.fit // 4).model.hf
-        for level in levels
+        f"{level} blocks": lj.make_draft_model(model, text, level, tokens=options.fit // 4).model.hf for level in levels
     }
 
 
@@ -175,8 +162,7 @@ def race(
     settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
     settings["pad_token_id"] = model.tokenization.pad
     batches = [
-        model.tokenization.generation_inputs(prompts[start : start + size])
-        for start in range(0, len(prompts), size)
+        model.tokenization.generation_inputs(prompts[start : start + size]) for start in range(0, len(prompts), size)
     ]
     rivals = field_of(model, jumps, found, assistants, settings, size, batches[0])
     for rival in rivals.values():
@@ -188,13 +174,8 @@ def race(
             start = time.perf_counter()
             rival.made[turn] = rival.run(inputs)
             rival.seconds[turn] = time.perf_counter() - start
-    full = [
-        rivals["hf"].made[turn][:, inputs["input_ids"].shape[1] :]
-        for turn, inputs in enumerate(batches)
-    ]
-    print(
-        f"\nbatch {size}, {len(prompts)} prompts\n{'rival':12} {'tokens/s':>9} {'over hf':>8} {'over never':>10}"
-    )
+    full = [rivals["hf"].made[turn][:, inputs["input_ids"].shape[1] :] for turn, inputs in enumerate(batches)]
+    print(f"\nbatch {size}, {len(prompts)} prompts\n{'rival':12} {'tokens/s':>9} {'over hf':>8} {'over never':>10}")
     for name, rival in rivals.items():
         rate = size * tokens / statistics.median(rival.seconds.values())
         ratios = f"{over(rivals, name, 'hf'):8.3f} {over(rivals, name, 'never'):10.3f}"
@@ -234,17 +215,13 @@ def field_of(
         "never": ours(exit="never"),
         "p95": ours(exit=found.exit),
         "p95 copy": ours(exit=found.exit, cache="copy"),
-        "lossless": ours(
-            exit=found.verified_exit, verify=True, max_draft_tokens=found.max_draft_tokens
-        ),
+        "lossless": ours(exit=found.verified_exit, verify=True, max_draft_tokens=found.max_draft_tokens),
     }
     if size > 1:
         return rivals
     rivals["lookup"] = theirs(prompt_lookup_num_tokens=3)
     levels = sorted({max(1, model.n_blocks * k // 6) for k in range(1, 6)})
-    rivals["hf exit"] = fastest(
-        {f"level {level}": theirs(assistant_early_exit=level) for level in levels}, first
-    )
+    rivals["hf exit"] = fastest({f"level {level}": theirs(assistant_early_exit=level) for level in levels}, first)
     rivals["assistant"] = fastest(
         {name: theirs(assistant_model=assistant) for name, assistant in assistants.items()}, first
     )
@@ -275,12 +252,8 @@ def said(rival: Rival, full: list[torch.Tensor]) -> str:
     if not isinstance(rival.made[0], Generated):
         return ""
     results: list[Generated] = list(rival.made.values())
-    spent = {
-        part: sum(r.counts.seconds[part] for r in results) for part in results[0].counts.seconds
-    }
-    shares = ", ".join(
-        f"{part} {seconds / sum(spent.values()):.0%}" for part, seconds in spent.items()
-    )
+    spent = {part: sum(r.counts.seconds[part] for r in results) for part in results[0].counts.seconds}
+    shares = ", ".join(f"{part} {seconds / sum(spent.values()):.0%}" for part, seconds in spent.items())
     saved = statistics.mean(r.blocks_saved for r in results)
     same = [
         a == b
@@ -298,9 +271,7 @@ def said(rival: Rival, full: list[torch.Tensor]) -> str:
 
 
 @torch.no_grad()
-def agreement(
-    model: lj.Model, made: list[Generated], batches: list[dict[str, torch.Tensor]]
-) -> float:
+def agreement(model: lj.Model, made: list[Generated], batches: list[dict[str, torch.Tensor]]) -> float:
     """How often an emitted token is the full model's, given the same prefix."""
     hits = []
     for result, inputs in zip(made, batches, strict=True):

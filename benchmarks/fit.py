@@ -42,10 +42,7 @@ MODELS = {
         3,
     ),
 }
-LONG = {
-    "smollm2": SHARED / "text/leipzig/eng_wikipedia_2016_10K-sentences.txt",
-    "stories15m": MODELS["stories15m"][1],
-}
+LONG = {"smollm2": SHARED / "text/leipzig/eng_wikipedia_2016_10K-sentences.txt", "stories15m": MODELS["stories15m"][1]}
 """Texts of more than 200,000 tokens, for memory."""
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
@@ -58,9 +55,7 @@ def main() -> None:
     parser.add_argument("--models", default="smollm2,stories15m")
     parser.add_argument("--only", choices=PARTS, help="one part of the benchmark")
     parser.add_argument("--quick", action="store_true", help="fewer tokens: within two minutes")
-    parser.add_argument(
-        "--peak", nargs=3, metavar=("MODEL", "TEXT", "TOKENS"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--peak", nargs=3, metavar=("MODEL", "TEXT", "TOKENS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         print(peak_of_one_run(options.peak[0], options.peak[1], int(options.peak[2])))
@@ -85,9 +80,7 @@ def main() -> None:
         if options.quick and name == "smollm2":
             lengths = (1_000, 2_000)
         few, many = (peak(source, LONG[name], size) for size in lengths)
-        print(
-            f"  peak memory at {lengths[0]:,} tokens {few:,.0f} MB, at {lengths[1]:,} {many:,.0f} MB"
-        )
+        print(f"  peak memory at {lengths[0]:,} tokens {few:,.0f} MB, at {lengths[1]:,} {many:,.0f} MB")
         figures[name]["rss_growth"] = many / few - 1
     print(json.dumps(figures))
 
@@ -104,10 +97,7 @@ def to_last(source: str, text: Path, tokens: int) -> dict[str, float]:
     model, corpus = lj.load(source), lj.load_text(text)
     batches = run_batches(model, corpus, tokens, TURNS)
     seconds = time_alternately(
-        {
-            "forward": lambda: forward(model, batches),
-            "to-last": lambda: fit(model, corpus, tokens, "to-last"),
-        },
+        {"forward": lambda: forward(model, batches), "to-last": lambda: fit(model, corpus, tokens, "to-last")},
         repeats=TURNS,
         warm_up=False,
     )
@@ -153,9 +143,7 @@ def print_times(seconds: dict[str, list[float]]) -> None:
 
 def fit(model: lj.Model, corpus: lj.Corpus, tokens: int, pairs: str, **more: Any) -> lj.Jumps:
     """The whole of a fit: plan, pass, solutions, test scores."""
-    return solve_jumps(
-        plan_run(model, corpus, pairs=pairs, tokens=tokens, **SETTINGS, **more).run(), "mat"
-    )
+    return solve_jumps(plan_run(model, corpus, pairs=pairs, tokens=tokens, **SETTINGS, **more).run(), "mat")
 
 
 def lost_by_sampling(model: lj.Model, corpus: lj.Corpus, tokens: int, sampled: lj.Jumps) -> float:
@@ -203,15 +191,11 @@ def against_sklearn(model: lj.Model, corpus: lj.Corpus) -> float:
     return theirs / ours
 
 
-def stored_states(
-    model: lj.Model, corpus: lj.Corpus, sites: list[lj.Site]
-) -> dict[lj.Site, torch.Tensor]:
+def stored_states(model: lj.Model, corpus: lj.Corpus, sites: list[lj.Site]) -> dict[lj.Site, torch.Tensor]:
     share = lj.Positions("share", 0.5)
     batches = lj.make_batches(corpus, model.tokenization, share, tokens=int(2.1 * STORED))
     batches_of_states = list(lj.capture_states(model, batches, sites))
-    return {
-        site: torch.cat([states[site] for states in batches_of_states])[:STORED] for site in sites
-    }
+    return {site: torch.cat([states[site] for states in batches_of_states])[:STORED] for site in sites}
 
 
 def peak(source: str, text: Path, tokens: int) -> float:

@@ -30,15 +30,7 @@ from typing import Any
 import torch
 from leaderboard.held_out import HeldOut, held_out, own_calibration
 from leaderboard.ours import OURS, Made, Workshop
-from leaderboard.peers import (
-    PEERS,
-    Budget,
-    record,
-    record_scores,
-    recorded,
-    recorded_scores,
-    run_peers,
-)
+from leaderboard.peers import PEERS, Budget, record, record_scores, recorded, recorded_scores, run_peers
 from leaderboard.scores import Scores, difference, score
 from leaderboard.show import Board, beside, condensed, figure, markdown, table, write_page
 from mixture import mixture
@@ -72,10 +64,7 @@ BUDGETS = {
 }
 TOKENS = {"smollm2": 40_000}
 """Of all splits together, where it is not the usual number: the tuned lens gets ten times our time."""
-REFINE_STEPS = {
-    "smollm2": {"refined": 60},
-    "stories15m": {"refined": 700, "refined long": 5_000},
-}
+REFINE_STEPS = {"smollm2": {"refined": 60}, "stories15m": {"refined": 700, "refined long": 5_000}}
 SLOW = ("n-njtc trained", "affine", "low-rank d/16", "low-rank d/2", "n-njtc", "calibrated raw")
 """Left out of a quick run."""
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
@@ -121,16 +110,12 @@ def main() -> None:
     for name in names:
         boards[name] = all_boards(name, settings)
     figures = [
-        figure(name, text, board, tuple(PEERS))
-        for name, by_text in boards.items()
-        for text, board in by_text.items()
+        figure(name, text, board, tuple(PEERS)) for name, by_text in boards.items() for text, board in by_text.items()
     ]
     write_page(figures, settings.output / "lenses.html")
     pages = [_page(name, by_text) for name, by_text in boards.items()]
     (settings.output / "lenses.md").write_text("\n\n".join(pages) + "\n")
-    (settings.output / "lenses.json").write_text(
-        json.dumps(boards, indent=1, allow_nan=False) + "\n"
-    )
+    (settings.output / "lenses.json").write_text(json.dumps(boards, indent=1, allow_nan=False) + "\n")
     print(json.dumps({name: _short(by_text) for name, by_text in boards.items()}))
 
 
@@ -142,11 +127,7 @@ def _page(name: str, by_text: dict[str, Board]) -> str:
     }
     parts = [f"## {name}", condensed(by_text)]
     for text, board in by_text.items():
-        parts += [
-            f"### {name}, {text}",
-            markdown(board),
-            "\n".join(f"- {line}" for line in said[text]),
-        ]
+        parts += [f"### {name}, {text}", markdown(board), "\n".join(f"- {line}" for line in said[text])]
     return "\n\n".join(parts)
 
 
@@ -183,14 +164,9 @@ def all_boards(name: str, settings: Settings) -> dict[str, Board]:
         model,
         mixed.corpus,
         settings.tokens or TOKENS.get(name, 60_000),
-        refine_steps={"refined": 10}
-        if settings.quick
-        else REFINE_STEPS.get(name, {"refined": 200}),
+        refine_steps={"refined": 10} if settings.quick else REFINE_STEPS.get(name, {"refined": 200}),
         folder=None if settings.quick else settings.output / "ours" / name,
-        jacobian={
-            "tokens": 100 if settings.quick else budget.jacobian_tokens,
-            "skip_first": budget.skip_first,
-        },
+        jacobian={"tokens": 100 if settings.quick else budget.jacobian_tokens, "skip_first": budget.skip_first},
     )
     print(
         f"\n{name} ({model.n_blocks} blocks, d {model.d_model}): {workshop.plan.batches['fit'].n_tokens:,} tokens of "
@@ -202,16 +178,10 @@ def all_boards(name: str, settings: Settings) -> dict[str, Board]:
         ours = made["refined"].seconds if "refined" in made else 0
         for lens, one, cost in _run_peers(name, workshop, settings, ours):
             made[lens], costs[lens] = one, cost
-    held = {
-        text: held_out(model, mixed.corpus, settings.positions, among=mixed.of[text])
-        for text in texts
-    }
+    held = {text: held_out(model, mixed.corpus, settings.positions, among=mixed.of[text]) for text in texts}
     if texts == ENGLISH:
         held[ELSEWHERE] = held_out(model, lj.load_text(TEXTS[ELSEWHERE]), settings.positions)
-    return {
-        text: one_board(name, text, workshop, one, made, costs, settings)
-        for text, one in held.items()
-    }
+    return {text: one_board(name, text, workshop, one, made, costs, settings) for text, one in held.items()}
 
 
 def _run_peers(

@@ -30,9 +30,7 @@ HELD = 400
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(SHARED / "models/stories15M"))
-    parser.add_argument(
-        "--text", default=str(SHARED / "text/tinystories/tinystories_valid_sample.txt")
-    )
+    parser.add_argument("--text", default=str(SHARED / "text/tinystories/tinystories_valid_sample.txt"))
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     options = parser.parse_args()
@@ -57,9 +55,7 @@ def main() -> None:
 def states_of(model: lj.Model, text: lj.Corpus) -> dict[int, torch.Tensor]:
     """States of held-out positions at every level."""
     documents = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
-    batches = lj.make_batches(
-        text, model.tokenization, lj.Positions("sample", 16), documents=documents, seed=0
-    )
+    batches = lj.make_batches(text, model.tokenization, lj.Positions("sample", 16), documents=documents, seed=0)
     levels = range(model.n_blocks + 1)
     parts, count = [], 0
     for found in lj.capture_states(model, batches, levels):
@@ -72,11 +68,7 @@ def states_of(model: lj.Model, text: lj.Corpus) -> dict[int, torch.Tensor]:
 
 @torch.no_grad()
 def compared(
-    model: lj.Model,
-    jumps: lj.Jumps,
-    held: dict[int, torch.Tensor],
-    exact: lj.Jumps,
-    states: dict[int, torch.Tensor],
+    model: lj.Model, jumps: lj.Jumps, held: dict[int, torch.Tensor], exact: lj.Jumps, states: dict[int, torch.Tensor]
 ) -> dict[str, float]:
     """Means over levels."""
     last, lens = model.n_blocks, lj.Lens(model, jumps)

@@ -78,9 +78,7 @@ def costs(names: list[str], lens: str, repeats: int) -> dict[str, float]:
             client.patiently({"model": short, "text": "Hello", "lenses": [lens]})
             ours, theirs = iter(texts), iter(texts)
 
-            def call(
-                client: Client = client, short: str = short, texts: Iterator[str] = ours
-            ) -> None:
+            def call(client: Client = client, short: str = short, texts: Iterator[str] = ours) -> None:
                 client.new_answer(short, next(texts), lens)
 
             def bare(model: lj.Model = model, texts: Iterator[str] = theirs) -> None:
@@ -92,9 +90,7 @@ def costs(names: list[str], lens: str, repeats: int) -> dict[str, float]:
             cached = time.perf_counter() - start
         over = ratio(seconds["call"], seconds["least"])
         middle = {rival: 1e3 * statistics.median(times) for rival, times in seconds.items()}
-        print(
-            f"{short:12} {middle['call']:8.1f} {middle['least']:9.1f} {over:6.2f} {1e3 * cached:10.1f}"
-        )
+        print(f"{short:12} {middle['call']:8.1f} {middle['least']:9.1f} {over:6.2f} {1e3 * cached:10.1f}")
         figures[f"api_over_minimum_{short}"] = over
     return {"api_over_minimum": max(figures.values()), **figures}
 
@@ -169,9 +165,7 @@ class Client:
         finally:
             self.connection.close()
 
-    def patiently(
-        self, question: dict[str, Any], busy: Counter[str] | None = None
-    ) -> tuple[int, Any]:
+    def patiently(self, question: dict[str, Any], busy: Counter[str] | None = None) -> tuple[int, Any]:
         """Ask again for as long as the server is busy."""
         while True:
             status, _, body = self.ask(question)
@@ -221,8 +215,7 @@ def load(name: str, seconds: float) -> dict[str, float]:
         memory = [process.memory_info().rss]
         end = time.monotonic() + seconds
         threads = [
-            threading.Thread(target=_client, args=(port, short, right, end, seed, count))
-            for seed in range(CLIENTS)
+            threading.Thread(target=_client, args=(port, short, right, end, seed, count)) for seed in range(CLIENTS)
         ]
         for thread in threads:
             thread.start()
@@ -243,9 +236,7 @@ def load(name: str, seconds: float) -> dict[str, float]:
     }
 
 
-def _client(
-    port: int, model: str, right: dict[str, Any], end: float, seed: int, count: Counter[str]
-) -> None:
+def _client(port: int, model: str, right: dict[str, Any], end: float, seed: int, count: Counter[str]) -> None:
     draw, client = random.Random(seed), Client(port)
     for turn in itertools.count():
         if time.monotonic() > end:

@@ -38,12 +38,7 @@ PAPER = "r2,predictions,exits"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
     "demo": ("smollm2", ["pydoc"], ",".join(MAIN), {"protocol": "ours", "tokens": 16_000}),
     "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper"}),
-    "smollm2-submodules": (
-        "smollm2",
-        [WIKIPEDIA],
-        "submodules",
-        {"protocol": "paper", "score_tokens": 4_000},
-    ),
+    "smollm2-submodules": ("smollm2", [WIKIPEDIA], "submodules", {"protocol": "paper", "score_tokens": 4_000}),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
     "rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], PAPER, {"protocol": "paper"}),
@@ -66,24 +61,9 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         {"protocol": "paper", "estimators": ("mat", "calibrated"), "split": "8500/500/1000"},
     ),
     "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
-    "linearity-smollm2": (
-        "smollm2",
-        [WIKIPEDIA],
-        "linearity",
-        {"protocol": "ours", "tokens": 60_000},
-    ),
-    "linearity-stories15M": (
-        str(MODELS / "stories15M"),
-        [STORIES],
-        "linearity",
-        {"protocol": "ours"},
-    ),
-    "linearity-rxn-bert": (
-        str(MODELS / "rxn-bert"),
-        [REACTIONS],
-        "linearity",
-        {"protocol": "ours"},
-    ),
+    "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours", "tokens": 60_000}),
+    "linearity-stories15M": (str(MODELS / "stories15M"), [STORIES], "linearity", {"protocol": "ours"}),
+    "linearity-rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], "linearity", {"protocol": "ours"}),
     "finetune-stories15M": (
         str(MODELS / "stories15M"),
         [STORIES],
@@ -127,16 +107,10 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     settings = make_settings(**given)
     first, *others = [lj.load_text(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)
-    results = run_studies(
-        setup, select_studies(studies), folder, command=f"benchmarks/paper.py --only {name}"
-    )
+    results = run_studies(setup, select_studies(studies), folder, command=f"benchmarks/paper.py --only {name}")
     print(f"\n## {name}: {setup.model}, {', '.join(map(str, texts))}, seed 0")
     print(write_report(results, folder)[-1].read_text(encoding="utf-8"))
-    return {
-        study: to_json(result.headline)
-        for study, result in results.studies.items()
-        if isinstance(result, Result)
-    }
+    return {study: to_json(result.headline) for study, result in results.studies.items() if isinstance(result, Result)}
 
 
 if __name__ == "__main__":

@@ -77,9 +77,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument(
-        "--keep",
-        type=Path,
-        help="folder to keep the models in; models that are there are not trained again",
+        "--keep", type=Path, help="folder to keep the models in; models that are there are not trained again"
     )
     options = parser.parse_args()
     recipe = QUICK if options.quick else FULL
@@ -107,9 +105,7 @@ def main() -> None:
     print(json.dumps(summarise(runs_by_penalty)))
 
 
-def train_or_load(
-    text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path
-) -> PretrainingRecord:
+def train_or_load(text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path) -> PretrainingRecord:
     """Train a model, or use the one in the folder; return its record."""
     if not folder.exists():
         pretrain(text, folder, recipe, held_out=held_out)
@@ -124,9 +120,7 @@ def measure(record: PretrainingRecord, folder: Path, judge: Model, stories: int)
     """Return all measures of one model."""
     last = record.tables.steps[-1]
     measures: Measures = {
-        name: value
-        for name, value in last.items()
-        if name not in ("step", "chance floor") and value is not None
+        name: value for name, value in last.items() if name not in ("step", "chance floor") and value is not None
     }
     measures["loss in training"] = record.log[-1]["lm_loss"]
     step = last["step"]
@@ -171,9 +165,7 @@ def judge_stories(judge: Model, texts: list[str]) -> Measures:
         return {"judge's perplexity": math.nan, "distinct 1": math.nan, "distinct 2": math.nan}
     corpus = Corpus("samples", tuple(texts), "")
     measures = {
-        "judge's perplexity": token_losses(
-            judge, make_batches(corpus, judge.tokenization, ALL_POSITIONS)
-        ).perplexity
+        "judge's perplexity": token_losses(judge, make_batches(corpus, judge.tokenization, ALL_POSITIONS)).perplexity
     }
     for n in (1, 2):
         grams = [gram for text in texts for gram in ngrams(text.split(), n)]
@@ -185,9 +177,7 @@ def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
-def summarise(
-    runs_by_penalty: dict[str, list[Measures]],
-) -> dict[str, dict[str, dict[str, float | None]]]:
+def summarise(runs_by_penalty: dict[str, list[Measures]]) -> dict[str, dict[str, dict[str, float | None]]]:
     """Return penalty → measure → mean and sd over seeds."""
     return {
         penalty: {
@@ -215,8 +205,7 @@ def print_table(runs_by_penalty: dict[str, list[Measures]]) -> None:
             cells.append(f"{average:>12.4g} ± {spread:<6.2g}{star}")
         print(f"{measure:<38}" + "".join(cells))
     ours, plain = (
-        mean_sd([run["without residual held out"] for run in runs_by_penalty[name]])[0]
-        for name in ("cosine", "none")
+        mean_sd([run["without residual held out"] for run in runs_by_penalty[name]])[0] for name in ("cosine", "none")
     )
     sure = is_significant(runs_by_penalty, "cosine", "without residual held out")
     verdict = "reproduced" if ours < plain else "contradicted"

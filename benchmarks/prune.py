@@ -37,32 +37,15 @@ from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.distill import distill
-from layerjump.pruning.prune import (
-    CalibrationData,
-    Pruned,
-    drop_and_replace,
-    lowest_loss,
-    prepare_calibration,
-)
-from layerjump.pruning.select import (
-    BlockSelector,
-    Span,
-    contiguous_spans,
-    required_blocks,
-)
+from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, lowest_loss, prepare_calibration
+from layerjump.pruning.select import BlockSelector, Span, contiguous_spans, required_blocks
 
 SHARED = Path(__file__).parents[2] / "shared"
 WIKI, STORIES = SHARED / "text/wikitext-2", SHARED / "text/tinystories"
-TRAIN = {
-    "wikitext2": WIKI / "wikitext2_train_first1MB.txt",
-    "tinystories": STORIES / "tinystories_train_sample.txt",
-}
+TRAIN = {"wikitext2": WIKI / "wikitext2_train_first1MB.txt", "tinystories": STORIES / "tinystories_train_sample.txt"}
 CALIBRATION_TEXTS = {"smollm2": ("wikitext2", "tinystories"), "stories15m": ("tinystories",)}
 """Model → its calibration texts."""
-TESTS = {
-    "wikitext2": WIKI / "wiki.test.raw",
-    "tinystories": STORIES / "tinystories_valid_sample.txt",
-}
+TESTS = {"wikitext2": WIKI / "wiki.test.raw", "tinystories": STORIES / "tinystories_valid_sample.txt"}
 SOURCES = {"smollm2": "smollm2", "stories15m": str(SHARED / "models/stories15M")}
 DROPS = {"smollm2": (3, 6, 8, 10), "stories15m": (1, 2)}
 CALIBRATION, TEST = 20_000, 5_000
@@ -94,9 +77,7 @@ class Bench:
         print(f"{self.model}: {self.calibration.info.tokens:,} tokens; protected {required}")
         for text, losses in self.original.items():
             print(f"  {text}: perplexity {losses.perplexity:.2f} on {len(losses.each):,} tokens")
-        self.ours = BlockSelector(
-            self.model, self.calibration.fit, self.calibration.validation, required
-        )
+        self.ours = BlockSelector(self.model, self.calibration.fit, self.calibration.validation, required)
         self.published = replace(self.ours, protected=())
         self.keep_ends = replace(self.ours, protected=(1, self.model.n_blocks))
 
@@ -106,15 +87,10 @@ class Bench:
         return self.ours.order_by_loss(self.most)
 
     def _test(self, path: Path, tokens: int) -> Batches:
-        return make_batches(
-            lj.load_text(path), self.model.tokenization, ALL_POSITIONS, tokens=tokens
-        )
+        return make_batches(lj.load_text(path), self.model.tokenization, ALL_POSITIONS, tokens=tokens)
 
     def ratios(self, model: Model) -> RatioIntervals:
-        return {
-            text: token_losses(model, test).over(self.original[text])
-            for text, test in self.tests.items()
-        }
+        return {text: token_losses(model, test).over(self.original[text]) for text, test in self.tests.items()}
 
     def prune(self, spans: list[Span], method: str) -> Pruned:
         return drop_and_replace(self.model, spans, method, self.calibration)
@@ -124,12 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="smollm2,stories15m")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, fewer drops")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=5.0,
-        help="minutes of distillation for each number of blocks",
-    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="minutes of distillation for each number of blocks")
     options = parser.parse_args()
     print(describe_machine())
     figures: dict[str, dict[str, Ratios]] = {}
@@ -170,9 +141,7 @@ def distill_within_budget(bench: Bench, pruned: Pruned) -> RatioIntervals:
     start = time.perf_counter()
     steps = steps_within_budget(bench, pruned, bench.calibration)
     with tempfile.TemporaryDirectory() as folder:
-        trained = distill(
-            pruned, bench.calibration, folder, steps=steps, kl_weight=1.0, train_all_weights=True
-        )
+        trained = distill(pruned, bench.calibration, folder, steps=steps, kl_weight=1.0, train_all_weights=True)
     intervals = bench.ratios(trained.model)
     print_ratios(f"distil, {(time.perf_counter() - start) / 60:.1f} minutes", intervals)
     return intervals
@@ -217,9 +186,7 @@ def steps_within_budget(bench: Bench, pruned: Pruned, calibration: CalibrationDa
 def measure_speed(pruned: Pruned) -> None:
     """Print tokens per second of the exported checkpoint and the original, and the largest difference of logits."""
     original: Any = pruned.original.hf
-    prompt = torch.tensor(
-        [pruned.original.tokenization.encode(["Once upon a time there was a"])[0]]
-    )
+    prompt = torch.tensor([pruned.original.tokenization.encode(["Once upon a time there was a"])[0]])
     settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
     with tempfile.TemporaryDirectory() as folder:
         pruned.save(Path(folder) / "model", force=True)

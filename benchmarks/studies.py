@@ -45,9 +45,7 @@ def main() -> None:
     for name, (text, positions, tokens) in CASES.items():
         tokens = tokens // (4 if options.quick else 1)
         picked = lj.Positions.parse(positions)
-        batches = lj.make_batches(
-            lj.load_text(TEXTS / text), model.tokenization, picked, tokens=tokens
-        )
+        batches = lj.make_batches(lj.load_text(TEXTS / text), model.tokenization, picked, tokens=tokens)
         rivals: dict[str, Callable[[], object]] = {
             "study": partial(evaluate_lenses, model, lenses, batches),
             "least": partial(least, model, batches, len(lenses)),

@@ -25,23 +25,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument(
-        "--state", default="", help="more of the address, e.g. with=identity&colour=kl"
-    )
+    parser.add_argument("--state", default="", help="more of the address, e.g. with=identity&colour=kl")
     parser.add_argument("--size", default="1366x768")
     parser.add_argument("--scheme", default="light", choices=["light", "dark"])
     parser.add_argument("-o", "--output", type=Path, default=PICTURE)
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
-    command = [
-        sys.executable,
-        "-m",
-        "layerjump",
-        "serve",
-        options.model,
-        "--port=0",
-        "--no-browser",
-    ]
+    command = [sys.executable, "-m", "layerjump", "serve", options.model, "--port=0", "--no-browser"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -50,13 +40,9 @@ def main() -> None:
         with sync_playwright() as play:
             program = os.environ.get("CHROMIUM") or shutil.which("chromium")
             browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            page = browser.new_page(
-                viewport={"width": width, "height": height}, color_scheme=options.scheme
-            )
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=options.scheme)
             page.goto(f"{address[0]}#{options.state}&{urlencode({'text': options.text})}")
-            page.wait_for_selector(
-                "#reading:not([hidden]) td, #trouble:not([hidden])", timeout=600_000
-            )
+            page.wait_for_selector("#reading:not([hidden]) td, #trouble:not([hidden])", timeout=600_000)
             if page.is_hidden("#trouble"):
                 page.locator("#cell .pin").first.click()
                 page.wait_for_selector("#pins polyline", state="attached", timeout=600_000)

@@ -17,9 +17,7 @@ print(calibration)
 prompt = "One day, the"
 full = lj.generate(model, None, prompt, max_new_tokens=24, do_sample=False)
 early = lj.generate(model, jumps, prompt, exit=calibration.exit, max_new_tokens=24, do_sample=False)
-lossless = lj.generate(
-    model, jumps, prompt, exit="gap:0.9", verify=True, max_new_tokens=24, do_sample=False
-)
+lossless = lj.generate(model, jumps, prompt, exit="gap:0.9", verify=True, max_new_tokens=24, do_sample=False)
 for name, generated in {"full": full, "early": early, "lossless": lossless}.items():
     print(f"{name}: {generated.text[0]!r}")
     print(f"  exit levels {generated.exit_levels[0]}, {generated.counts.block_runs} block runs")

@@ -36,6 +36,4 @@ for weight in (0.0, 0.5):
         optimiser.zero_grad()
     profile = measure_profile(lj.Model.wrap(model, tokenizer), text).row()
     linear = profile["without residual held out"]
-    print(
-        f"penalty weight {weight}: loss {loss.item():.3f}, linearity without residual {linear:.3f}"
-    )
+    print(f"penalty weight {weight}: loss {loss.item():.3f}, linearity without residual {linear:.3f}")

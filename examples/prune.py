@@ -17,9 +17,7 @@ pruned = lj.prune(model, text, drop=1, criterion="influence", tokens=8_000)
 print(pruned)
 pruned.save(folder)
 
-smaller, tokenizer = (
-    kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
-)
+smaller, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
 inputs = tokenizer("One day, the", return_tensors="pt")
 ids = smaller.generate(**inputs, max_new_tokens=20, do_sample=False)
 print(tokenizer.decode(ids[0]))

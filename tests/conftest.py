@@ -44,9 +44,7 @@ def real_folder():
     def find(name: str) -> Path:
         folder = SHARED / "models" / name
         if not folder.is_dir():
-            pytest.skip(
-                f"the real checkpoint {name} is not beside this repository (../shared/models)"
-            )
+            pytest.skip(f"the real checkpoint {name} is not beside this repository (../shared/models)")
         return folder
 
     return find
@@ -87,9 +85,7 @@ def missing(what):
 def browser():
     """A real Chromium: the one that CHROMIUM names, or one on the path."""
     given = os.environ.get("CHROMIUM")
-    program = (
-        shutil.which(given) if given else next(filter(None, map(shutil.which, BROWSERS)), None)
-    )
+    program = shutil.which(given) if given else next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         missing(f"there is no Chromium ({given or ', '.join(BROWSERS)})")
     try:

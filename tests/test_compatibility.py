@@ -58,9 +58,7 @@ def test_second_moments(saved, expected):
 def test_calibration_file(saved, model, jumps, expected):
     calibration = load_calibration(saved / "jumps", model=model)
     assert expected["calibration"]["agreement"] in str(calibration)
-    generated = lj.generate(
-        model, jumps, "Once upon a time, there was", exit=calibration.exit, max_new_tokens=12
-    )
+    generated = lj.generate(model, jumps, "Once upon a time, there was", exit=calibration.exit, max_new_tokens=12)
     assert [int(token) for token in generated.ids[0]] == expected["generated"]["ids"]
     assert [int(level) for level in generated.exit_levels[0]] == expected["generated"]["levels"]
 

@@ -84,9 +84,7 @@ def test_estimators_refuse_settings_they_do_not_have(model, text, sums, jumps):
     with refusal("mat has no setting pooling"):
         solve_jumps(sums, "mat", pooling="pooled")
     with refusal("'sideways'", "'best-level' or 'pooled'"):
-        solve_jumps(
-            collect_moments(model, text, tokens=2_000, validation=True), "ojfa", pooling="sideways"
-        )
+        solve_jumps(collect_moments(model, text, tokens=2_000, validation=True), "ojfa", pooling="sideways")
     with refusal("learning_rate above 0", "0.2", "got 0"):
         lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
 
@@ -145,9 +143,7 @@ def test_jumps_that_a_foreign_format_cannot_hold(tmp_path):
     with refusal("no jump between levels", "pairs='all'"):
         lj.export_lens(to_final, tiny, tmp_path / "a", format="mat")
     with refusal("no jump from a level above 0 to the last", "to-last"):
-        lj.export_lens(
-            foreign_lenses.drawn(tiny, [(0, 3)]), tiny, tmp_path / "b.pt", format="jacobian"
-        )
+        lj.export_lens(foreign_lenses.drawn(tiny, [(0, 3)]), tiny, tmp_path / "b.pt", format="jacobian")
     with refusal("which has none"):
         lj.import_lens(tmp_path, tiny, format="mat")
     with refusal("expected a file", "is a folder"):
@@ -227,13 +223,7 @@ def test_a_missing_training_record(tmp_path):
     path = tmp_path / "track.json"
     path.write_text(json.dumps(good))
     assert load_measurements(path, 5).steps == [{"step": 0, "loss": 1.5}]
-    for bad in (
-        {},
-        {"steps": 3},
-        {"levels": [3]},
-        {"blocks": [{"loss": 1}]},
-        {"steps": [{"step": "0"}]},
-    ):
+    for bad in ({}, {"steps": 3}, {"levels": [3]}, {"blocks": [{"loss": 1}]}, {"steps": [{"step": "0"}]}):
         path.write_text(json.dumps(good | bad if bad else bad))
         with refusal("track.json", "remove"):
             load_measurements(path, 5)
@@ -246,22 +236,16 @@ def _items(*lenses: str):
     return [human_evaluation.Item("context", ("a",) * 5, lens, 0, 0) for lens in lenses]
 
 
-@pytest.mark.parametrize(
-    "read", [("mat", "mat"), ("mat", "identity", "mat"), ()], ids=["twice", "thrice", "never"]
-)
+@pytest.mark.parametrize("read", [("mat", "mat"), ("mat", "identity", "mat"), ()], ids=["twice", "thrice", "never"])
 def test_a_key_without_complete_cases(tmp_path, read):
     (tmp_path / human_evaluation.KEY).write_text(human_evaluation.write_key(_items(*read), "model"))
-    (tmp_path / human_evaluation.SHEET).write_text(
-        human_evaluation.write_sheet(_items(*read)), "utf-8"
-    )
+    (tmp_path / human_evaluation.SHEET).write_text(human_evaluation.write_sheet(_items(*read)), "utf-8")
     with refusal("damaged", "once through each lens"):
         human_evaluation.read_marks(tmp_path)
 
 
 def test_a_sheet_with_an_unbounded_cell(tmp_path):
-    (tmp_path / human_evaluation.KEY).write_text(
-        human_evaluation.write_key(_items("mat", "identity"), "model")
-    )
+    (tmp_path / human_evaluation.KEY).write_text(human_evaluation.write_key(_items("mat", "identity"), "model"))
     whole = human_evaluation.write_sheet(_items("mat", "identity"))
     (tmp_path / human_evaluation.SHEET).write_text(whole + '"' + "x" * 200_000, "utf-8")
     with refusal("not a row of a sheet", "undo the edit"):

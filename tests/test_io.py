@@ -238,9 +238,7 @@ def test_objects_come_back(tmp_path):
     assert list(read_json(tmp_path / "a")) == list(data)
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), torch.ones(1), {1, 2}, {(1, 2): 3}, b"bytes"], ids=str
-)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.ones(1), {1, 2}, {(1, 2): 3}, b"bytes"], ids=str)
 def test_what_json_cannot_hold(tmp_path, value):
     assert "as JSON holds" in complaint(write_json, tmp_path / "a", {"key": value})
     assert names(tmp_path) == []

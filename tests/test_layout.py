@@ -35,11 +35,7 @@ def package_of(path: Path) -> str | None:
 def imported_packages(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.startswith("layerjump.")
-        ):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("layerjump."):
             names.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
             names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("layerjump.")}

@@ -44,9 +44,7 @@ def test_what_is_wanted_is_what_the_text_has(model, study_text):
     documents = lj.split_documents(len(study_text.documents)).test
     assert set(held.document.tolist()) <= set(documents)
     for document in held.document.unique().tolist():
-        ids = model.tokenization.wrap(
-            model.tokenization.encode([study_text.documents[document]])[0]
-        )
+        ids = model.tokenization.wrap(model.tokenization.encode([study_text.documents[document]])[0])
         wanted = held.wanted[held.document == document]
         assert len(wanted) <= A_DOCUMENT * (1 + len(ids) // 100)
         assert set(wanted.tolist()) <= {*ids, -1}
@@ -58,9 +56,7 @@ def test_the_next_token_follows_the_one_whose_state_is_kept(causal, study_text):
     held = held_out(causal, study_text, POSITIONS)
     embedded, places = causal.hf.transformer.wte.weight, causal.hf.transformer.wpe.weight
     for state, wanted, document in zip(held.levels[0], held.wanted, held.document, strict=True):
-        ids = causal.tokenization.wrap(
-            causal.tokenization.encode([study_text.documents[int(document)]])[0]
-        )
+        ids = causal.tokenization.wrap(causal.tokenization.encode([study_text.documents[int(document)]])[0])
         room = len(places)  # a long document is cut into sequences, each counted from 0
         rows = [ids[start : start + room] for start in range(0, len(ids), room)]
         after = {
@@ -76,9 +72,7 @@ def test_scores_are_the_librarys_readings(causal, study_text, jumps):
     held = held_out(causal, study_text, POSITIONS)
     found = score(causal, lj.Lens(causal, jumps), held)
     documents = lj.split_documents(len(study_text.documents)).test[: POSITIONS // A_DOCUMENT]
-    whole = lj.make_batches(
-        study_text, causal.tokenization, lj.Positions("all"), documents=documents
-    )
+    whole = lj.make_batches(study_text, causal.tokenization, lj.Positions("all"), documents=documents)
     batches = whole.look_at(lj.Positions("sample", A_DOCUMENT))
     read = evaluate_lenses(causal, {"mat": lj.Lens(causal, jumps)}, batches)
     for name in ("kl", "surprisal"):
@@ -98,9 +92,7 @@ def test_calibration_and_marginals_are_those_of_whole_softmaxes(causal, study_te
     best = q[known].max(-1)
     hit = best.indices == held.wanted[known]
     assert found["ece"][0] == pytest.approx(calibration_error(best.values, hit), rel=1e-5)
-    assert found["marginal_kl"][0] == pytest.approx(
-        float(marginal_kl(p.sum(0), q.sum(0))), rel=1e-4
-    )
+    assert found["marginal_kl"][0] == pytest.approx(float(marginal_kl(p.sum(0), q.sum(0))), rel=1e-4)
     best = p[known].max(-1)
     wanted = calibration_error(best.values, best.indices == held.wanted[known])
     assert own_calibration(causal, held) == pytest.approx(wanted, rel=1e-5)

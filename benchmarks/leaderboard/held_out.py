@@ -37,12 +37,7 @@ class HeldOut:
 
 
 def held_out(
-    model: lj.Model,
-    corpus: lj.Corpus,
-    n: int,
-    *,
-    among: Collection[int] | None = None,
-    seed: int = 0,
+    model: lj.Model, corpus: lj.Corpus, n: int, *, among: Collection[int] | None = None, seed: int = 0
 ) -> HeldOut:
     """About n positions of the documents (of those `among` which they are) that `lj.fit` keeps for testing."""
     test = lj.split_documents(len(corpus.documents), seed=seed).test
@@ -54,17 +49,13 @@ def held_out(
     else:
         # Cut whole and then looked at here and there: otherwise a text ends at its last pick, and what comes next,
         # which calibration is held against, is not in it.
-        whole = lj.make_batches(
-            corpus, model.tokenization, lj.Positions("all"), documents=documents
-        )
+        whole = lj.make_batches(corpus, model.tokenization, lj.Positions("all"), documents=documents)
         batches = whole.look_at(some)
     found = list(lj.capture_states(model, batches, range(model.n_blocks + 1)))
     document = torch.cat([each.batch.document for each in found])
     order = document.argsort(stable=True)
     wanted = torch.cat([_wanted(each.batch, masked=model.masked) for each in found])
-    levels = [
-        torch.cat([each[level] for each in found])[order] for level in range(model.n_blocks + 1)
-    ]
+    levels = [torch.cat([each[level] for each in found])[order] for level in range(model.n_blocks + 1)]
     return HeldOut(levels, wanted[order], document[order])
 
 

@@ -97,9 +97,7 @@ class Workshop:
     def _to_tune(self) -> Made:
         """Where a tuning starts: `calibrated`, its last levels' landings left open."""
         collected, pass_seconds = self._sums_to_final("both")
-        made = self._made(
-            lambda: solve_jumps(collected, "calibrated", keep_both_targets=True, model=self.model)
-        )
+        made = self._made(lambda: solve_jumps(collected, "calibrated", keep_both_targets=True, model=self.model))
         return made._replace(seconds=made.seconds + pass_seconds)
 
     def _sums_to_final(self, reads: FeatureKind) -> tuple[Any, float]:
@@ -155,12 +153,8 @@ class Workshop:
             return self._refined(name)
         if name == "n-njtc trained":
             fit = self.plan.batches["fit"].n_tokens
-            return self._made(
-                lambda: train_n_njtc(self.model, self.corpus, tokens=fit, seed=self.seed)
-            )
-        return self._made(
-            lambda: lj.fit_jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian)
-        )
+            return self._made(lambda: train_n_njtc(self.model, self.corpus, tokens=fit, seed=self.seed))
+        return self._made(lambda: lj.fit_jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian))
 
     def _from_sums(self, name: str) -> Made:
         """The pass is shared, but each pays for it: that is what fitting one alone would cost."""

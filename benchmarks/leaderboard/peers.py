@@ -66,13 +66,7 @@ class Budget:
 
 
 def run_peers(
-    workshop: Workshop,
-    names: list[str],
-    *,
-    environments: Path,
-    work: Path,
-    budget: Budget,
-    our_seconds: float,
+    workshop: Workshop, names: list[str], *, environments: Path, work: Path, budget: Budget, our_seconds: float
 ) -> Iterator[tuple[str, Made, dict[str, Any]]]:
     """Each peer's lens, its CPU seconds, and all it reports about its fit."""
     write_job(workshop, work)
@@ -154,11 +148,7 @@ def sequences_of(batches: lj.Batches) -> list[list[int]]:
 @torch.no_grad()
 def _check(model: lj.Model, ids: list[int], many: int = 50) -> dict[str, Any]:
     found = model.hf(torch.tensor([ids])).logits[0, -1].log_softmax(-1).topk(many)
-    return {
-        "ids": ids,
-        "tokens": found.indices.tolist(),
-        "log_probabilities": found.values.tolist(),
-    }
+    return {"ids": ids, "tokens": found.indices.tolist(), "log_probabilities": found.values.tolist()}
 
 
 def recorded_scores(model: str, text: str, lens: str, held: HeldOut) -> Scores | None:

@@ -47,9 +47,7 @@ class Scores:
 
     def levels(self) -> list[dict[str, Interval] | None]:
         """The same level by level, from level 0 on; None where the lens does not read."""
-        return [
-            None if np.isnan(kl).all() else self._level(level) for level, kl in enumerate(self.kl)
-        ]
+        return [None if np.isnan(kl).all() else self._level(level) for level, kl in enumerate(self.kl)]
 
     def _level(self, level: int) -> dict[str, Interval]:
         found = {name: self._mean(values[level]) for name, values in self._means().items()}
@@ -72,9 +70,7 @@ class Scores:
     def _calibration(self, levels: slice) -> Interval:
         def error(weight: Floats) -> float:
             weight = weight * self.known
-            return float(
-                calibration_error(self.probability[levels], self.hit[levels], weight).mean()
-            )
+            return float(calibration_error(self.probability[levels], self.hit[levels], weight).mean())
 
         return error(np.ones_like(self.known)), *statistic_interval(error, self.document)
 

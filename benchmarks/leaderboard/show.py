@@ -137,9 +137,7 @@ def name_sides(board: Board, across: tuple[float, float]) -> dict[str, str]:
     sides: dict[str, str] = {}
     for name, (x, y) in places.items():
         boxes = {side: _name_box(name, x, y, way) for side, way in SIDES.items()}
-        sides[name] = min(
-            boxes, key=lambda side: sum(_shared(boxes[side], other) for other in taken)
-        )
+        sides[name] = min(boxes, key=lambda side: sum(_shared(boxes[side], other) for other in taken))
         taken.append(boxes[sides[name]])
     return sides
 
@@ -164,11 +162,7 @@ def kind_of(name: str, found: dict[str, Any], peers: tuple[str, ...]) -> str:
 
 
 def _add_points(
-    made: go.Figure,
-    kind: str,
-    colour: str,
-    rows: list[tuple[str, dict[str, Any]]],
-    sides: list[str],
+    made: go.Figure, kind: str, colour: str, rows: list[tuple[str, dict[str, Any]]], sides: list[str]
 ) -> None:
     kl = [found["kl"] for _, found in rows]
     made.add_scatter(
@@ -194,9 +188,6 @@ def _add_points(
 
 def write_page(figures: list[go.Figure], path: Path) -> None:
     """All figures below each other in one page that needs no network."""
-    parts = [
-        each.to_html(include_plotlyjs=place == 0, full_html=False)
-        for place, each in enumerate(figures)
-    ]
+    parts = [each.to_html(include_plotlyjs=place == 0, full_html=False) for place, each in enumerate(figures)]
     head = "<!doctype html><html lang='en'><meta charset='utf-8'><title>Lenses: quality and cost</title><body>"
     path.write_text(head + "\n".join(parts) + "</body></html>\n", encoding="utf-8")

@@ -66,9 +66,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of the short runs")
     parser.add_argument("--tokens-per-step", type=int, default=1024)
     parser.add_argument("--least-cpu", type=float, default=0, help="seconds that the long run gets")
-    parser.add_argument(
-        "--most-cpu", type=float, default=3600, help="after a long run, no longer one is begun"
-    )
+    parser.add_argument("--most-cpu", type=float, default=3600, help="after a long run, no longer one is begun")
     options = parser.parse_args()
     job = Job.read(options.job)
     model = AutoModelForCausalLM.from_pretrained(job.model, torch_dtype=torch.float32).eval()
@@ -173,9 +171,7 @@ class Trainer:
         lens, clock = TunedLens.from_model(self.model), Clock()
         recipe = Optimizer(optimizer=OptimizerOption(optimiser), lr_scale=scale)
         if optimiser == "adam":
-            recipe.warmup_steps = min(
-                1000, steps // 5
-            )  # what the package means to do; it compares the wrong types
+            recipe.warmup_steps = min(1000, steps // 5)  # what the package means to do; it compares the wrong types
         optimizer = recipe.create_optim([p for p in lens.parameters() if p.requires_grad])
         scheduler = recipe.create_scheduler(optimizer, steps)
         marks = {max(1, steps * fifth // 5) for fifth in (4, 5)}

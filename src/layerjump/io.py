@@ -43,9 +43,7 @@ _REASONS = {
 }
 # torch.save reports neither the system's error number nor, in its type, that writing failed.
 _UNKNOWN_ERROR = -1
-_REASONS[_UNKNOWN_ERROR] = (
-    "it was cut short, as by a full disk; free some space or choose another folder"
-)
+_REASONS[_UNKNOWN_ERROR] = "it was cut short, as by a full disk; free some space or choose another folder"
 _TORCH_CANNOT_WRITE = ("inline_container.cc", "iostream error")
 _LEFTOVER_SECONDS = 3600
 # The only metadata key of our tensor files: safetensors writes several in random order, and the same content must
@@ -54,9 +52,7 @@ _KEY = "layerjump"
 _OLD = "old"  # name of a folder while the new one takes its name
 
 
-def replace_file(
-    path: Path, write: Callable[[Path], object], *, last: Callable[[], None] | None = None
-) -> None:
+def replace_file(path: Path, write: Callable[[Path], object], *, last: Callable[[], None] | None = None) -> None:
     """Let `write` write a new file, then replace `path` by it in one step.
 
     `last` is called when the new file is safely on disk, just before it replaces the old one.
@@ -134,11 +130,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def write_tensors(
-    path: Path,
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str],
-    *,
-    last: Callable[[], None] | None = None,
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, last: Callable[[], None] | None = None
 ) -> None:
     """Write a safetensors file; the same content gives the same bytes."""
     packed = _pack(tensors)
@@ -198,9 +190,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_text(path, dump_json(data, path, indent=2) + "\n")
 
 
-def dump_json(
-    data: dict[str, Any], path: Path, *, indent: int | None = None, sort_keys: bool = False
-) -> str:
+def dump_json(data: dict[str, Any], path: Path, *, indent: int | None = None, sort_keys: bool = False) -> str:
     """The JSON text to write to `path`; ASCII, because names may have characters that UTF-8 cannot encode."""
     try:
         return json.dumps(data, indent=indent, sort_keys=sort_keys, allow_nan=False)
@@ -287,9 +277,7 @@ def only_writer(folder: Path, *, replaced: bool = False, wait: bool = False) -> 
             _recover(folder)
         yield
     finally:
-        path.unlink(
-            missing_ok=True
-        )  # before the release: a process that waits for it sees that it is gone
+        path.unlink(missing_ok=True)  # before the release: a process that waits for it sees that it is gone
         lock.release()
         if is_new:
             with contextlib.suppress(OSError):  # not empty: something was written
@@ -309,8 +297,7 @@ def check_free(folder: Path, *, force: bool) -> None:
     folder = folder.expanduser()
     if not force and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadArtifact(
-            f"{folder} exists and would be overwritten; choose another folder, or pass "
-            f"{argument('force', True)}"
+            f"{folder} exists and would be overwritten; choose another folder, or pass {argument('force', True)}"
         )
 
 

@@ -66,14 +66,7 @@ def test_families_lists_the_table():
 
 def test_families_checks_one_model(folder):
     rows = json.loads(run("families", str(folder), "--json").stdout)
-    assert {row["check"] for row in rows} >= {
-        "logits",
-        "levels",
-        "blocks",
-        "inputs",
-        "causality",
-        "weights",
-    }
+    assert {row["check"] for row in rows} >= {"logits", "levels", "blocks", "inputs", "causality", "weights"}
     assert all(row["passed"] is True for row in rows)
 
 
@@ -100,13 +93,9 @@ def test_a_bad_model_is_one_line_and_exit_code_1(model):
         (["--estimator", "mat", "--strength", "1"], "strength"),
     ],
 )
-def test_bad_settings_of_a_fit_are_one_line_and_exit_code_1(
-    arguments, message, data_folder, tmp_path
-):
+def test_bad_settings_of_a_fit_are_one_line_and_exit_code_1(arguments, message, data_folder, tmp_path):
     output = tmp_path / "jumps"
-    done = run(
-        "fit", str(data_folder / "tiny-gpt2"), "-o", str(output), "--tokens", "3000", *arguments
-    )
+    done = run("fit", str(data_folder / "tiny-gpt2"), "-o", str(output), "--tokens", "3000", *arguments)
     assert done.returncode == 1
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -116,34 +105,21 @@ def test_bad_settings_of_a_fit_are_one_line_and_exit_code_1(
 def test_a_binary_file_as_text_is_one_line(data_folder, tmp_path):
     binary = tmp_path / "text.txt"
     binary.write_bytes(bytes(range(256)))
-    done = run(
-        "fit", str(data_folder / "tiny-gpt2"), "--text", str(binary), "-o", str(tmp_path / "out")
-    )
+    done = run("fit", str(data_folder / "tiny-gpt2"), "--text", str(binary), "-o", str(tmp_path / "out"))
     assert done.returncode == 1
     assert "UTF-8" in done.stderr.splitlines()[-1]
 
 
 def test_fit_then_inspect_then_solve_again_without_the_model(data_folder, tmp_path):
     folder = str(tmp_path / "a")
-    fitted = run(
-        "fit",
-        str(data_folder / "tiny-gpt2"),
-        "-o",
-        folder,
-        "--tokens",
-        "9000",
-        "--save-moments",
-        "--json",
-    )
+    fitted = run("fit", str(data_folder / "tiny-gpt2"), "-o", folder, "--tokens", "9000", "--save-moments", "--json")
     rows = json.loads(fitted.stdout)
     assert [row["jump"] for row in rows] == [f"{level} → 4" for level in range(4)]
     shown = json.loads(run("inspect", folder, "--json").stdout)
     assert shown[0]["R²"] == rows[0]["R²"]
     assert shown[0]["effective rank"] > 1
     moments = f"{folder}/moments.safetensors"
-    assert {"what": "family", "value": "gpt2"} in json.loads(
-        run("inspect", moments, "--json").stdout
-    )
+    assert {"what": "family", "value": "gpt2"} in json.loads(run("inspect", moments, "--json").stdout)
     again = run("fit", "--from-moments", moments, "-o", str(tmp_path / "b"), "--estimator", "mat")
     assert again.returncode == 0, again.stderr
     one, other = ((tmp_path / name / "jumps.safetensors").read_bytes() for name in "ab")
@@ -187,9 +163,7 @@ def test_progress_in_a_log_is_a_line_per_interval(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_refined_jumps_are_printed_with_their_kl_and_no_number_is_cut(
-    capsys, monkeypatch, data_folder
-):
+def test_refined_jumps_are_printed_with_their_kl_and_no_number_is_cut(capsys, monkeypatch, data_folder):
     from layerjump.cli.inspect import print_jumps
 
     model = layerjump.load(data_folder / "tiny-gpt2")

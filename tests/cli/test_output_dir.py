@@ -14,12 +14,7 @@ from layerjump.cli.main import app
 from layerjump.errors import BadArtifact
 from layerjump.io import only_writer, replace_folder, writing
 from layerjump.jumps.collect import SplitMoments
-from layerjump.training.trainer import (
-    COMPLETE_MARK,
-    RUN_FILE,
-    find_checkpoint,
-    remove_training_folder,
-)
+from layerjump.training.trainer import COMPLETE_MARK, RUN_FILE, find_checkpoint, remove_training_folder
 
 
 def hold(folder, replaced):
@@ -40,10 +35,7 @@ def hold(folder, replaced):
 def test_a_second_writer_is_refused_unless_the_first_was_killed(replaced, tmp_path):
     folder = tmp_path / "out"
     child = hold(folder, replaced)
-    with (
-        pytest.raises(BadArtifact, match="another run is writing .*out; wait"),
-        only_writer(folder, replaced=replaced),
-    ):
+    with pytest.raises(BadArtifact, match="another run is writing .*out; wait"), only_writer(folder, replaced=replaced):
         pytest.fail("two writers at once")
     with only_writer(tmp_path / "other", replaced=replaced):
         pass
@@ -134,10 +126,7 @@ def test_a_training_that_is_half_forgotten_starts_anew(tmp_path, monkeypatch):
 def test_what_tokenizers_cannot_write_is_one_line(data_folder, tmp_path):
     """They raise a plain Exception, with the system's number in its words."""
     tokenizer = AutoTokenizer.from_pretrained(data_folder / "tiny-gpt2").backend_tokenizer
-    with (
-        pytest.raises(BadArtifact, match="cannot be written: the disk is full"),
-        writing(tmp_path / "tokenizer.json"),
-    ):
+    with pytest.raises(BadArtifact, match="cannot be written: the disk is full"), writing(tmp_path / "tokenizer.json"):
         tokenizer.save("/dev/full")
 
 

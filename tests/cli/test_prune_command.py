@@ -19,9 +19,7 @@ def model(data_folder) -> str:
 
 def test_it_writes_a_checkpoint_that_other_commands_load(model, tmp_path):
     folder = tmp_path / "out"
-    done = run(
-        "prune", model, "--drop", "25%", *SMALL, "--distill-steps", "2", "--json", "-o", str(folder)
-    )
+    done = run("prune", model, "--drop", "25%", *SMALL, "--distill-steps", "2", "--json", "-o", str(folder))
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["dropped"] == [3]
@@ -38,14 +36,9 @@ def test_it_writes_a_checkpoint_that_other_commands_load(model, tmp_path):
 
 def test_generate_loads_a_model_with_attached_maps(model, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "linear"
-    lj.prune(
-        lj.load(model),
-        lj.load_text("pydoc"),
-        drop=1,
-        method="linear",
-        criterion="deepest",
-        tokens=3_000,
-    ).save(folder)
+    lj.prune(lj.load(model), lj.load_text("pydoc"), drop=1, method="linear", criterion="deepest", tokens=3_000).save(
+        folder
+    )
     options = ["--max-new-tokens", "8", "--json"]
     monkeypatch.setattr(sys, "argv", ["layerjump", "generate", str(folder), "Once upon", *options])
     with pytest.raises(SystemExit) as stopped:

@@ -102,9 +102,7 @@ def test_keys_and_values_are_those_of_a_full_pass(model):
         runner, ids, levels = decode(model, Hashed(0.5), inputs, 12)
         assert len(set(levels)) > 1
         for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
-            full = (
-                DynamicCache()
-            )  # without a configuration no layer forgets what its window has passed
+            full = DynamicCache()  # without a configuration no layer forgets what its window has passed
             with torch.no_grad():
                 model.hf(input_ids=ids[row : row + 1, padding:], past_key_values=full)
             for block, seen in enumerate(runner.cache.lengths):

@@ -48,9 +48,7 @@ def hf_output(model: Model, batch: Batch):
 def run_body(model: Model, batch: Batch, ids: torch.Tensor) -> None:
     """The body on these ids, nothing masked; an encoder–decoder's encoder reads the batch's source."""
     source = batch.source_ids
-    model.run_body(
-        ids, torch.ones_like(ids), source, None if source is None else torch.ones_like(source)
-    )
+    model.run_body(ids, torch.ones_like(ids), source, None if source is None else torch.ones_like(source))
 
 
 def test_the_self_check_passes(model):
@@ -100,9 +98,7 @@ def test_level_L_is_before_the_final_norm(model, batch):
 
 def test_final_is_what_enters_the_vocabulary_product(model, batch):
     seen = []
-    handle = model.structure.unembedding.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0])
-    )
+    handle = model.structure.unembedding.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     hf_output(model, batch)
     handle.remove()
     (ours,) = capture_states(model, [batch], [FINAL])

@@ -39,9 +39,7 @@ def corpus_of(documents) -> Corpus:
 
 def picks(found) -> list[tuple[int, int, int]]:
     """(document, position, original token) of every pick. Sequences of a document run together."""
-    rows = [
-        zip(b.document.tolist(), b.position.tolist(), b.token.tolist(), strict=True) for b in found
-    ]
+    rows = [zip(b.document.tolist(), b.position.tolist(), b.token.tolist(), strict=True) for b in found]
     return sorted(pick for row in rows for pick in row)
 
 
@@ -184,8 +182,7 @@ def test_too_few_tokens():
     with pytest.raises(TextTooShort) as caught:
         make_batches(corpus, TOKENS["llama"], EVERY, documents=[1, 2], tokens=20_000)
     assert str(caught.value) == (
-        "expected 20,000 tokens in the 2 documents of numbers, got 20; "
-        "pass more text, or tokens=20 or less"
+        "expected 20,000 tokens in the 2 documents of numbers, got 20; pass more text, or tokens=20 or less"
     )
 
 
@@ -250,9 +247,7 @@ def test_sequences_of_one_document_are_drawn_apart():
 
 def test_shards_even_out_over_the_rounds():
     corpus = corpus_of([range(n) for n in (7, 6, 5, 4)])
-    found = make_batches(
-        corpus, TOKENS["llama"], EVERY, budget=1
-    )  # batches of 8, 7, 6 and 5 tokens
+    found = make_batches(corpus, TOKENS["llama"], EVERY, budget=1)  # batches of 8, 7, 6 and 5 tokens
     assert [found.shard(rank, 2).n_tokens for rank in range(2)] == [13, 13]
 
 

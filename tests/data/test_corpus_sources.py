@@ -48,9 +48,7 @@ def test_standard_input_without_anything_heavy():
         print({"torch", "transformers", "datasets"} & set(sys.modules))
     """
     done = run(code, stdin=b"1\tone\n2\ttwo\n")
-    corpus = Corpus(
-        "standard input", ("one", "two"), "2 documents, one a line (Leipzig: id<TAB>sentence)"
-    )
+    corpus = Corpus("standard input", ("one", "two"), "2 documents, one a line (Leipzig: id<TAB>sentence)")
     assert done.stdout.decode().splitlines() == [str(corpus), "set()"]
 
 
@@ -89,11 +87,7 @@ def test_a_stream_of_rows_is_a_column_of_texts(tmp_path):
     datasets = pytest.importorskip("datasets")
     path = write(tmp_path, "a.jsonl", "\n".join(json.dumps(row) for row in ROWS))
     stream = datasets.load_dataset(
-        "json",
-        data_files=str(path),
-        split="train",
-        streaming=True,
-        cache_dir=str(tmp_path / "cache"),
+        "json", data_files=str(path), split="train", streaming=True, cache_dir=str(tmp_path / "cache")
     )
     found = corpus._stream("owner/name", stream, None)
     assert (found.format, found.at_most) == ("column 'text'", 10_000)

@@ -11,21 +11,15 @@ from layerjump.errors import BadText
 KEY = {"seed": 0, "document": 0, "sequence": 0}
 
 settings = st.one_of(
-    st.builds(
-        Positions, st.sampled_from(["one", "all"]), st.just(0), st.integers(0, 4), st.booleans()
-    ),
+    st.builds(Positions, st.sampled_from(["one", "all"]), st.just(0), st.integers(0, 4), st.booleans()),
     st.builds(Positions, st.just("sample"), st.integers(1, 20), st.integers(0, 4), st.booleans()),
-    st.builds(
-        Positions, st.just("share"), st.integers(1, 100).map(lambda p: p / 100), st.integers(0, 4)
-    ),
+    st.builds(Positions, st.just("share"), st.integers(1, 100).map(lambda p: p / 100), st.integers(0, 4)),
 )
 
 
 @given(settings)
 def test_text_and_back(positions):
-    again = Positions.parse(
-        str(positions), skip_first=positions.skip_first, special=positions.special
-    )
+    again = Positions.parse(str(positions), skip_first=positions.skip_first, special=positions.special)
     assert again == positions
 
 

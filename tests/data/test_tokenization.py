@@ -53,9 +53,7 @@ def test_a_bos_that_is_needed_is_added_once():
     shy = tokenizers.tokenizer("$A", bos_token="<s>")
     assert Tokenization.of(shy, max_positions=64).prefix == ()
     assert Tokenization.of(shy, max_positions=64, needs_bos=True).prefix == (tokenizers.BOS,)
-    assert Tokenization.of(tokenizers.llama(), max_positions=64, needs_bos=True).prefix == (
-        tokenizers.BOS,
-    )
+    assert Tokenization.of(tokenizers.llama(), max_positions=64, needs_bos=True).prefix == (tokenizers.BOS,)
     without = tokenizers.tokenizer("$A")
     assert Tokenization.of(without, max_positions=64, needs_bos=True).prefix == ()
 
@@ -71,13 +69,9 @@ def test_padding_is_found_without_touching_the_tokenizer():
     assert Tokenization.of(tokenizers.tokenizer("$A"), max_positions=64).pad == tokenizers.UNK
 
 
-@pytest.mark.parametrize(
-    ("limit", "positions", "length"), [(100, 64, 64), (32, 64, 32), (10**30, 64, 64)]
-)
+@pytest.mark.parametrize(("limit", "positions", "length"), [(100, 64, 64), (32, 64, 32), (10**30, 64, 64)])
 def test_the_shorter_limit_holds(limit, positions, length):
-    assert (
-        Tokenization.of(tokenizers.gpt2(limit=limit), max_positions=positions).max_length == length
-    )
+    assert Tokenization.of(tokenizers.gpt2(limit=limit), max_positions=positions).max_length == length
 
 
 @pytest.mark.parametrize("limit", ["512", -float("inf"), float("nan"), 0])
@@ -112,9 +106,7 @@ def test_a_real_llama_tokenizer():
     tokens = Tokenization.of(real("stories15M"), max_positions=1024)
     assert (tokens.prefix, tokens.suffix, tokens.mask, tokens.max_length) == ((1,), (), None, 256)
     assert tokens.pad == 2  # there is no pad token, so the end of text fills
-    assert tokens.encode(["a </s> b"]) == [
-        tokens.tokenizer("a </s> b", add_special_tokens=False).input_ids
-    ]
+    assert tokens.encode(["a </s> b"]) == [tokens.tokenizer("a </s> b", add_special_tokens=False).input_ids]
 
 
 def test_encoding_is_in_full_in_order_and_silent(caplog):
@@ -141,10 +133,7 @@ def test_prompts_are_padded_on_the_left():
 
 @pytest.mark.parametrize(
     ("make", "text", "said"),
-    [
-        (tokenizers.llama, "1 " * 20, "at most 16 tokens, got 21"),
-        (tokenizers.gpt2, "", "got none in ''"),
-    ],
+    [(tokenizers.llama, "1 " * 20, "at most 16 tokens, got 21"), (tokenizers.gpt2, "", "got none in ''")],
 )
 def test_prompts_that_cannot_be_continued(make, text, said):
     with pytest.raises(BadText) as caught:

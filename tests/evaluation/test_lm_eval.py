@@ -12,20 +12,8 @@ from helpers.task_data import LINES, write_questions
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation, LayerjumpError
-from layerjump.evaluation.early_exit import (
-    EarlyExitModel,
-    LinearizedModel,
-    WholeModel,
-    make_variant,
-    parse_blocks,
-)
-from layerjump.evaluation.tasks import (
-    TASKS,
-    evaluate,
-    load_items,
-    select_tasks,
-    wilson_interval,
-)
+from layerjump.evaluation.early_exit import EarlyExitModel, LinearizedModel, WholeModel, make_variant, parse_blocks
+from layerjump.evaluation.tasks import TASKS, evaluate, load_items, select_tasks, wilson_interval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 
@@ -63,9 +51,7 @@ def same_items(evaluation, hf_results) -> None:
 
 
 def likelihoods(evaluation) -> dict:
-    return {
-        name: [item.loglikelihoods for item in items] for name, items in evaluation.items.items()
-    }
+    return {name: [item.loglikelihoods for item in items] for name, items in evaluation.items.items()}
 
 
 def test_every_task_equals_lm_evals_hf_model_item_for_item(data_folder, data, plain):
@@ -109,9 +95,7 @@ def test_a_rule_that_never_exits_is_the_whole_model(tiny, jumps, data, plain):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_fixed_exit_level_equals_the_lens(tiny, jumps, data, batch_size):
     names = ("copa", "lambada", "winograd")
-    evaluation = evaluate(
-        tiny, names, data, variant=EarlyExitModel(jumps, "fixed:2"), batch_size=batch_size
-    )
+    evaluation = evaluate(tiny, names, data, variant=EarlyExitModel(jumps, "fixed:2"), batch_size=batch_size)
     assert evaluation.mean_level == 2
     lens, tokenizer = lj.Lens(tiny, jumps), tiny.tokenizer
     for name in names:
@@ -135,9 +119,7 @@ def _read(model, lens, tokenizer, context, continuation) -> float:
     start = len(tokenizer.encode(context))
     states = model.hf(torch.tensor([whole]), output_hidden_states=True).hidden_states[2][0]
     scores = lens.logits(2, states).log_softmax(-1)
-    return sum(
-        float(scores[position - 1, whole[position]]) for position in range(start, len(whole))
-    )
+    return sum(float(scores[position - 1, whole[position]]) for position in range(start, len(whole)))
 
 
 def test_a_level_in_lm_evals_model_arguments(tiny, data_folder, jumps, data, plain, tmp_path):
@@ -164,9 +146,7 @@ def test_every_position_has_its_own_exit_level(tiny, jumps, data, plain):
     """With a rule between never and always, the batch size does not change the exit levels."""
     evaluation = evaluate(tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"))
     assert 1 < evaluation.mean_level < tiny.n_blocks
-    batched = evaluate(
-        tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"), batch_size=5
-    )
+    batched = evaluate(tiny, "arc_easy", data, variant=EarlyExitModel(jumps, "maxprob:0.3@1,3"), batch_size=5)
     assert batched.mean_level == evaluation.mean_level
     assert likelihoods(evaluation) != {"arc_easy": likelihoods(plain)["arc_easy"]}
 
@@ -200,9 +180,7 @@ def test_parts_are_replaced_and_restored(tiny, data, plain):
 
 
 def test_a_pruned_folder_with_linear_replacements(tiny, data, tmp_path):
-    pruned = lj.prune(
-        tiny, stories(200), drop=1, method="linear", criterion="deepest", tokens=6_000
-    )
+    pruned = lj.prune(tiny, stories(200), drop=1, method="linear", criterion="deepest", tokens=6_000)
     pruned.save(tmp_path / "linear")
     evaluation = evaluate(lj.load(tmp_path / "linear"), "copa,lambada", data)
     assert evaluation.items == evaluate(pruned.model, "copa,lambada", data).items

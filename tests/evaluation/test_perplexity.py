@@ -62,11 +62,7 @@ def test_a_real_model_with_a_bos(real_folder, text):
 
 @pytest.mark.parametrize(("tokens", "window", "stride"), [(100, 10, 5), (101, 10, 10), (7, 10, 3)])
 def test_every_token_is_scored_once(tokens, window, stride):
-    scored = [
-        position
-        for begin, end, first in windows(tokens, window, stride)
-        for position in range(first, end)
-    ]
+    scored = [position for begin, end, first in windows(tokens, window, stride) for position in range(first, end)]
     left_out = set(range(0, tokens, stride)) if stride == window else {0}
     assert scored == [position for position in range(tokens) if position not in left_out]
     assert all(end - begin <= window for begin, end, _ in windows(tokens, window, stride))
@@ -90,9 +86,7 @@ def test_exit_rules_and_replaced_parts_apply(tiny, text):
     variant = LinearizedModel(maps, "ffn", (2,))
     with lj.linearize(tiny, maps, parts="ffn", blocks=[2]):
         expected, _ = simple_perplexity(tiny, text, 64, 32)
-    assert perplexity(tiny, text, window=64, variant=variant).value == pytest.approx(
-        expected, rel=1e-9
-    )
+    assert perplexity(tiny, text, window=64, variant=variant).value == pytest.approx(expected, rel=1e-9)
     assert perplexity(tiny, text, window=64).value == plain.value
 
 

@@ -19,20 +19,12 @@ CASES = {
             "choices": {"text": ["a stone", "a dog"], "label": ["A", "B"]},
             "answerKey": "B",
         },
-        {
-            "query": "Question: Which of these is alive?",
-            "choices": ["a stone", "a dog"],
-            "gold": 1,
-        },
+        {"query": "Question: Which of these is alive?", "choices": ["a stone", "a dog"], "gold": 1},
     ),
     "boolq": (
         "super_glue/boolq/default.yaml",
         {"passage": "Ants -- small.", "question": "are ants small", "label": 1},
-        {
-            "query": "Passage: Ants -- small.\nQuestion: are ants small?",
-            "choices": ["no", "yes"],
-            "gold": 1,
-        },
+        {"query": "Passage: Ants -- small.\nQuestion: are ants small?", "choices": ["no", "yes"], "gold": 1},
     ),
     "cb": (
         "super_glue/cb/default.yaml",
@@ -48,11 +40,7 @@ CASES = {
             "question": "cause",
             "label": 1,
         },
-        {
-            "query": "The man, who was tall, fell, because",
-            "choices": ["he slept.", "he slipped."],
-            "gold": 1,
-        },
+        {"query": "The man, who was tall, fell, because", "choices": ["he slept.", "he slipped."], "gold": 1},
     ),
     "lambada": (
         "lambada/lambada_openai.yaml",

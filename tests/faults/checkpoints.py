@@ -60,9 +60,7 @@ def make_gguf(folder: Path) -> None:
     inside = {"attn_norm": (D,), "attn_q": square, "attn_k": square, "attn_v": square}
     inside |= {"attn_output": square, "ffn_norm": (D,), "ffn_gate": wide, "ffn_up": wide}
     inside |= {"ffn_down": (D, 2 * D)}
-    for name, shape in (
-        shapes | {f"blk.0.{name}": shape for name, shape in inside.items()}
-    ).items():
+    for name, shape in (shapes | {f"blk.0.{name}": shape for name, shape in inside.items()}).items():
         writer.add_tensor(f"{name}.weight", draw.normal(size=shape).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -15,9 +15,7 @@ from layerjump.jumps import serialization
 
 def make_tuned_lens(folder: Path) -> None:
     draw = torch.Generator().manual_seed(2)
-    shapes = {f"{level}.weight": (D, D) for level in range(L)} | {
-        f"{n}.bias": (D,) for n in range(L)
-    }
+    shapes = {f"{level}.weight": (D, D) for level in range(L)} | {f"{n}.bias": (D,) for n in range(L)}
     torch.save({n: torch.randn(s, generator=draw) for n, s in shapes.items()}, folder / "params.pt")
     config = {"d_model": D, "num_hidden_layers": L, "bias": True, "lens_type": "linear_tuned_lens"}
     (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "tiny"}))

@@ -83,24 +83,18 @@ def _spoil(chance: Random, tensors: dict[str, torch.Tensor], name: str) -> None:
         case 0:
             del tensors[name]
         case 1:
-            tensors[chance.choice(("x", f"{name} ", "fit|x", "0>1.bias", "rule.mix"))] = (
-                tensors.pop(name)
-            )
+            tensors[chance.choice(("x", f"{name} ", "fit|x", "0>1.bias", "rule.mix"))] = tensors.pop(name)
         case 2:
             tensors[name] = torch.full_like(tensor, -1)
         case 3:
-            tensors[name] = tensor.to(
-                chance.choice((torch.int64, torch.float16, torch.bool, torch.float64))
-            )
+            tensors[name] = tensor.to(chance.choice((torch.int64, torch.float16, torch.bool, torch.float64)))
         case 4:
             tensors[name] = tensor[chance.choice((slice(0), slice(1), slice(None, -1)))]
         case 5:
             tensors[name] = tensor.reshape(-1) if tensor.dim() > 1 else tensor[None]
         case _:
             number = chance.choice((float("nan"), float("inf"), 1e38, 0.0))
-            tensors[name] = torch.full_like(
-                tensor, 2**40 if tensor.dtype == torch.int64 else number
-            )
+            tensors[name] = torch.full_like(tensor, 2**40 if tensor.dtype == torch.int64 else number)
 
 
 SEALED = (resealed, resealed, resealed, *mutate.SAFETENSORS)
@@ -167,33 +161,17 @@ def _make_exit(folder: Path) -> None:
 def _read_exit(path: Path) -> None:
     found = calibration_file.load_calibration(path.parent, model=model())
     str(found)
-    prompt = {
-        "input_ids": torch.tensor([[5, 6]]),
-        "attention_mask": torch.ones(1, 2, dtype=torch.int64),
-    }
+    prompt = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
     for rule, verify in ((found.exit, False), (found.verified_exit, True)):
         lj.generate(
-            model(),
-            None,
-            prompt,
-            exit=rule,
-            verify=verify,
-            max_draft_tokens=found.max_draft_tokens,
-            max_new_tokens=2,
+            model(), None, prompt, exit=rule, verify=verify, max_draft_tokens=found.max_draft_tokens, max_new_tokens=2
         )
 
 
 def _make_results(folder: Path) -> None:
     """A file for every study: each is drawn by code of its own, and alone it is drawn sooner."""
     whole = small_run(DATA / "tiny-gpt2", folder / "run")
-    empty = {
-        "study": "unknown",
-        "headline": {},
-        "settings": {},
-        "notes": [],
-        "seconds": 0.0,
-        "skipped": None,
-    }
+    empty = {"study": "unknown", "headline": {}, "settings": {}, "notes": [], "seconds": 0.0, "skipped": None}
     studies = whole["studies"] | {"unknown": empty | {"tables": ANY_TABLES}}
     for name, study in studies.items():
         io.write_json(folder / f"{name}.json", whole | {"studies": {name: study}})
@@ -240,23 +218,15 @@ FORMATS: dict[str, Format] = {
     "exit": Format(_make_exit, _read_exit, {".safetensors": SEALED}),
     "results": Format(_make_results, _read_results, {".json": mutate.JSON}),
     "unfinished-refine": Format(
-        lambda folder: a_tuning().save(folder, "same"),
-        _read_unfinished,
-        {UNFINISHED: mutate_pickles.ZIP},
+        lambda folder: a_tuning().save(folder, "same"), _read_unfinished, {UNFINISHED: mutate_pickles.ZIP}
     ),
     "tuned-lens": Format(
         foreign.make_tuned_lens,
         lambda path: foreign.read("tuned-lens", path),
         {".pt": mutate_pickles.ZIP, ".json": mutate.JSON},
     ),
-    "mat": Format(
-        foreign.make_mat, lambda path: foreign.read("mat", path), {".pickle": mutate_pickles.PICKLE}
-    ),
-    "jacobian": Format(
-        foreign.make_jacobian,
-        lambda path: foreign.read("jacobian", path),
-        {".pt": mutate_pickles.ZIP},
-    ),
+    "mat": Format(foreign.make_mat, lambda path: foreign.read("mat", path), {".pickle": mutate_pickles.PICKLE}),
+    "jacobian": Format(foreign.make_jacobian, lambda path: foreign.read("jacobian", path), {".pt": mutate_pickles.ZIP}),
     "text": Format(
         texts.make,
         texts.read,
@@ -273,16 +243,10 @@ FORMATS: dict[str, Format] = {
     "model": Format(
         checkpoints.make_folder,
         checkpoints.read_folder,
-        {
-            "config.json": mutate.JSON,
-            "tokenizer.json": mutate.JSON,
-            ".safetensors": mutate.SAFETENSORS,
-        },
+        {"config.json": mutate.JSON, "tokenizer.json": mutate.JSON, ".safetensors": mutate.SAFETENSORS},
     ),
     "linear": Format(records.make_linear, records.read_linear, {"linear.json": mutate.JSON}),
-    "sheet": Format(
-        records.make_sheet, records.read_sheet, {".csv": mutate.TEXT, ".json": mutate.JSON}
-    ),
+    "sheet": Format(records.make_sheet, records.read_sheet, {".csv": mutate.TEXT, ".json": mutate.JSON}),
     "items": Format(records.make_items, records.read_items, {".jsonl": mutate.JSON_LINES}),
     "track": Format(records.make_track, records.read_track, {".json": mutate.JSON}),
     "gguf": Format(checkpoints.make_gguf, checkpoints.read, {".gguf": GGUF}),

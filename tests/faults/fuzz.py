@@ -88,9 +88,7 @@ def sample(chosen: Format) -> Iterator[dict[str, bytes]]:
             folder = Path("good")
             folder.mkdir()
             chosen.make(folder)
-            good = {
-                path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()
-            }
+            good = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
             for name in good:
                 chosen.read(folder / name)  # a reader that refuses the good sample tests nothing
             yield good
@@ -150,9 +148,7 @@ def _read_all(chosen: Format, good: dict[str, bytes], seed: str, numbers: range,
     os._exit(0)
 
 
-def outcome_of(
-    chosen: Format, good: dict[str, bytes], chance: Random, *, show: bool = False
-) -> str:
+def outcome_of(chosen: Format, good: dict[str, bytes], chance: Random, *, show: bool = False) -> str:
     """Spoil one file, read it, and say `loaded`, `refused`, or what is wrong with that."""
     path = spoilt(chosen, good, chance)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -178,9 +174,7 @@ def outcome_of(
 
 def spoilt(chosen: Format, good: dict[str, bytes], chance: Random) -> Path:
     """Write a folder of good files but one; which is given back."""
-    ways = {
-        name: found for name in good for end, found in chosen.ways.items() if name.endswith(end)
-    }
+    ways = {name: found for name in good for end, found in chosen.ways.items() if name.endswith(end)}
     name = chance.choice(sorted(ways))
     content = chance.choice(ways[name])(chance, good[name])
     folder = Path("spoilt")

@@ -153,9 +153,7 @@ def _change(chance: Random, holder: Any, key: Any) -> None:
         case 2:
             holder[key] = _RAW
         case 3 if isinstance(holder[key], int | float):
-            holder[key] = chance.choice(
-                (-1, 0, 1, holder[key] + 1, holder[key] * 1000, str(holder[key]))
-            )
+            holder[key] = chance.choice((-1, 0, 1, holder[key] + 1, holder[key] * 1000, str(holder[key])))
         case _:
             holder[key] = deepcopy(chance.choice(_VALUES))  # the next change may be inside it
 
@@ -179,11 +177,7 @@ def header_changed(chance: Random, data: bytes) -> bytes:
     """The header's JSON changed; its length mostly made to fit, so that what it says is looked at."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json_changed(chance, data[8:end])
-    said = (
-        len(header)
-        if chance.random() < 0.9
-        else chance.choice((0, 2**63, len(header) + 1, len(data)))
-    )
+    said = len(header) if chance.random() < 0.9 else chance.choice((0, 2**63, len(header) + 1, len(data)))
     return said.to_bytes(8, "little") + header + data[end:]
 
 

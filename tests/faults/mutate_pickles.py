@@ -129,10 +129,4 @@ def _found(data: bytes, mark: bytes) -> list[int]:
     return places
 
 
-ZIP: tuple[Way, ...] = (
-    members_changed,
-    members_changed,
-    members_changed,
-    directory_changed,
-    *BYTES,
-)
+ZIP: tuple[Way, ...] = (members_changed, members_changed, members_changed, directory_changed, *BYTES)

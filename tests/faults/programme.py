@@ -220,9 +220,7 @@ class Programme:
         text.write_text(self.text)
         line = [str(text) if word == runs.TEXT else word for word in command.line()]
         code = end_of(launch(line, place, lambda: shutil.rmtree(place)))
-        self.tally("removed directory").note(
-            command.name, unless_one_line(code, place, "cannot be")
-        )
+        self.tally("removed directory").note(command.name, unless_one_line(code, place, "cannot be"))
 
     def two_at_once(self, command: Command) -> None:
         """A second run on the same folder is refused, and the first one does not notice."""

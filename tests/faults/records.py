@@ -91,9 +91,7 @@ def read_items(path: Path) -> None:
 
 def make_track(folder: Path) -> None:
     rows = [{"step": step, "loss": 3.5, "r2": None} for step in (0, 10, 20)]
-    (folder / "track.json").write_text(
-        json.dumps(dict.fromkeys(("steps", "blocks", "levels"), rows))
-    )
+    (folder / "track.json").write_text(json.dumps(dict.fromkeys(("steps", "blocks", "levels"), rows)))
 
 
 def read_track(path: Path) -> None:

@@ -173,10 +173,7 @@ def seen(command: Command, place: Path, whole: dict[str, Any], old: dict[str, An
 
 def acknowledged(place: Path) -> int:
     """How far a run says it has come: its last whole checkpoint, or how many studies it has saved."""
-    steps = [
-        int(mark.parent.name.split("-")[1])
-        for mark in place.glob(f"{OUT}-training/checkpoint-*/whole")
-    ]
+    steps = [int(mark.parent.name.split("-")[1]) for mark in place.glob(f"{OUT}-training/checkpoint-*/whole")]
     path = place / OUT / "results.json"
     studies = len(json.loads(path.read_text())["studies"]) if path.is_file() else 0
     return max([studies, *steps])

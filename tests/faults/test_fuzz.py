@@ -140,10 +140,7 @@ def test_a_format_of_any_length_is_said_in_one_line(tmp_path):
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"step": "3"}, {"step": 51}, {"history": []}, {"history": [[0.5]]}, {"best": None}],
-)
+@pytest.mark.parametrize("change", [{"step": "3"}, {"step": 51}, {"history": []}, {"history": [[0.5]]}, {"best": None}])
 def test_an_unfinished_tuning_that_could_not_go_on(tmp_path, change):
     tuning = formats.a_tuning()
     tuning.save(tmp_path, "same")
@@ -208,9 +205,7 @@ def test_results_that_lack_what_a_page_is_made_of(tmp_path):
     with pytest.raises(BadArtifact, match="expected the key 'layerjump'"):
         load_results(tmp_path)
     study = {"tables": {"levels": [3]}, "skipped": None, "headline": {}, "settings": {}}
-    with pytest.raises(
-        BadArtifact, match="predictions, levels, item 1: expected LevelRow, got '3'"
-    ):
+    with pytest.raises(BadArtifact, match="predictions, levels, item 1: expected LevelRow, got '3'"):
         STUDIES["predictions"].from_json(study)
     empty = study | {"tables": {"levels": []}, "notes": []}
     empty["headline"] = {"levels_where_map_beats_identity": 0}

@@ -10,12 +10,7 @@ from pyarrow import parquet
 
 import layerjump as lj
 
-WORDS = (
-    "A tree fell.",
-    "Two birds sang, and a dog slept.",
-    "It rained — on Ålesund.",
-    "Nobody came.",
-)
+WORDS = ("A tree fell.", "Two birds sang, and a dog slept.", "It rained — on Ålesund.", "Nobody came.")
 
 
 def make(folder: Path) -> None:

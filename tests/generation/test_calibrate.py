@@ -17,12 +17,7 @@ from layerjump.errors import BadArtifact, BadExit, TextTooShort, WrongModel
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.calibrate import calibrate, calibration_curve
 from layerjump.generation.calibration.cost_model import Costs, measure_costs
-from layerjump.generation.calibration.dataset import (
-    OPENING,
-    generate_text,
-    split_documents_by_role,
-    unseen_documents,
-)
+from layerjump.generation.calibration.dataset import OPENING, generate_text, split_documents_by_role, unseen_documents
 from layerjump.generation.loop import ACCEPTANCE_WINDOW
 from layerjump.generation.rules import ExitConfig, Fixed, Never
 from layerjump.models.model import Model
@@ -42,9 +37,7 @@ def test_drafting_pauses_below_the_minimal_acceptance(model, jumps):
     settings = {"verify": True, "do_sample": False, "max_new_tokens": 60, "min_new_tokens": 60}
     always = Fixed(0)
     always_drafting = lj.generate(model, jumps, "One day, Tom", exit=always, **settings)
-    pausing = lj.generate(
-        model, jumps, "One day, Tom", exit=ExitConfig(always, min_acceptance=0.99), **settings
-    )
+    pausing = lj.generate(model, jumps, "One day, Tom", exit=ExitConfig(always, min_acceptance=0.99), **settings)
     assert pausing.ids == always_drafting.ids
     assert ACCEPTANCE_WINDOW <= pausing.counts.drafts < ACCEPTANCE_WINDOW + 4
     assert always_drafting.counts.drafts > 40
@@ -81,9 +74,7 @@ def test_a_calibration_is_saved_and_loaded(model, jumps, found, tmp_path):
     assert again.verified_exit.min_acceptance == found.verified_exit.min_acceptance
     settings = {"max_new_tokens": 20, "do_sample": False}
     for one, other in ((found.exit, again.exit), (found.verified_exit, again.verified_exit)):
-        a, b = (
-            lj.generate(model, jumps, "One day, Lily", exit=e, **settings) for e in (one, other)
-        )
+        a, b = (lj.generate(model, jumps, "One day, Lily", exit=e, **settings) for e in (one, other))
         assert (a.ids, a.exit_levels) == (b.ids, b.exit_levels)
     with pytest.raises(BadArtifact, match="layerjump calibrate"):
         serialization.load_calibration(tmp_path / "nothing")
@@ -135,18 +126,14 @@ def test_calibration_on_self_generated_text(model, jumps):
 def test_probe_curves_are_of_the_test_documents(found):
     for points in found.report.probe_curves.values():
         assert all(0 <= point.predicted <= 1 for point in points)
-    curve = calibration_curve(
-        torch.tensor([0.1, 0.9, 0.8, 0.2]), torch.tensor([0, 1, 1, 0]), bins=2
-    )
+    curve = calibration_curve(torch.tensor([0.1, 0.9, 0.8, 0.2]), torch.tensor([0, 1, 1, 0]), bins=2)
     assert [point.observed for point in curve] == [0, 1]
 
 
 def test_no_drafts_where_verification_does_not_pay(model, jumps):
     expensive = Costs(block=1, queued_token=1, unembedding=5, probe=0)
     text = stories(500, seed=2, name="other")
-    assert isinstance(
-        calibrate(model, jumps, text, target=0.9, costs=expensive).verified_exit.rule, Never
-    )
+    assert isinstance(calibrate(model, jumps, text, target=0.9, costs=expensive).verified_exit.rule, Never)
 
 
 def test_measured_costs_are_positive(model, jumps):
@@ -174,9 +161,7 @@ def test_the_command_line_calibrates_and_writes(data_folder, jumps, tmp_path):
     name, folder, text = str(data_folder / "tiny-gpt2"), str(tmp_path), tmp_path / "t.jsonl"
     jumps.save_pretrained(folder)
     text.write_text("\n".join(json.dumps({"text": d}) for d in stories(500, seed=4).documents))
-    done = run(
-        "calibrate", name, "--jumps", folder, "--text", str(text), "--target", "0.9", "--json"
-    )
+    done = run("calibrate", name, "--jumps", folder, "--text", str(text), "--target", "0.9", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["what"]: row["value"] for row in json.loads(done.stdout)}
     assert rows["test agreement"] > 0.8

@@ -98,9 +98,7 @@ def test_processors_and_stopping_criteria_apply(model, jumps):
 
 def test_the_streamer_gets_final_tokens_only(model, jumps):
     listener = Listener()
-    made = lj.generate(
-        model, jumps, PROMPT, exit="fixed:1", verify=True, streamer=listener, **GREEDY
-    )
+    made = lj.generate(model, jumps, PROMPT, exit="fixed:1", verify=True, streamer=listener, **GREEDY)
     prompt, *rest = listener.got
     assert prompt.tolist() == model.tokenization.generation_inputs([PROMPT])["input_ids"].tolist()
     assert [int(token) for token in rest] == made.ids[0]
@@ -116,14 +114,10 @@ def test_a_streamer_may_receive_exit_levels(model, jumps, verify):
 
     listener = LevelListener()
     prompts = [PROMPT, "Tom had"]
-    made = lj.generate(
-        model, jumps, prompts, exit="gap:0.3", verify=verify, streamer=listener, **GREEDY
-    )
+    made = lj.generate(model, jumps, prompts, exit="gap:0.3", verify=verify, streamer=listener, **GREEDY)
     _, *rest = listener.got
     for row in (0, 1):
-        told = [
-            (int(ids[row]), levels[row]) for levels, ids in zip(rest[::2], rest[1::2], strict=True)
-        ]
+        told = [(int(ids[row]), levels[row]) for levels, ids in zip(rest[::2], rest[1::2], strict=True)]
         ours = list(zip(made.ids[row], made.exit_levels[row], strict=True))
         assert told[: len(ours)] == ours
     assert len(set(made.exit_levels[0])) > 1
@@ -133,9 +127,7 @@ def test_sampling_without_early_exit_draws_what_hugging_face_draws(model, jumps)
     torch.manual_seed(5)
     wanted = theirs(model, [PROMPT], do_sample=True, temperature=0.7, top_k=20)
     torch.manual_seed(5)
-    made = lj.generate(
-        model, jumps, PROMPT, max_new_tokens=24, do_sample=True, temperature=0.7, top_k=20
-    )
+    made = lj.generate(model, jumps, PROMPT, max_new_tokens=24, do_sample=True, temperature=0.7, top_k=20)
     assert made.ids == unpadded(wanted, model.hf.generation_config.eos_token_id)
 
 
@@ -162,9 +154,7 @@ def test_verified_sampling_follows_the_full_models_distribution():
         longer = torch.cat([prompt.expand(7, -1), torch.arange(7)[:, None]], 1)
         second = (hf(longer).logits[:, -1] / 3).softmax(-1)
     wanted = (first[:, None] * second).reshape(-1) * rows
-    found = torch.zeros(49).index_add(
-        0, torch.tensor([7 * a + b for a, b in made.ids]), torch.ones(rows)
-    )
+    found = torch.zeros(49).index_add(0, torch.tensor([7 * a + b for a, b in made.ids]), torch.ones(rows))
     enough = wanted > 5
     statistic = ((found - wanted)[enough] ** 2 / wanted[enough]).sum()
     # 99.9 % of a chi-square of 48 is 84; unverified drafts are far beyond it.

@@ -19,12 +19,7 @@ from layerjump.errors import BadExit, BadText, WrongModel
 
 model, jumps = fitted_gpt2.model, greedy_generation.jumps  # fixtures
 
-OUT_OF_RANGE = [
-    ("max_new_tokens", 0),
-    ("temperature", 0.0),
-    ("temperature", float("nan")),
-    ("top_p", 2.0),
-]
+OUT_OF_RANGE = [("max_new_tokens", 0), ("temperature", 0.0), ("temperature", float("nan")), ("top_p", 2.0)]
 
 
 def test_unsupported_settings_are_refused_in_one_line(model, jumps):
@@ -91,9 +86,7 @@ def test_an_interrupted_generation_leaves_the_model_intact(model, jumps):
             return torch.zeros(len(ids), dtype=torch.bool)
 
     with pytest.raises(KeyboardInterrupt):
-        lj.generate(
-            model, jumps, PROMPT, exit="gap:0.4", stopping_criteria=[Stopper()], max_new_tokens=100
-        )
+        lj.generate(model, jumps, PROMPT, exit="gap:0.4", stopping_criteria=[Stopper()], max_new_tokens=100)
     assert dict(model.hf.named_modules()) == modules
     assert torch.equal(theirs(model, [PROMPT]), wanted)
 
@@ -105,9 +98,7 @@ def test_long_generation():
     wanted = model.hf.generate(**inputs, **settings, max_new_tokens=2_000)[0, 3:].tolist()
     made = lj.generate(model, None, inputs, **settings, max_new_tokens=2_000)
     assert made.ids[0] == wanted
-    drafted = lj.generate(
-        model, None, inputs, exit="gap:0.1", verify=True, **settings, max_new_tokens=300
-    )
+    drafted = lj.generate(model, None, inputs, exit="gap:0.1", verify=True, **settings, max_new_tokens=300)
     assert drafted.ids[0] == wanted[:300]
     assert drafted.counts.drafts > 0
 

@@ -36,9 +36,7 @@ def test_packed_blocks_and_unembedding_equal_hugging_faces():
             assert torch.allclose(one[0, ..., -3:, :], other[0, ..., -3:, :], rtol=1e-4, atol=1e-5)
     states = torch.randn(1, 3, 32)
     for rows in (states, states[:, :1], torch.randn(2, 20, 32)):
-        assert torch.allclose(
-            pack_unembedding(model).logits(rows), model.logits(rows), rtol=1e-4, atol=1e-5
-        )
+        assert torch.allclose(pack_unembedding(model).logits(rows), model.logits(rows), rtol=1e-4, atol=1e-5)
 
 
 def test_other_models_run_on_hugging_faces_blocks():

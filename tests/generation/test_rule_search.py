@@ -30,9 +30,7 @@ def synthetic_set(n=4_000, right=0.9, seed=0):
     draw = torch.Generator().manual_seed(seed)
     gap = torch.rand(2, n, generator=draw) ** (1 - right)
     hit = torch.rand(2, n, generator=draw) < gap
-    features = torch.cat(
-        [torch.logit(gap.clamp(1e-4, 1 - 1e-4))[..., None], torch.ones(2, n, 1)], -1
-    )
+    features = torch.cat([torch.logit(gap.clamp(1e-4, 1 - 1e-4))[..., None], torch.ones(2, n, 1)], -1)
     return CalibrationSet((1, 2), hit, gap, features, torch.arange(n))
 
 
@@ -84,9 +82,7 @@ def test_the_binomial_tail():
 
 def test_the_guarantee_holds_as_often_as_stated():
     """Of many calibrations of the same rule, at most about 1 − confidence end below the target."""
-    candidate = RuleCandidate(
-        "gap", (1, 2), FittedProbes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {})
-    )
+    candidate = RuleCandidate("gap", (1, 2), FittedProbes({1: torch.zeros(2).double(), 2: torch.zeros(2).double()}, {}))
     truth = candidate.replay(synthetic_set(60_000, 0.7, seed=999), 3)
     below, loose = 0, 0
     for seed in range(60):
@@ -105,8 +101,7 @@ def test_a_replay_counts_unembeddings_and_probes():
     seen = CalibrationSet((1, 2), right, gap, features, torch.arange(3))
     same = torch.tensor([1.0, 0.0]).double()  # a probe with the same log-odds as the gap
     probes = FittedProbes(
-        {1: same, 2: same},
-        {1: torch.tensor([0.0, 1, 0]).double()} | {2: torch.tensor([0.0, 1, 0]).double()},
+        {1: same, 2: same}, {1: torch.tensor([0.0, 1, 0]).double()} | {2: torch.tensor([0.0, 1, 0]).double()}
     )
     for rule_type, unembeddings, probes_evaluated in (
         ("gap", [1, 2, 3], [0, 0, 0]),
@@ -119,16 +114,12 @@ def test_a_replay_counts_unembeddings_and_probes():
         assert made.unembeddings.tolist() == unembeddings
         assert made.probe_evaluations.tolist() == probes_evaluated
     costs = Costs(block=10, queued_token=1, unembedding=3, probe=0.5)
-    assert made.cost(costs, 4) == pytest.approx(
-        ((10 + 3 + 3.5) + (20 + 2 + 3 + 1) + (40 + 3 + 1)) / 3
-    )
+    assert made.cost(costs, 4) == pytest.approx(((10 + 3 + 3.5) + (20 + 2 + 3 + 1) + (40 + 3 + 1)) / 3)
 
 
 def test_levels_that_do_not_pay_are_not_selected():
     seen = synthetic_set(right=0.3)
-    probes = FittedProbes(
-        {1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {}
-    )
+    probes = FittedProbes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
     expensive = Costs(block=1, queued_token=0, unembedding=100, probe=0)
     assert search_rule("gap", probes, seen, expensive, 3, 0.9)[0].levels == ()
     cheap = Costs(block=1, queued_token=0, unembedding=0.001, probe=0)
@@ -152,15 +143,11 @@ def test_draft_cost():
 
 def test_drafts_exit_where_they_are_cheapest():
     seen = synthetic_set(right=0.6)
-    probes = FittedProbes(
-        {1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {}
-    )
+    probes = FittedProbes({1: torch.tensor([1.0, 0]).double(), 2: torch.tensor([1.0, 0]).double()}, {})
     tries = single_level_candidates(("gap", "probe"), probes, (1, 2))
     costs = Costs(block=1, queued_token=0.02, unembedding=0.5, probe=0.001)
     found = search_drafts(tries, seen, costs, 20)
-    assert found.candidate.levels == (
-        1,
-    )  # both levels are correct as often, and the first is cheaper
+    assert found.candidate.levels == (1,)  # both levels are correct as often, and the first is cheaper
     assert found.cost < 0.7 * costs.full_model(20)
     assert found.threshold is not None
     assert found.threshold < 0.8  # looser than any rule that keeps 95 %

@@ -56,12 +56,7 @@ def test_the_ends_of_the_grid_never_exit_and_always_exit(confidence, clip):
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    lam=st.floats(-1.2, 1.2),
-    seed=st.integers(0, 999),
-    levels=st.integers(2, 8),
-    strict=st.booleans(),
-)
+@given(lam=st.floats(-1.2, 1.2), seed=st.integers(0, 999), levels=st.integers(2, 8), strict=st.booleans())
 def test_the_exit_level_is_the_first_from_one_on_that_passes(lam, seed, levels, strict):
     confidence, position = confidences(levels, 12, seed), torch.arange(12)
     rule = SoftmaxGap(lam, 6.5, strict=strict)
@@ -97,9 +92,7 @@ def test_replay_does_not_change_its_input():
 def reading(logits, earlier=(), level=2):
     logits = torch.as_tensor(logits, dtype=torch.float64)
     state = torch.zeros(len(logits), 4)
-    return LevelReading(
-        level, state, torch.full((len(logits),), 50), lambda level, states: logits, earlier
-    )
+    return LevelReading(level, state, torch.full((len(logits),), 50), lambda level, states: logits, earlier)
 
 
 def test_rules_exit_where_they_should():
@@ -130,16 +123,7 @@ def test_parse_rule():
     gap = parse_rule("gap:0.7@3")
     assert gap.levels == (3,)
     assert gap.threshold(torch.tensor([1, 90])).tolist() == pytest.approx([0.7, 0.7])
-    malformed = (
-        "gap",
-        "gap:x",
-        "fixed:1@2",
-        "nothing:1",
-        "never:1",
-        "gap:0.5@a",
-        "gap:nan",
-        "agree:0",
-    )
+    malformed = ("gap", "gap:x", "fixed:1@2", "nothing:1", "never:1", "gap:0.5@a", "gap:nan", "agree:0")
     for text in malformed:
         with pytest.raises(BadExit, match="expects never"):
             parse_rule(text)

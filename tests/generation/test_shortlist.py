@@ -28,9 +28,7 @@ PROMPTS = ["One day, Tom", "The cat saw a big dog and"]
 @pytest.fixture(scope="module")
 def few(model):
     """The tokens of some stories, without every third."""
-    ids = sorted(
-        {token for ids in model.tokenization.encode(stories(20).documents) for token in ids}
-    )
+    ids = sorted({token for ids in model.tokenization.encode(stories(20).documents) for token in ids})
     return torch.tensor([token for index, token in enumerate(ids) if index % 3])
 
 
@@ -43,16 +41,11 @@ def test_a_shortlist_of_all_tokens_changes_nothing(model, jumps):
         assert short.exit_levels == plain.exit_levels
         assert plain.counts.shortlist_unembeddings == 0
         assert short.counts.shortlist_unembeddings > 0
-        assert (
-            short.counts.unembeddings + short.counts.shortlist_unembeddings
-            == plain.counts.unembeddings
-        )
+        assert short.counts.unembeddings + short.counts.shortlist_unembeddings == plain.counts.unembeddings
 
 
 def test_an_early_exit_gives_the_top_token_of_the_shortlist(model, jumps, few):
-    made = lj.generate(
-        model, jumps, "One day, Tom", exit=ExitConfig(Fixed(2), Shortlist(few)), **SETTINGS
-    )
+    made = lj.generate(model, jumps, "One day, Tom", exit=ExitConfig(Fixed(2), Shortlist(few)), **SETTINGS)
     assert set(made.ids[0]) <= set(few.tolist())
     inputs = model.tokenization.generation_inputs(["One day, Tom"])["input_ids"]
     state = model.hf(inputs, output_hidden_states=True).hidden_states[2][:, -1]
@@ -85,11 +78,7 @@ def test_the_calibration_set_is_read_with_the_shortlist(model, jumps, few):
     text = stories(60, seed=3)
     read = {
         name: build_calibration_set(
-            model,
-            jumps,
-            make_batches(text, model.tokenization, Positions("sample", 4)),
-            (1, 2),
-            among,
+            model, jumps, make_batches(text, model.tokenization, Positions("sample", 4)), (1, 2), among
         )
         for name, among in (
             ("full", None),
@@ -114,11 +103,7 @@ def test_teacher_forced_exits_use_the_shortlist(model, jumps, few):
         for row, each in zip(rows.tolist(), logits, strict=True):
             where[row] = each
     for row in range(len(batch.position)):
-        sure = (
-            level
-            for level in (1, 2)
-            if short.logits(level, found[level][row : row + 1]).softmax(-1).max() >= 0.3
-        )
+        sure = (level for level in (1, 2) if short.logits(level, found[level][row : row + 1]).softmax(-1).max() >= 0.3)
         level = next(sure, model.n_blocks)
         wanted = lens.logits(level, found[level][row : row + 1])[0]
         torch.testing.assert_close(where[row], wanted, rtol=1e-4, atol=1e-4)
@@ -170,8 +155,6 @@ def test_a_shortlist_of_other_tokens_is_refused(model, jumps):
 def test_shortlist_unembeddings_have_their_own_cost(model, jumps, few):
     left, heads, gates = torch.tensor([1, 4]), torch.tensor([2, 2]), torch.tensor([0, 0])
     # Two shortlist unembeddings; one of them and the full unembedding.
-    assert exit_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx(
-        [1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1]
-    )
+    assert exit_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx([1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1])
     assert measure_costs(model, jumps).shortlist_unembedding is None
     assert measure_costs(model, jumps, Shortlist(few)).shortlist_unembedding > 0

@@ -33,20 +33,7 @@ NOUNS = [
     "boat",
     "bear",
 ]
-KINDS = [
-    "big",
-    "red",
-    "little",
-    "happy",
-    "sad",
-    "soft",
-    "old",
-    "new",
-    "funny",
-    "shiny",
-    "blue",
-    "pretty",
-]
+KINDS = ["big", "red", "little", "happy", "sad", "soft", "old", "new", "funny", "shiny", "blue", "pretty"]
 PLACES = ["park", "house", "garden", "lake", "school", "store", "forest", "beach"]
 ACTS = ["found", "saw", "wanted", "lost", "liked", "made", "took", "hid"]
 FRAMES = (

@@ -57,9 +57,7 @@ def why_rows(test):
     """Every block: its step beside the stream, and how far it turns it."""
     return [
         {
-            "step norm over stream norm": np.mean(
-                np.linalg.norm(y - x, axis=-1) / np.linalg.norm(x, axis=-1)
-            ),
+            "step norm over stream norm": np.mean(np.linalg.norm(y - x, axis=-1) / np.linalg.norm(x, axis=-1)),
             "block influence": np.mean(1 - cosines(x, y)),
             "angle": angle(x, y),
         }

@@ -79,8 +79,7 @@ class Masked:
         of = EXAMPLES["bert"]
         position = np.array([of["position"][i] for i in of[part]])
         found = [
-            self.states(EXAMPLES["documents"][i], mask)[:, mask]
-            for i, mask in zip(of[part], position, strict=True)
+            self.states(EXAMPLES["documents"][i], mask)[:, mask] for i, mask in zip(of[part], position, strict=True)
         ]
         return np.stack(found, 1), position
 
@@ -108,10 +107,7 @@ def r2_rows(fit, test):
     rows = []
     for a in range(len(fit)):
         for b in range(a + 1, len(fit)):
-            mapped, same = (
-                scores(test[b], test[a] @ mat(fit[a], fit[b]).T),
-                scores(test[b], test[a]),
-            )
+            mapped, same = (scores(test[b], test[a] @ mat(fit[a], fit[b]).T), scores(test[b], test[a]))
             row = {"from": a, "to": b, "r2": mapped[0], "r2_identity": same[0]}
             rows.append(row | {"r2_weighted": mapped[1], "r2_weighted_identity": same[1]})
     return rows
@@ -150,10 +146,7 @@ def read(model, fit, test):
 def prediction_row(approximate, true):
     top = approximate.argmax(-1)
     order = np.argsort(-true, -1)
-    row = {
-        f"p@{k}": float(np.mean([t in o[:k] for t, o in zip(top, order, strict=True)]))
-        for k in (1, 5, 10)
-    }
+    row = {f"p@{k}": float(np.mean([t in o[:k] for t, o in zip(top, order, strict=True)])) for k in (1, 5, 10)}
     row["surprisal"] = float(-np.log(true[np.arange(len(top)), top]).mean())
     row["kl"] = float((true * (np.log(true) - np.log(approximate))).sum(-1).mean())
     return row
@@ -181,9 +174,7 @@ def exit_rows(levels, position, length, grid):
     right = np.stack([level.argmax(-1) == levels[-1].argmax(-1) for level in levels])
     rows = []
     for strength in grid:
-        stops = [
-            stop(confidence[:, example], strength, t, length) for example, t in enumerate(position)
-        ]
+        stops = [stop(confidence[:, example], strength, t, length) for example, t in enumerate(position)]
         hits = [right[level, example] for example, level in enumerate(stops)]
         rows.append({"at": strength, "blocks": np.mean(stops), "agreement": np.mean(hits)})
     return rows
@@ -231,8 +222,7 @@ def numbers(model):
         "r2": r2_rows(fit, test),
         "composed": composed_rows(fit, test),
         "predictions": {
-            lens: [prediction_row(level, levels[-1]) for level in levels]
-            for lens, levels in distributions.items()
+            lens: [prediction_row(level, levels[-1]) for level in levels] for lens, levels in distributions.items()
         },
         "N": float(np.mean(position + 1)),
         "exits": exits(distributions, position, position),

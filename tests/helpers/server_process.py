@@ -90,15 +90,7 @@ class Server:
 def serving(*arguments, home: Path):
     """Start a server on any free port; stopped at the end."""
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "layerjump",
-            "serve",
-            *map(str, arguments),
-            "--port=0",
-            "--no-browser",
-        ],
+        [sys.executable, "-m", "layerjump", "serve", *map(str, arguments), "--port=0", "--no-browser"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

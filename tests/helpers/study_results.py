@@ -23,9 +23,7 @@ def tables_of(result) -> dict[str, list[dict]]:
 
 def small_run(model_folder: Path, folder: Path) -> dict:
     """results.json of the five main studies of a tiny trained model on a short text."""
-    settings = make_settings(
-        "ours", tokens=6_000, score_positions=100, estimators=("mat", "affine")
-    )
+    settings = make_settings("ours", tokens=6_000, score_positions=100, estimators=("mat", "affine"))
     setup = Setup(load(str(model_folder)), load_text("pydoc"), settings)
     studies = select_studies(None)
     run_studies(setup, studies, folder, command="layerjump study tiny --tokens 6000")
@@ -57,22 +55,14 @@ ANY_TABLES = {
         for j, b in enumerate(_NAMES)
     ],
     "lines": [
-        {
-            "part": part,
-            "block": block,
-            "score": block / 3,
-            "score low": block / 4,
-            "score high": 1.0,
-        }
+        {"part": part, "block": block, "score": block / 3, "score low": block / 4, "score high": 1.0}
         for part in ("attn", "ffn")
         for block in range(1, 4)
     ],
     "grid": [{"block": b, "head": h, "score": b * h / 9} for b in range(1, 4) for h in range(3)],
     "amounts": [{"tokens": 10**k, "few": k < 4, "r2": k / 8, "rank": k} for k in range(2, 7)],
     "bars": [{"kind": kind, "value": len(kind), "low": 1.0, "high": 9.0} for kind in ("a", "bcd")],
-    "words": [
-        {"context": HOSTILE * 2, "tokens given": ["a", HOSTILE], "right": True, "share": None}
-    ],
+    "words": [{"context": HOSTILE * 2, "tokens given": ["a", HOSTILE], "right": True, "share": None}],
     "empty": [],
 }
 

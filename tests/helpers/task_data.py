@@ -38,11 +38,7 @@ LINES = {
         },
     ],
     "copa.jsonl": [
-        {
-            "query": "Lily was very sad, because",
-            "choices": ["she lost her ball.", "she found her ball."],
-            "gold": 0,
-        },
+        {"query": "Lily was very sad, because", "choices": ["she lost her ball.", "she found her ball."], "gold": 0},
         {
             "query": "The dog was happy, therefore",
             "choices": ["it hid under the car.", "it played all day."],
@@ -60,11 +56,7 @@ LINES = {
             "choices": ["Throw it to a friend.", "Put it in the cake."],
             "gold": 0,
         },
-        {
-            "query": "Question: dry a hat\n",
-            "choices": ["put it in the lake", "put it in the sun"],
-            "gold": 1,
-        },
+        {"query": "Question: dry a hat\n", "choices": ["put it in the lake", "put it in the sun"], "gold": 1},
     ],
     "superglue/CB/val.jsonl": [
         {"premise": "Tom has a dog.", "hypothesis": "Tom has a pet", "label": "entailment"},

@@ -26,27 +26,13 @@ SIZES: dict[str, Any] = {
 }
 # Where a family's own names or defaults stand in the way of a tiny model.
 QUIRKS: dict[str, dict[str, Any]] = {
-    "gpt_neo": {
-        "num_layers": 3,
-        "attention_types": [[["global", "local", "global"], 1]],
-        "window_size": 4,
-    },
+    "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4},
     "gptj": {"rotary_dim": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4},
     "gemma": {"head_dim": 8, "num_key_value_heads": 2},
-    "gemma2": {
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 4,
-    },
-    "gemma3_text": {
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 4,
-    },
+    "gemma2": {"head_dim": 8, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 4},
+    "gemma3_text": {"head_dim": 8, "num_key_value_heads": 2, "query_pre_attn_scalar": 8, "sliding_window": 4},
     "qwen3": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
     "llama": {"num_key_value_heads": 2},
@@ -54,12 +40,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 16},
     "albert": {"embedding_size": 16},
     "t5": {"d_kv": 8, "d_ff": 48, "num_decoder_layers": 3, "decoder_start_token_id": 0},
-    "bart": {
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "decoder_layers": 3,
-        "decoder_attention_heads": 4,
-    },
+    "bart": {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_layers": 3, "decoder_attention_heads": 4},
 }
 # Variants that a family's row or masks depend on: family → name → what to change.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -72,11 +53,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "falcon": {
         "new": {"new_decoder_architecture": True, "num_kv_heads": 2},
-        "new-one-norm": {
-            "new_decoder_architecture": True,
-            "num_kv_heads": 2,
-            "num_ln_in_parallel_attn": 1,
-        },
+        "new-one-norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
         "rw": {"parallel_attn": False, "alibi": True, "multi_query": False, "bias": True},
     },
     "llama": {"biased": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}},

@@ -22,9 +22,7 @@ def tokenizer(
     backend.pre_tokenizer = WhitespaceSplit()
     used = [(word, ids[word]) for word in template.split() if word != "$A"]
     backend.post_processor = TemplateProcessing(single=template, special_tokens=used)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=limit, unk_token="[UNK]", **specials
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=limit, unk_token="[UNK]", **specials)
 
 
 def bert(words: Sequence[str] = (), *, limit: int = 512) -> PreTrainedTokenizerFast:

@@ -8,13 +8,7 @@ from helpers import synthetic_jumps
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.errors import BadModel
-from layerjump.interventions.linearize import (
-    PARTS,
-    linearize,
-    replace_blocks,
-    skip_blocks,
-    submodule_pairs,
-)
+from layerjump.interventions.linearize import PARTS, linearize, replace_blocks, skip_blocks, submodule_pairs
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
@@ -57,10 +51,7 @@ def last_level(model: Model, batch) -> torch.Tensor:
 
 
 def hooks_and_forwards(model: Model) -> list:
-    return [
-        (list(m._forward_hooks), list(m._forward_pre_hooks), "forward" in m.__dict__)
-        for m in model.hf.modules()
-    ]
+    return [(list(m._forward_hooks), list(m._forward_pre_hooks), "forward" in m.__dict__) for m in model.hf.modules()]
 
 
 def test_replacing_no_block_changes_no_bit(model):
@@ -123,9 +114,7 @@ def one_by_one(model: Model, use_cache: bool = False) -> list[list[int]]:
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        made = model.hf.generate(
-            ids, attention_mask=torch.ones_like(ids), use_cache=use_cache, **SETTINGS
-        )
+        made = model.hf.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use_cache, **SETTINGS)
         found.append(made[0, len(prompt) :].tolist())
     return found
 

@@ -8,14 +8,7 @@ from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
-from layerjump.interventions.patching import (
-    Rerun,
-    add_noise,
-    patch,
-    replace_by_constant,
-    replace_by_map,
-    restrict_to,
-)
+from layerjump.interventions.patching import Rerun, add_noise, patch, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.memory import site_width
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
@@ -41,10 +34,7 @@ def rerun(model: Model, batch: Batch) -> Rerun:
 
 
 def hooks(model: Model) -> dict:
-    return {
-        module: (list(module._forward_hooks), list(module._forward_pre_hooks))
-        for module in model.hf.modules()
-    }
+    return {module: (list(module._forward_hooks), list(module._forward_pre_hooks)) for module in model.hf.modules()}
 
 
 def last_level(model: Model, batch: Batch) -> torch.Tensor:
@@ -98,9 +88,7 @@ def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
         for name, path in (("ln1", family.ln1), ("lnx", family.lnx), ("ln2", family.ln2)):
             if path is not None:
                 norm = module.get_submodule(path)
-                changes[Site(block, f"{name}.in"), Site(block, f"{name}.out")] = replace_by_map(
-                    norm.forward
-                )
+                changes[Site(block, f"{name}.in"), Site(block, f"{name}.out")] = replace_by_map(norm.forward)
     assert torch.allclose(rerun.from_level(0, changes=changes), rerun.levels[-1], atol=EXACT)
 
 
@@ -180,9 +168,7 @@ def test_zero_ablation_of_an_attention_head_equals_zero_weights(model, rerun):
     size = site_width(model, Site(block, "heads")) // heads
     columns = slice(size, 2 * size)
     pair = Site(block, "attn.in"), Site(block, "heads")
-    found = rerun.from_level(
-        block - 1, changes={pair: restrict_to(columns, replace_by_constant(torch.zeros(size)))}
-    )
+    found = rerun.from_level(block - 1, changes={pair: restrict_to(columns, replace_by_constant(torch.zeros(size)))})
     projection = model.structure.tap(pair[1]).module
     weight = projection.weight.data
     kept = weight.clone()
@@ -293,10 +279,7 @@ def test_a_float32_map_in_a_float64_model(gpt2):
 
 def test_a_source_after_its_target_is_refused(gpt2):
     batch = sample(gpt2)
-    with (
-        pytest.raises(BadModel, match="only later"),
-        patch(gpt2, {("2.attn.in", "1.attn.out"): untouched}),
-    ):
+    with pytest.raises(BadModel, match="only later"), patch(gpt2, {("2.attn.in", "1.attn.out"): untouched}):
         last_level(gpt2, batch)
 
 

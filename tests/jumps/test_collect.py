@@ -69,9 +69,7 @@ def test_an_affine_model_is_recovered():
     """With attention and feed-forward silenced a block is the identity; between norms' inputs all is linear."""
     hf = silent_gpt2()
     model = lj.Model.wrap(hf, byte_tokenizer())
-    jumps = lj.fit(
-        model, lj.load_text("pydoc", limit=120), pairs="to-last", estimator="affine", max_length=32
-    )
+    jumps = lj.fit(model, lj.load_text("pydoc", limit=120), pairs="to-last", estimator="affine", max_length=32)
     for info in jumps.info.values():
         assert info.r2[0] == pytest.approx(1, abs=1e-8)
     states = torch.randn(5, 32, dtype=torch.float64)
@@ -80,8 +78,7 @@ def test_an_affine_model_is_recovered():
 
 
 @pytest.mark.parametrize(
-    "estimator",
-    ["identity", "mean-shift", "mat", "affine", "ridge", "orthogonal", "n-njtc", "ojfa"],
+    "estimator", ["identity", "mean-shift", "mat", "affine", "ridge", "orthogonal", "n-njtc", "ojfa"]
 )
 def test_every_estimator_makes_jumps(collected, estimator):
     to_last = [(a, b) for a, b in collected.fit.pairs if b == Site(4)]
@@ -131,11 +128,7 @@ def test_pairs_are_parsed_and_bad_ones_named(model):
     assert len(parse_pairs("all", structure)) == 10
     assert parse_pairs("adjacent", structure)[0] == (Site(0), Site(1))
     assert parse_pairs("0:4, 2.attn.in:final", structure)[1][0] == Site(2, "attn.in")
-    for bad, message in [
-        ("0", "expected pairs to-last"),
-        ("0:9", "levels 0 to 4"),
-        ("3:3", "to itself"),
-    ]:
+    for bad, message in [("0", "expected pairs to-last"), ("0:9", "levels 0 to 4"), ("3:3", "to itself")]:
         with pytest.raises(LayerjumpError, match=message):
             parse_pairs(bad, structure)
 
@@ -199,9 +192,7 @@ def test_saved_sums_give_the_same_jumps(collected, tmp_path):
     assert loaded.max_length == collected.max_length
     for total, read in zip(collected.fit.sums.tensors(), loaded.fit.sums.tensors(), strict=True):
         assert torch.equal(total, read)
-    assert torch.equal(
-        loaded.test.reservoir.states[Site(2)], collected.test.reservoir.states[Site(2)]
-    )
+    assert torch.equal(loaded.test.reservoir.states[Site(2)], collected.test.reservoir.states[Site(2)])
     for folder, run in (("a", collected), ("b", loaded)):
         solve_jumps(run, "ridge").save_pretrained(tmp_path / folder)
     assert same_bytes(tmp_path / "a", tmp_path / "b")
@@ -209,10 +200,7 @@ def test_saved_sums_give_the_same_jumps(collected, tmp_path):
 
 def test_two_halves_merge_to_the_whole(model, text):
     """Documents of two runs add up to the run over both: the same maps to float tolerance."""
-    half = [
-        lj.Corpus(name, docs, "")
-        for name, docs in (("a", text.documents[:150]), ("b", text.documents[150:]))
-    ]
+    half = [lj.Corpus(name, docs, "") for name, docs in (("a", text.documents[:150]), ("b", text.documents[150:]))]
     whole = merge_moments([lj.collect_moments(model, corpus, split="100/0/0") for corpus in half])
     once = lj.collect_moments(model, text, split="100/0/0")
     assert whole.fit.n == once.fit.n
@@ -256,9 +244,7 @@ def test_products_are_rough_for_calibrated_alone(data_folder, study_text):
     model = lj.load(data_folder / "tiny-gpt2")
     settings = {"estimator": "calibrated", "tokens": 2_000}
     float32_products = plan_run(model, study_text, **settings)
-    exact = plan_run(
-        model, study_text, estimator="affine", pairs="to-final", features="both", tokens=2_000
-    )
+    exact = plan_run(model, study_text, estimator="affine", pairs="to-final", features="both", tokens=2_000)
     single = plan_run(model, study_text, **settings, features="rms")
     found = [one.moments["fit"].products for one in (float32_products, exact, single)]
     assert found == [torch.float32, torch.float64, torch.float64]

@@ -17,15 +17,7 @@ model = fitted_gpt2.model  # a fixture
 
 
 def torchrun(n: int, *arguments: str) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(n),
-        "--master-port",
-        "0",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     return subprocess.run(
         [*command, "-m", "layerjump", "fit", *arguments],
@@ -51,25 +43,10 @@ def test_several_processes_give_the_same_jumps(n, model, data_folder, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_run_and_resume_completes_it(data_folder, tmp_path):
-    settings = (
-        str(data_folder / "tiny-gpt2"),
-        "--pairs",
-        "all",
-        "--positions",
-        "all",
-        "--save-every",
-        "0",
-    )
+    settings = (str(data_folder / "tiny-gpt2"), "--pairs", "all", "--positions", "all", "--save-every", "0")
     assert torchrun(2, *settings, "-o", str(tmp_path / "whole")).returncode == 0
     folder = tmp_path / "broken"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.Popen(
         [*command, "-m", "layerjump", "fit", *settings, "-o", str(folder)],
         stdout=subprocess.PIPE,

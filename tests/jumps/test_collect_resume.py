@@ -63,24 +63,12 @@ def test_killed_at_twenty_random_moments_it_ends_byte_identical(data_folder, tmp
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "layerjump",
-        "fit",
-        str(data_folder / "tiny-gpt2"),
-        "--pairs",
-        "all",
-    ]
+    command = [sys.executable, "-m", "layerjump", "fit", str(data_folder / "tiny-gpt2"), "--pairs", "all"]
     command += ["--positions", "all", "--save-every", "0", "-o"]
     subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=True)
     folder = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while not (
-        folder / "unfinished-0-of-1.safetensors"
-    ).is_file():  # it is in the middle of the pass
+    process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (folder / "unfinished-0-of-1.safetensors").is_file():  # it is in the middle of the pass
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
@@ -88,9 +76,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path
     assert process.returncode == 130
     assert error.strip().splitlines()[-1].endswith("run the same command with --resume to continue")
     assert not (folder / "jumps.safetensors").exists()
-    done = subprocess.run(
-        [*command, str(folder), "--resume"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*command, str(folder), "--resume"], capture_output=True, text=True, check=True)
     assert "R²" in done.stdout
     assert same_bytes(tmp_path / "whole", folder)
 
@@ -106,9 +92,7 @@ def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
 
 def test_resuming_with_other_features_is_refused(model, text, tmp_path):
     run = plan_run(model, text, pairs="to-final", features="both")
-    Checkpoint(tmp_path).save(
-        SplitMoments(**run.moments, info=run.info), dict.fromkeys(run.batches, 0)
-    )
+    Checkpoint(tmp_path).save(SplitMoments(**run.moments, info=run.info), dict.fromkeys(run.batches, 0))
     again = plan_run(model, text, pairs="to-final", features="rms")
     with pytest.raises(BadArtifact, match="other settings .*features both → rms"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))

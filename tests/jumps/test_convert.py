@@ -8,16 +8,7 @@ import sys
 import pytest
 import torch
 from helpers import foreign_lenses
-from helpers.foreign_lenses import (
-    ALL_PAIRS,
-    TO_LAST,
-    D,
-    L,
-    drawn,
-    jacobian_content,
-    same_maps,
-    tuned_folder,
-)
+from helpers.foreign_lenses import ALL_PAIRS, TO_LAST, D, L, drawn, jacobian_content, same_maps, tuned_folder
 from helpers.story_text import stories
 from typer.testing import CliRunner
 
@@ -43,17 +34,11 @@ def test_a_tuned_lens_adds_its_translators_to_the_state(model, tmp_path, caplog)
         theirs = h + h @ state[f"{level}.weight"].mT + state[f"{level}.bias"]
         torch.testing.assert_close(jumps[level, L](h), theirs)
         torch.testing.assert_close(
-            lj.Lens(model, jumps).logits(level, h),
-            model.hf.lm_head(model.hf.transformer.ln_f(theirs)),
+            lj.Lens(model, jumps).logits(level, h), model.hf.lm_head(model.hf.transformer.ln_f(theirs))
         )
     assert caplog.text == ""
     known = jumps.provenance
-    assert (known.estimator, known.text, known.tokens, known.n_fit) == (
-        "tuned-lens",
-        "unknown",
-        0,
-        0,
-    )
+    assert (known.estimator, known.text, known.tokens, known.n_fit) == ("tuned-lens", "unknown", 0, 0)
     assert known.settings == {"imported_from": "lens", "said": config}
     assert known.fingerprint == fingerprint(model.hf)
     assert "unknown text" in repr(jumps)
@@ -169,10 +154,7 @@ def test_an_imported_lens_works_from_a_saved_folder(data_folder, tmp_path):
     jumps = lj.Jumps.from_pretrained(tmp_path / "jumps", model=model)
     ours, theirs = lj.Lens(model, fitted)(TEXT), lj.Lens(model, jumps)(TEXT)
     assert (ours.top == theirs.top).all()
-    written = [
-        lj.generate(model, each, TEXT, exit="gap:0.2", max_new_tokens=8).ids
-        for each in (fitted, jumps)
-    ]
+    written = [lj.generate(model, each, TEXT, exit="gap:0.2", max_new_tokens=8).ids for each in (fitted, jumps)]
     assert written[0] == written[1]
 
 
@@ -183,9 +165,7 @@ def test_an_imported_lens_works_from_a_saved_folder(data_folder, tmp_path):
         ("mat", "linreg", "0:4,3:4", (0, 3, 4)),
     ],
 )
-def test_a_lens_that_reads_some_levels_alone_works_too(
-    data_folder, tmp_path, format, path, pairs, levels
-):
+def test_a_lens_that_reads_some_levels_alone_works_too(data_folder, tmp_path, format, path, pairs, levels):
     """Read with, beside another, calibrated and generated with: at the levels that it has."""
     model = lj.load(data_folder / "tiny-gpt2")
     fitted = lj.fit(model, "pydoc", tokens=3000, pairs=pairs, split="100/0/0")
@@ -204,10 +184,7 @@ def test_a_lens_that_reads_some_levels_alone_works_too(
     made = lj.generate(model, jumps, TEXT, exit=found.exit, max_new_tokens=8)
     assert {level for level in made.exit_levels[0] if level is not None} <= set(levels)
     jumps.save_pretrained(tmp_path / "jumps")
-    done = CliRunner().invoke(
-        app,
-        ["lens", str(data_folder / "tiny-gpt2"), TEXT, "--jumps", str(tmp_path / "jumps")],
-    )
+    done = CliRunner().invoke(app, ["lens", str(data_folder / "tiny-gpt2"), TEXT, "--jumps", str(tmp_path / "jumps")])
     assert done.exit_code == 0, done.stderr
 
 
@@ -241,9 +218,7 @@ def test_export_and_import_as_commands(data_folder, tmp_path):
     fitted.save_pretrained(tmp_path / "jumps")
     run = CliRunner()
     where = ["--model", folder, "-o"]
-    done = run.invoke(
-        app, ["export", str(tmp_path / "jumps"), "--format", "jacobian", *where, lens]
-    )
+    done = run.invoke(app, ["export", str(tmp_path / "jumps"), "--format", "jacobian", *where, lens])
     assert done.exit_code == 0, done.stderr
     done = run.invoke(app, ["import", lens, *where, str(tmp_path / "again"), "--json"])
     assert done.exit_code == 0, done.stderr

@@ -114,21 +114,9 @@ def test_damaged_bytes_never_escape_as_other_errors(model, tmp_path):
         (jacobian_content(J={0: "text"}), BadForeignLens, "a str"),
         (jacobian_content(metadata={"target_layer": 1}), WrongModel, "target_layer 1"),
         ({"jacobian_sum": {0: torch.zeros(D, D)}, "n_done": 0}, BadForeignLens, "how many prompts"),
-        (
-            {"jacobian_sum": {0: torch.zeros(D, D)}, "n_done": 10**30},
-            BadForeignLens,
-            "how many prompts",
-        ),
-        (
-            jacobian_content(J=dict.fromkeys((0, "00"), torch.eye(D))),
-            BadForeignLens,
-            "two matrices",
-        ),
-        (
-            jacobian_content(J={0: torch.empty(D, D, device="meta")}),
-            BadForeignLens,
-            "expected a dense",
-        ),
+        ({"jacobian_sum": {0: torch.zeros(D, D)}, "n_done": 10**30}, BadForeignLens, "how many prompts"),
+        (jacobian_content(J=dict.fromkeys((0, "00"), torch.eye(D))), BadForeignLens, "two matrices"),
+        (jacobian_content(J={0: torch.empty(D, D, device="meta")}), BadForeignLens, "expected a dense"),
     ],
 )
 def test_wrong_jacobian_files(model, tmp_path, content, kind, message):
@@ -197,10 +185,7 @@ def test_numbers_that_unpack_to_more_than_a_map_are_not_read(model, tmp_path):
     numbers = io.BytesIO()
     torch.save(torch.zeros(1 << 24), numbers)
     packed = io.BytesIO()
-    with (
-        zipfile.ZipFile(numbers) as plain,
-        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
-    ):
+    with zipfile.ZipFile(numbers) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
         for item in plain.infolist():
             small.writestr(item.filename, plain.read(item))
 

@@ -55,9 +55,7 @@ def test_no_rotation_near_the_orthogonal_map_does_better():
     for seed in range(20):
         skew = 1e-3 * random(6, 6, seed=seed)
         turned = torch.linalg.matrix_exp(skew - skew.mT) @ found.weight
-        assert error(lambda v, w=turned: (v - x.mean(0)) @ w.mT + y.mean(0), x, y) > error(
-            found, x, y
-        )
+        assert error(lambda v, w=turned: (v - x.mean(0)) @ w.mT + y.mean(0), x, y) > error(found, x, y)
 
 
 def test_identity_and_mean_shift_move_nothing_and_the_mean():
@@ -86,9 +84,7 @@ def test_held_out_predictions_are_sklearns(name, intercept, n_sinks):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    dx=st.integers(1, 12), dy=st.integers(1, 12), extra=st.integers(1, 30), seed=st.integers(0, 99)
-)
+@given(dx=st.integers(1, 12), dy=st.integers(1, 12), extra=st.integers(1, 30), seed=st.integers(0, 99))
 def test_affine_is_lstsq_with_a_column_of_ones(dx, dy, extra, seed):
     x, y = random(dx + 1 + extra, dx, seed=seed), random(dx + 1 + extra, dy, seed=seed + 100)
     ones = torch.cat([x, torch.ones(len(x), 1).double()], 1)
@@ -99,9 +95,7 @@ def test_affine_is_lstsq_with_a_column_of_ones(dx, dy, extra, seed):
 def test_a_large_mean_costs_no_precision():
     x, y = noisy(300, 10, 10)
     far = x + 1e5
-    torch.testing.assert_close(
-        fit("affine", far, y)(far), fit("affine", x, y)(x), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(fit("affine", far, y)(far), fit("affine", x, y)(x), rtol=1e-6, atol=0)
 
 
 # ---- first-order optimality ----------------------------------------------------------------------

@@ -59,9 +59,7 @@ def test_a_cholesky_factor_without_a_small_pivot_is_still_seen_as_singular():
     lower = lower / torch.linalg.vector_norm(lower, dim=1, keepdim=True)
     matrix = lower @ lower.mT
     assert torch.linalg.cholesky(matrix).diagonal().min() > 0.1
-    assert isinstance(
-        factorise(matrix, torch.zeros(27).bool(), n_independent=1000), TruncatedFactor
-    )
+    assert isinstance(factorise(matrix, torch.zeros(27).bool(), n_independent=1000), TruncatedFactor)
 
 
 def test_few_rows_span_few_directions_however_the_sums_are_rounded():

@@ -41,9 +41,7 @@ def with_vocabulary(family: str, tokenizer, **changes) -> Model:
     return Model.wrap(hf, tokenizer, name=family)
 
 
-def rows(
-    model: Model, *, skip_first: int, max_length: int = 128, tokens: int = 50
-) -> list[list[int]]:
+def rows(model: Model, *, skip_first: int, max_length: int = 128, tokens: int = 50) -> list[list[int]]:
     """The sequences that these settings read."""
     chosen = lj.make_batches(
         TEXT,
@@ -116,12 +114,7 @@ def mixing(block) -> torch.Tensor:
 # Llama's and Gemma's norms round to float32, which small differences would be lost in.
 @pytest.mark.parametrize(
     ("family", "step", "close"),
-    [
-        ("gpt_neox", 1e-5, 1e-5),
-        ("falcon", 1e-5, 1e-5),
-        ("llama", 1e-2, 3e-3),
-        ("gemma2", 1e-2, 3e-3),
-    ],
+    [("gpt_neox", 1e-5, 1e-5), ("falcon", 1e-5, 1e-5), ("llama", 1e-2, 3e-3), ("gemma2", 1e-2, 3e-3)],
 )
 def test_finite_differences_agree_in_other_families(tokenizer, family, step, close):
     """Push the sources along a direction, one by one: what level L gains at the targets is J times the direction."""

@@ -21,9 +21,7 @@ def jumps():
 
 
 def states(pair, n: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return 3 * torch.randn(
-        n, synthetic_jumps.D + 3 if pair[0].part == "heads" else synthetic_jumps.D, dtype=dtype
-    )
+    return 3 * torch.randn(n, synthetic_jumps.D + 3 if pair[0].part == "heads" else synthetic_jumps.D, dtype=dtype)
 
 
 # Maps
@@ -89,9 +87,7 @@ def test_parameters_are_float32_without_gradients(jumps):
 
 def test_it_moves_and_copies_like_any_module(jumps):
     half = copy.deepcopy(jumps).to(torch.bfloat16)
-    assert (
-        half[2, 3](torch.ones(1, synthetic_jumps.D, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    )
+    assert half[2, 3](torch.ones(1, synthetic_jumps.D, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert half.n_bytes == jumps.n_bytes / 2
     assert next(half.to("meta").parameters()).is_meta
     fresh = synthetic_jumps.jumps(seed=1)
@@ -99,9 +95,7 @@ def test_it_moves_and_copies_like_any_module(jumps):
     assert synthetic_jumps.same(fresh, jumps)
 
 
-@pytest.mark.parametrize(
-    "pair", list(synthetic_jumps.affines()), ids=lambda pair: "-".join(map(str, pair))
-)
+@pytest.mark.parametrize("pair", list(synthetic_jumps.affines()), ids=lambda pair: "-".join(map(str, pair)))
 def test_it_compiles_in_one_graph(jumps, pair):
     x = states(pair)
     compiled = torch.compile(jumps[pair], backend="eager", fullgraph=True)
@@ -129,9 +123,7 @@ def test_an_absent_jump_says_what_there_is(jumps):
     with pytest.raises(KeyError) as caught:
         jumps[3, 1]
     assert isinstance(caught.value, NoSuchJump)
-    assert str(caught.value).startswith(
-        "there is no jump 3 → 1 in this set, only 0 → 1, 0 → 2, 0 → 3,"
-    )
+    assert str(caught.value).startswith("there is no jump 3 → 1 in this set, only 0 → 1, 0 → 2, 0 → 3,")
     assert "and 1 more" in str(caught.value)
     with pytest.raises(NoSuchJump, match="a source and a target"):
         jumps[3]
@@ -150,9 +142,7 @@ def test_where_it_lands():
 def test_it_says_in_one_line_what_it_holds():
     def said(*pairs: tuple[Site, Site]) -> str:
         maps = {pair: Affine((synthetic_jumps.D, synthetic_jumps.D)) for pair in pairs}
-        return repr(
-            Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(n_blocks=30))
-        )
+        return repr(Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(n_blocks=30)))
 
     last = Site(30)
     assert said(*((Site(i), last) for i in range(30))) == (
@@ -182,9 +172,7 @@ def test_the_anatomy_of_a_known_map():
     draw, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
     weight = draw @ torch.diag(torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64))
     maps = {(Site(0), Site(1)): Affine.of(weight, bias=torch.tensor([3.0, 0.0, 4.0]))}
-    structure = Jumps.of(
-        maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(width=3)
-    ).spectrum(0, 1)
+    structure = Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(width=3)).spectrum(0, 1)
     entropy = -(4 / 6 * math.log(4 / 6) + 2 / 6 * math.log(1 / 6))
     assert structure.singular_values == pytest.approx((2, 1, 1), rel=1e-6)
     assert structure.effective_rank == pytest.approx(math.exp(entropy), rel=1e-6)
@@ -210,11 +198,7 @@ def test_the_anatomy_of_narrow_oblong_and_zero_maps(jumps):
 
 def refusal(maps, infos=None, **changes) -> str:
     with pytest.raises(BadJumps) as caught:
-        Jumps.of(
-            maps,
-            synthetic_jumps.infos(maps) if infos is None else infos,
-            synthetic_jumps.provenance(**changes),
-        )
+        Jumps.of(maps, synthetic_jumps.infos(maps) if infos is None else infos, synthetic_jumps.provenance(**changes))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -36,9 +36,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def collected(model, text):
-    return lj.collect_moments(
-        model, text, pairs="to-final", features="both", float32_products=True, tokens=TOKENS
-    )
+    return lj.collect_moments(model, text, pairs="to-final", features="both", float32_products=True, tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,7 @@ def states_of(model, text, part):
     sites = [*map(Site, range(model.n_blocks + 1)), FINAL]
     documents = getattr(lj.split_documents(len(text.documents), "80/10/10", seed=0), part)
     wanted = max(1, TOKENS * len(documents) // len(text.documents))
-    found = lj.make_batches(
-        text, model.tokenization, lj.Positions("all"), documents=documents, tokens=wanted
-    )
+    found = lj.make_batches(text, model.tokenization, lj.Positions("all"), documents=documents, tokens=wanted)
     parts = [each.at for each in lj.capture_states(model, found, sites)]
     return {site: torch.cat([at[site] for at in parts]) for site in sites}
 
@@ -74,9 +70,7 @@ def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected
         info = jumps.info[level, "final"]
         x = compute_features(rows[Site(level)], info.features).double()
         source, _ = collected.fit.pair_moments((Site(level), FINAL), info.features)
-        theirs = Ridge(alpha=info.strength * strength_unit(source)).fit(
-            x.numpy(), rows[FINAL].numpy()
-        )
+        theirs = Ridge(alpha=info.strength * strength_unit(source)).fit(x.numpy(), rows[FINAL].numpy())
         mine = jumps[level, "final"](rows[Site(level)][:500])
         factor = jumps.provenance.settings["temperature"][str(level)]
         wanted = factor * torch.as_tensor(theirs.predict(x[:500].numpy()))
@@ -139,9 +133,7 @@ def test_one_kind_of_features_alone(model, text):
         assert {made.info[pair].features for pair in made} == {kind}
         # h / rms(h) taken for the target would not be the identity, and is not scored as such.
         assert all((made.info[pair].r2_identity is None) == (kind != "raw") for pair in made)
-        affine = lj.fit(
-            model, text, estimator="affine", pairs="to-final", features=kind, tokens=8_000
-        )
+        affine = lj.fit(model, text, estimator="affine", pairs="to-final", features=kind, tokens=8_000)
         assert {affine.info[pair].features for pair in affine} == {kind}
 
 
@@ -169,10 +161,7 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
     about = lj.Jumps.from_pretrained(folder).provenance
     assert about.estimator == "calibrated+kl"
     assert about.settings["how"] == "to-tune"  # both landings were there to be tuned
-    assert sorted(path.name for path in (tmp_path / "jumps").iterdir()) == [
-        "jumps.json",
-        "jumps.safetensors",
-    ]
+    assert sorted(path.name for path in (tmp_path / "jumps").iterdir()) == ["jumps.json", "jumps.safetensors"]
     wrong_ones = (
         "--pooling magic",
         "--features magic",

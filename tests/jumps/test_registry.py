@@ -8,12 +8,7 @@ import pytest
 
 import layerjump as lj
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.registry import (
-    CLOSED_FORM,
-    ESTIMATORS,
-    Settings,
-    find_estimator,
-)
+from layerjump.jumps.estimators.registry import CLOSED_FORM, ESTIMATORS, Settings, find_estimator
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -28,9 +28,7 @@ def test_no_strength_is_least_squares_and_endless_strength_is_the_mean():
     x, y = noisy(100, 9, 7)
     source, targets = sums(x, y)
     wanted = affine(source, targets)[0](x)
-    distances = [
-        float((ridge(source, targets, strength=s)[0](x) - wanted).norm()) for s in (1e-3, 1e-6, 0.0)
-    ]
+    distances = [float((ridge(source, targets, strength=s)[0](x) - wanted).norm()) for s in (1e-3, 1e-6, 0.0)]
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 1e-9
     mean = ridge(source, targets, strength=1e12)[0](x)
@@ -69,14 +67,7 @@ def test_the_chosen_strength_is_the_best_of_the_grid_by_brute_force():
     x, y = few_rows()
     held_x, held_y = few_rows(seed=1)
     # Different tasks want different strengths; the shift makes the two splits' means differ.
-    ys, held = (
-        [y, y + 30 * random(40, 8), 0.01 * y + x[:, :8]],
-        [
-            held_y + 0.5,
-            held_y,
-            0.01 * held_y + held_x[:, :8],
-        ],
-    )
+    ys, held = ([y, y + 30 * random(40, 8), 0.01 * y + x[:, :8]], [held_y + 0.5, held_y, 0.01 * held_y + held_x[:, :8]])
     source, targets = sums(x, *ys)
     found = ridge(source, targets, validation=sums(held_x, *held))
     for target, map_, rows in zip(targets, found, held, strict=True):

@@ -31,11 +31,7 @@ def test_the_same_jumps_give_the_same_bytes(folder, tmp_path):
     reordered = synthetic_jumps.provenance(
         settings=dict(reversed(synthetic_jumps.provenance().settings.items()))
     ).settings
-    for again in (
-        synthetic_jumps.jumps(),
-        serialization.load(folder),
-        synthetic_jumps.jumps(settings=reordered),
-    ):
+    for again in (synthetic_jumps.jumps(), serialization.load(folder), synthetic_jumps.jumps(settings=reordered)):
         for place in (folder, tmp_path / "other"):
             serialization.save(again, place)
             assert [(place / name).read_bytes() for name in (TENSORS, TEXT)] == before
@@ -69,9 +65,7 @@ def test_the_files_are_what_the_documentation_says(folder):
     assert entry["tensors"] == {"bias": [8], "down": [2, 8], "up": [8, 2]}
     with safe_open(folder / TENSORS, framework="pt") as file:
         assert {"1>3.up", "1>3.down", "1>3.bias", "1.attn.in>1.attn.out.weight"} <= set(file.keys())
-        listed = {
-            f"{e['source']}>{e['target']}.{part}" for e in data["jumps"] for part in e["tensors"]
-        }
+        listed = {f"{e['source']}>{e['target']}.{part}" for e in data["jumps"] for part in e["tensors"]}
         assert listed == set(file.keys())
 
 
@@ -85,9 +79,7 @@ def test_the_documentation_names_every_key(folder):
 def test_the_names_of_the_hub(folder, tmp_path):
     jumps = Jumps.from_pretrained(folder)
     jumps.save_pretrained(tmp_path / "again")
-    assert synthetic_jumps.same(
-        Jumps.from_pretrained(str(tmp_path / "again")), synthetic_jumps.jumps()
-    )
+    assert synthetic_jumps.same(Jumps.from_pretrained(str(tmp_path / "again")), synthetic_jumps.jumps())
 
 
 def test_without_the_hub_there_is_one_line(tmp_path):
@@ -113,9 +105,7 @@ def model():
 def fitted(model, tmp_path):
     """A folder of jumps that say they were fitted on the tiny model."""
     place = tmp_path / "fitted"
-    serialization.save(
-        synthetic_jumps.jumps(d=model.d_model, fingerprint=fingerprint(model.hf)), place
-    )
+    serialization.save(synthetic_jumps.jumps(d=model.d_model, fingerprint=fingerprint(model.hf)), place)
     return place
 
 
@@ -128,12 +118,7 @@ def test_other_weights(model, fitted):
     hf.transformer.h[1].mlp.c_fc.weight.data *= 1.1
     tuned = Model.wrap(hf, name="tuned")
     message = complaint(fitted, WrongModel, model=tuned)
-    for word in (
-        "fitted on tiny",
-        fingerprint(model.hf)[:8],
-        "the model is tuned",
-        fingerprint(hf)[:8],
-    ):
+    for word in ("fitted on tiny", fingerprint(model.hf)[:8], "the model is tuned", fingerprint(hf)[:8]):
         assert word in message
     assert "allow_other_weights=True" in message
     allowed = serialization.load(fitted, model=tuned, allow_other_weights=True)

@@ -81,10 +81,7 @@ EDITS = {
     "no provenance": (lambda d: d.pop("provenance"), "lacks 'provenance'"),
     "provenance null": (lambda d: d.update(provenance=None), "provenance is None"),
     "no seed": (lambda d: d["provenance"].pop("seed"), "lacks 'provenance.seed'"),
-    "seed a float": (
-        lambda d: d["provenance"].update(seed=0.5),
-        "seed is 0.5: Input should be a valid integer",
-    ),
+    "seed a float": (lambda d: d["provenance"].update(seed=0.5), "seed is 0.5: Input should be a valid integer"),
     "width true": (lambda d: d["provenance"].update(width=True), "width is True"),
     "revision a list": (lambda d: d["provenance"].update(revision=[]), "provenance.revision is []"),
     "settings a list": (lambda d: d["provenance"].update(settings=[]), "settings is []"),
@@ -97,19 +94,13 @@ EDITS = {
     "site with zeros": (lambda d: d["jumps"][0].update(source="00"), "source is '00'"),
     "site of 5000 digits": (lambda d: d["jumps"][0].update(source="9" * 5000), "source is '9"),
     "features": (lambda d: d["jumps"][0].update(features="cube"), "features is 'cube'"),
-    "lands": (
-        lambda d: d["jumps"][0].update(lands="final"),
-        "lands is 'final' for the jump 0 → 1, expected 'level'",
-    ),
+    "lands": (lambda d: d["jumps"][0].update(lands="final"), "lands is 'final' for the jump 0 → 1, expected 'level'"),
     "lands a list": (lambda d: d["jumps"][0].update(lands=["level"]), "lands is ['level']"),
     "twice": (lambda d: d["jumps"].append(d["jumps"][0]), "0 → 1 twice"),
     "shape of one": (lambda d: d["jumps"][0].update(shape=[8]), "lacks 'jumps.0.shape.1'"),
     "no such tensor": (lambda d: d["jumps"][2].update(tensors={"w": [8, 8]}), "tensors is {'w'"),
     "only up": (lambda d: d["jumps"][2].update(tensors={"up": [8, 8]}), "tensors is {'up'"),
-    "shapes as text": (
-        lambda d: d["jumps"][2].update(tensors={"weight": "8"}),
-        "tensors.weight is '8'",
-    ),
+    "shapes as text": (lambda d: d["jumps"][2].update(tensors={"weight": "8"}), "tensors.weight is '8'"),
 }
 
 
@@ -151,10 +142,7 @@ def test_the_order_of_jumps_in_the_json_says_nothing(folder):
 TENSOR_FAULTS = {
     "missing": (lambda t: t.pop("0>3.weight"), "lists but lacks the tensor '0>3.weight'"),
     "extra": (lambda t: t.update(x=torch.ones(1)), "holds but does not list the tensor 'x'"),
-    "shape": (
-        lambda t: t.update({"0>3.weight": torch.ones(8, 9)}),
-        "got torch.float32 of shape (8, 9)",
-    ),
+    "shape": (lambda t: t.update({"0>3.weight": torch.ones(8, 9)}), "got torch.float32 of shape (8, 9)"),
     "type": (lambda t: t.update({"0>3.weight": torch.ones(8, 8).half()}), "got torch.float16"),
     "NaN": (lambda t: t["2>3.bias"].fill_(float("nan")), "2>3.bias holds NaN"),
     "infinite": (lambda t: t["2>3.bias"].fill_(float("inf")), "2>3.bias holds NaN or infinite"),
@@ -182,9 +170,7 @@ def test_descriptions_that_do_not_hold_together(folder, change, words):
     assert words in complaint(folder)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"settings": {"a": torch.ones(1)}}, {"settings": {"a": float("nan")}}]
-)
+@pytest.mark.parametrize("changes", [{"settings": {"a": torch.ones(1)}}, {"settings": {"a": float("nan")}}])
 def test_what_cannot_be_described_is_not_saved(folder, changes):
     with pytest.raises(BadArtifact, match="as JSON holds"):
         serialization.save(synthetic_jumps.jumps(**changes), folder)

@@ -83,13 +83,7 @@ def state_of(place: Path, old: Jumps, new: Jumps) -> str:
         assert not (place / TEXT).exists()
         return "absent"
     found = serialization.load(place)
-    return (
-        "old"
-        if synthetic_jumps.same(found, old)
-        else "new"
-        if synthetic_jumps.same(found, new)
-        else "neither"
-    )
+    return "old" if synthetic_jumps.same(found, old) else "new" if synthetic_jumps.same(found, new) else "neither"
 
 
 def test_death_at_any_moment(tmp_path):

@@ -27,9 +27,7 @@ WIDTH = {A: 5, B: 5, C: 3}
 def rows(n: int, *, sinks: int = 0, dtype=torch.float64, seed: int = 0) -> dict[Site, torch.Tensor]:
     """States with a large mean, and some rows of huge norm."""
     generator = torch.Generator().manual_seed(seed)
-    made = {
-        s: torch.randn(n, d, generator=generator, dtype=torch.float64) for s, d in WIDTH.items()
-    }
+    made = {s: torch.randn(n, d, generator=generator, dtype=torch.float64) for s, d in WIDTH.items()}
     made = {site: x + 30 * torch.arange(1, x.shape[1] + 1) for site, x in made.items()}
     for x in made.values():
         x[:sinks] *= 500
@@ -61,9 +59,7 @@ def assert_same(one: Moments, other: Moments, *, tolerance: float) -> None:
             assert (x - y).abs().max() <= tolerance * y.abs().max()
         assert torch.allclose(left.mean, right.mean, rtol=tolerance)
         assert torch.allclose(left.sum_squares, right.sum_squares, rtol=tolerance)
-        assert one.mean_angle((a, b)) == pytest.approx(
-            other.mean_angle((a, b)), rel=1e-9, nan_ok=True
-        )
+        assert one.mean_angle((a, b)) == pytest.approx(other.mean_angle((a, b)), rel=1e-9, nan_ok=True)
     assert torch.equal(one.reservoir.keys, other.reservoir.keys)
     for site in WIDTH:
         assert torch.equal(one.reservoir.states[site], other.reservoir.states[site])
@@ -75,9 +71,7 @@ def test_sums_are_the_textbook_ones(sinks):
     moments = summed(states, [slice(0, 50), slice(50, 200)])
     for a, b in PAIRS:
         target = moments.target(a, b)
-        assert torch.allclose(
-            moments.source(a).scatter, reference(states, a, a), rtol=1e-10, atol=1e-6
-        )
+        assert torch.allclose(moments.source(a).scatter, reference(states, a, a), rtol=1e-10, atol=1e-6)
         assert torch.allclose(target.cross, reference(states, a, b), rtol=1e-10, atol=1e-6)
         assert torch.allclose(target.sum_squares, reference(states, b, b).diagonal(), rtol=1e-10)
         assert torch.allclose(target.mean, states[b].mean(0), rtol=1e-12)
@@ -94,11 +88,7 @@ def test_angles_are_those_between_the_raw_states():
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    cuts=st.lists(st.integers(1, 119), max_size=6, unique=True),
-    order=st.randoms(),
-    sinks=st.sampled_from([0, 3]),
-)
+@given(cuts=st.lists(st.integers(1, 119), max_size=6, unique=True), order=st.randoms(), sinks=st.sampled_from([0, 3]))
 def test_any_chunking_and_order_gives_the_same_sums(cuts, order, sinks):
     states = rows(120, sinks=sinks)
     edges = [0, *sorted(cuts), 120]
@@ -176,9 +166,7 @@ def test_full_targets_keep_the_targets_scatter():
     states = rows(60)
     moments = Moments(PAIRS, full_targets=True)
     moments.add(states)
-    assert torch.allclose(
-        moments.target(A, C).scatter, reference(states, C, C), rtol=1e-10, atol=1e-6
-    )
+    assert torch.allclose(moments.target(A, C).scatter, reference(states, C, C), rtol=1e-10, atol=1e-6)
     assert summed(states, [slice(0, 60)]).target(A, C).scatter is None
 
 
@@ -206,9 +194,7 @@ def test_positions_of_a_long_documents_sequences_have_keys_of_their_own():
 def test_the_sample_of_one_long_document_is_spread_over_its_positions():
     sequence, position = torch.arange(300).repeat_interleave(64), torch.arange(64).repeat(300)
     kept = Reservoir([A], 2_000)
-    kept.add(
-        {A: position[:, None].double()}, sampling_keys(0 * position, position, sequence, seed=0)
-    )
+    kept.add({A: position[:, None].double()}, sampling_keys(0 * position, position, sequence, seed=0))
     counts = torch.bincount(kept.states[A][:, 0].long(), minlength=64)
     assert counts.min() > 10  # 31 of each on average
     assert counts.max() < 60

@@ -29,12 +29,7 @@ def model(request, data_folder):
 def collected(model):
     positions = MASKED_SHARE if model.masked else None
     return lj.collect_moments(
-        model,
-        TEXT,
-        pairs="to-final",
-        features="both",
-        float32_products=True,
-        positions=positions,
+        model, TEXT, pairs="to-final", features="both", float32_products=True, positions=positions
     )
 
 
@@ -98,12 +93,7 @@ def test_the_last_levels_land_where_kl_is_least(model):
     """Of a map onto `final` and one onto level L, by the lens that each makes, on rows of the select split."""
     positions = MASKED_SHARE if model.masked else None
     found = lj.collect_moments(
-        model,
-        TEXT,
-        pairs="predictions",
-        features="both",
-        float32_products=True,
-        positions=positions,
+        model, TEXT, pairs="predictions", features="both", float32_products=True, positions=positions
     )
     last = Site(model.n_blocks)
     late = {source for source, target in found.fit.pairs if target == last}
@@ -144,14 +134,7 @@ def test_saved_sums_want_the_model_that_they_are_of(data_folder, tmp_path):
     whole, again = str(tmp_path / "whole"), str(tmp_path / "again")
     fitted = ("fit", name, "--text", str(text), "--estimator", "calibrated", "--save-moments")
     assert run(*fitted, "-o", whole).returncode == 0
-    given = (
-        "--from-moments",
-        f"{whole}/moments.safetensors",
-        "--estimator",
-        "calibrated",
-        "-o",
-        again,
-    )
+    given = ("--from-moments", f"{whole}/moments.safetensors", "--estimator", "calibrated", "-o", again)
     alone = run("fit", *given)
     assert alone.returncode == 1
     assert "pass the model" in alone.stderr

@@ -15,13 +15,7 @@ import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.tuning import (
-    CHECKPOINT_NAME,
-    KLObjective,
-    TrainableMap,
-    TrainingRows,
-    tunable_pairs,
-)
+from layerjump.lens.tuning import CHECKPOINT_NAME, KLObjective, TrainableMap, TrainingRows, tunable_pairs
 from layerjump.metrics.logits import LOGITS_MEMORY
 from layerjump.models.structure import FINAL, Site
 
@@ -163,9 +157,7 @@ def test_runs_are_reproducible_and_resumable(model, jumps, refined, tmp_path):
     assert (tmp_path / CHECKPOINT_NAME).is_file()
     taken_up = lj.refine(model, jumps, TEXT, steps=75, checkpoint_folder=tmp_path)
     for made in (again, taken_up):
-        assert all(
-            torch.equal(a, b) for a, b in zip(made.parameters(), refined.parameters(), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(made.parameters(), refined.parameters(), strict=True))
     with pytest.raises(BadArtifact, match="other settings"):
         lj.refine(model, jumps, TEXT, steps=80, checkpoint_folder=tmp_path)
     other = lj.fit(model, TEXT, estimator="ridge", strength=1.0)  # as wide, but other numbers

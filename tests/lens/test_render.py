@@ -17,13 +17,7 @@ from layerjump.data.tokenization import escape_token
 from layerjump.errors import BadArtifact, BadText
 from layerjump.lens.render.terminal import bar, grid, spread, top_table
 
-HOSTILE = (
-    "</script><script>alert(1)</script>",
-    "<img/src=x>",
-    "\x1b[31mred",
-    "\u202eevil",
-    "&amp;",
-)
+HOSTILE = ("</script><script>alert(1)</script>", "<img/src=x>", "\x1b[31mred", "\u202eevil", "&amp;")
 STORY = "Once upon a time, there was a little girl named Lily."
 
 
@@ -65,12 +59,7 @@ def test_to_dict_has_every_number(trajectory, model):
     content = json.loads(json.dumps(trajectory.to_dict(), allow_nan=False))
     n, levels = len(trajectory.prompt.ids), 5
     assert content["levels"] == ["0", "1", "2", "3", "4"]
-    assert (content["lens"], content["task"], content["n_blocks"], content["k"]) == (
-        "mat",
-        "causal",
-        4,
-        4,
-    )
+    assert (content["lens"], content["task"], content["n_blocks"], content["k"]) == ("mat", "causal", 4, 4)
     assert "".join(token["text"] for token in content["tokens"]) == STORY
     assert content["positions"] == list(range(n))
     assert content["fitted_from"] == 1
@@ -104,9 +93,7 @@ def test_to_dict_of_jensen_shannon_and_of_masked_models(model, data_folder):
 def test_values_that_are_not_finite_are_null(trajectory):
     from dataclasses import replace
 
-    broken = replace(
-        trajectory, stats=trajectory.stats._replace(kl=torch.full_like(trajectory.kl, math.inf))
-    )
+    broken = replace(trajectory, stats=trajectory.stats._replace(kl=torch.full_like(trajectory.kl, math.inf)))
     assert broken.to_dict()["kl"][0][0] is None
 
 

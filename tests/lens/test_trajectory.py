@@ -89,17 +89,11 @@ def assert_equals_naive(trajectory, logits):
             torch.testing.assert_close(one, p[level, row], rtol=rtol, atol=atol)
             cell_logits = logits[level, row]
             for track in trajectory.tracked:
-                assert int(track.rank[level, row]) == int(
-                    (cell_logits > cell_logits[track.id]).sum()
-                )
+                assert int(track.rank[level, row]) == int((cell_logits > cell_logits[track.id]).sum())
                 share = float(p[level, row, track.id])
                 assert float(track.probability[level, row]) == pytest.approx(share, rel=rtol)
     assert trajectory.settled_level.tolist() == [
-        min(
-            start
-            for start in range(len(logits))
-            if (trajectory.top[start:, row, 0] == logits[-1, row].argmax()).all()
-        )
+        min(start for start in range(len(logits)) if (trajectory.top[start:, row, 0] == logits[-1, row].argmax()).all())
         for row in range(len(trajectory.positions))
     ]
 
@@ -125,9 +119,7 @@ def test_the_logit_lens_decodes_hugging_faces_hidden_states(gpt2):
 def test_a_lens_with_jumps_decodes_the_mapped_states(gpt2, jumps):
     trajectory = lj.Lens(gpt2, jumps)(STORY, k=3, tokens=[5])
     assert_equals_naive(trajectory, naive(gpt2, trajectory.prompt.ids, jumps))
-    assert (
-        trajectory.fitted_from == jumps.provenance.skip_first == 0
-    )  # a sub-module site is among the pairs
+    assert trajectory.fitted_from == jumps.provenance.skip_first == 0  # a sub-module site is among the pairs
     assert trajectory.name == "mat"
 
 
@@ -160,9 +152,7 @@ def test_chunking_does_not_change_the_numbers(memory, gpt2, jumps):
     trajectory = lj.Lens(gpt2, jumps)(STORY * 5, jensen_shannon=True)
     assert len(trajectory.positions) > 64
     readouts = {"mat": trajectory.readouts}
-    best, again = compute_stats(
-        gpt2, readouts, trajectory.states, LensQuery(10, jensen_shannon=True), memory=memory
-    )
+    best, again = compute_stats(gpt2, readouts, trajectory.states, LensQuery(10, jensen_shannon=True), memory=memory)
     assert torch.equal(best, trajectory.model_top)
     assert torch.equal(again["mat"].top, trajectory.top)
     for name in ("kl", "entropy", "cross_entropy", "jensen_shannon"):
@@ -188,9 +178,7 @@ def test_last_selects_positions_but_runs_the_whole_text(gpt2, jumps):
     assert end.positions == full.positions[-3:]
     assert end.tokens == full.tokens
     torch.testing.assert_close(end.kl, full.kl[:, -3:], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        end.cross_entropy, full.cross_entropy[:, -3:], rtol=1e-4, atol=1e-5, equal_nan=True
-    )
+    torch.testing.assert_close(end.cross_entropy, full.cross_entropy[:, -3:], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_several_lenses_share_one_forward_pass(gpt2, jumps):

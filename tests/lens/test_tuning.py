@@ -67,10 +67,7 @@ def test_the_sampled_softmax_is_unbiased_on_average(structure, states):
     final, mapped = states
     whole, expected = gradient(SampledTarget.full(structure, final), mapped)
     draws = [
-        gradient(
-            SampledTarget.full(structure, final).sample(np.random.default_rng(seed), 300, 300),
-            mapped,
-        )
+        gradient(SampledTarget.full(structure, final).sample(np.random.default_rng(seed), 300, 300), mapped)
         for seed in range(200)
     ]
     mean = torch.stack([slope for _, slope in draws]).mean(0)
@@ -80,9 +77,7 @@ def test_the_sampled_softmax_is_unbiased_on_average(structure, states):
     assert np.mean([kl for kl, _ in draws]) == pytest.approx(whole, rel=0.02)
     # Taken for the whole vocabulary, the same tokens would lead astray.
     few = SampledTarget.full(structure, final).sample(np.random.default_rng(0), 300, 300)
-    unweighted = SampledTarget(
-        few.structure, few.probabilities / few.probabilities.sum(-1, keepdim=True)
-    )
+    unweighted = SampledTarget(few.structure, few.probabilities / few.probabilities.sum(-1, keepdim=True))
     assert float((gradient(unweighted, mapped)[1] - expected).norm() / expected.norm()) > 0.08
 
 
@@ -154,10 +149,7 @@ def test_a_step_that_is_not_finite_is_skipped(broken):
             value = math.nan if broken == "gradient" else 1e30
             next(second.parameters()).grad[0] = value
         tuner.update(both(1.0, math.nan if step == 1 and broken == "loss" else 1.0))
-        moved = [
-            not torch.equal(a, one.to_affine().factors[0])
-            for a, one in zip(before, tuned.values(), strict=True)
-        ]
+        moved = [not torch.equal(a, one.to_affine().factors[0]) for a, one in zip(before, tuned.values(), strict=True)]
         assert moved == [True, step != 1]
         assert all(bool(p.isfinite().all()) for one in tuned.values() for p in one.parameters())
 
@@ -177,12 +169,8 @@ def test_it_finishes_when_validations_no_longer_lower_the_mean():
     "damage",
     [
         lambda parameters: parameters.clear(),
-        lambda parameters: parameters.update(
-            {name: value[None] for name, value in parameters.items()}
-        ),
-        lambda parameters: parameters.update(
-            {name: value * math.nan for name, value in parameters.items()}
-        ),
+        lambda parameters: parameters.update({name: value[None] for name, value in parameters.items()}),
+        lambda parameters: parameters.update({name: value * math.nan for name, value in parameters.items()}),
         lambda parameters: parameters.update(dict.fromkeys(parameters, 3)),
     ],
 )
@@ -201,9 +189,7 @@ def test_a_checkpoint_with_broken_parameters_is_refused(damage, tmp_path):
 
 
 def test_a_checkpoint_with_a_negative_kl_is_refused(tmp_path):
-    tuner = Tuner(
-        both(*(TrainableMap(nn.Linear(4, 4), torch.randn(50, 4)) for _ in range(2))), 0.1, 9
-    )
+    tuner = Tuner(both(*(TrainableMap(nn.Linear(4, 4), torch.randn(50, 4)) for _ in range(2))), 0.1, 9)
     tuner.record_validation(both(1.0, 1.0))
     tuner.best_kl[0] = -100.0  # which no validation would ever undercut
     tuner.save(tmp_path, "mine")
@@ -261,9 +247,7 @@ def test_no_temperature_remains_without_a_map_to_final(model, start, late, last)
     pairs = [(site, target) for site in late for target in (last, FINAL)]
     maps = {pair: to_affine(start[pair]) for pair in pairs}
     only = lj.Jumps.of(maps, {pair: start.info[pair] for pair in pairs}, start.provenance)
-    tuner = Tuner(
-        {pair: TrainableMap(only[pair], torch.randn(50, model.d_model)) for pair in pairs}, 0.1, 9
-    )
+    tuner = Tuner({pair: TrainableMap(only[pair], torch.randn(50, model.d_model)) for pair in pairs}, 0.1, 9)
     tuner.record_validation({pair: 0.5 if pair[1] == last else 1.0 for pair in pairs})
     temperatures = select_refined(only, tuner, TEXT).provenance.settings["temperature"]
     assert not {str(site) for site in late} & set(temperatures)
@@ -278,9 +262,7 @@ def test_the_reported_kl_is_that_of_the_lens(model, start):
     after = tuned.provenance.settings["refine"]["kl_after"]
     for level, expected in enumerate(after):
         guess = lj.Lens(model, tuned).logits(level, rows.states[Site(level)]).log_softmax(-1)
-        assert float((own.exp() * (own - guess)).sum(-1).mean()) == pytest.approx(
-            expected, rel=1e-4
-        )
+        assert float((own.exp() * (own - guess)).sum(-1).mean()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(model, start, tmp_path):
@@ -302,9 +284,7 @@ def test_a_resumed_run_ends_with_the_same_bits(model, start, tmp_path):
         )
     taken_up = lj.refine(model, start, TEXT, steps=50, checkpoint_folder=tmp_path)
     assert list(taken_up) == list(whole)
-    assert all(
-        torch.equal(a, b) for a, b in zip(taken_up.parameters(), whole.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(taken_up.parameters(), whole.parameters(), strict=True))
 
 
 def test_a_worse_target_does_not_end_the_refinement(late, last):
@@ -318,9 +298,7 @@ def test_a_worse_target_does_not_end_the_refinement(late, last):
 
 
 def test_requested_maps_that_are_not_refined_stay(model, last):
-    jumps = lj.fit(
-        model, TEXT, estimator="affine", pairs=f"0:{last},0:final,1:{last}", tokens=6_000
-    )
+    jumps = lj.fit(model, TEXT, estimator="affine", pairs=f"0:{last},0:final,1:{last}", tokens=6_000)
     tuned = lj.refine(model, jumps, TEXT, steps=5)
     assert set(tuned) == set(jumps)
     first = Site(0), FINAL  # not what a lens reads level 0 by

@@ -23,9 +23,7 @@ def test_the_mean_is_the_plain_mean_and_lies_inside():
 def test_documents_may_come_in_any_order_under_any_number():
     values, of = clustered(np.random.default_rng(0))
     order = np.random.default_rng(1).permutation(len(of))
-    assert mean_interval(values, of) == pytest.approx(
-        mean_interval(values[order], 1000 + 7 * of[order]), rel=1e-12
-    )
+    assert mean_interval(values, of) == pytest.approx(mean_interval(values[order], 1000 + 7 * of[order]), rel=1e-12)
 
 
 def test_the_interval_is_that_of_resampled_documents():
@@ -35,9 +33,7 @@ def test_the_interval_is_that_of_resampled_documents():
     parts = [values[of == document] for document in range(7)]
     means = []
     for weights in document_weights(7, 1000, 3):
-        drawn = [
-            part for part, weight in zip(parts, weights, strict=True) for _ in range(int(weight))
-        ]
+        drawn = [part for part, weight in zip(parts, weights, strict=True) for _ in range(int(weight))]
         means.append(np.concatenate(drawn).mean())
     _, low, high = mean_interval(values, of, seed=3)
     assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), rel=1e-12)

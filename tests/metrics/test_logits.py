@@ -52,12 +52,7 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
     targets[4] = -1
     tracked = torch.tensor([3_000, 5])
     found = LogitComparison(
-        reference_logits(theirs),
-        k=4,
-        targets=targets,
-        tracked=tracked,
-        entropy=True,
-        jensen_shannon=True,
+        reference_logits(theirs), k=4, targets=targets, tracked=tracked, entropy=True, jensen_shannon=True
     )(mine)
 
     log_p, log_q = mine.double().log_softmax(-1), theirs.double().log_softmax(-1)
@@ -74,32 +69,20 @@ def test_a_sweep_is_what_the_definitions_say(logits, dtype):
         "jensen_shannon": ((p * (log_p - middle)).sum(-1) + (q * (log_q - middle)).sum(-1)) / 2,
     }
     wanted["cross_entropy"][4] = math.nan
-    close = (
-        {"rtol": 1e-9, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 2e-3, "atol": 1e-4}
-    )
+    close = {"rtol": 1e-9, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 2e-3, "atol": 1e-4}
     for name, value in wanted.items():
-        torch.testing.assert_close(
-            getattr(found, name).double(), value, equal_nan=True, msg=name, **close
-        )
+        torch.testing.assert_close(getattr(found, name).double(), value, equal_nan=True, msg=name, **close)
     assert torch.equal(found.top, mine.topk(4).indices)
     assert torch.equal(found.rank, (mine[:, None] > mine[:, tracked, None]).sum(-1))
 
 
 def test_jensen_shannon_is_symmetric_and_at_most_ln_2(logits):
-    settings = {
-        "k": 1,
-        "targets": torch.full((len(logits[0]),), -1),
-        "tracked": NONE,
-        "jensen_shannon": True,
-    }
+    settings = {"k": 1, "targets": torch.full((len(logits[0]),), -1), "tracked": NONE, "jensen_shannon": True}
     one = LogitComparison(reference_logits(logits[0]), **settings)(logits[1]).jensen_shannon
     other = LogitComparison(reference_logits(logits[1]), **settings)(logits[0]).jensen_shannon
     torch.testing.assert_close(one, other)
     assert 0 < one.min() < one.max() < math.log(2)
-    assert (
-        LogitComparison(reference_logits(logits[0]), **settings)(logits[0]).jensen_shannon.max()
-        < 1e-12
-    )
+    assert LogitComparison(reference_logits(logits[0]), **settings)(logits[0]).jensen_shannon.max() < 1e-12
     apart = torch.zeros(2, 3_001)
     apart[0, 3], apart[1, 9] = 1e4, 1e4
     settings["targets"] = settings["targets"][:1]
@@ -110,9 +93,7 @@ def test_jensen_shannon_is_symmetric_and_at_most_ln_2(logits):
 def test_a_sweep_is_used_again_and_leaves_the_logits_alone(logits):
     mine, theirs = logits
     before = mine.clone()
-    sweep = LogitComparison(
-        reference_logits(theirs), k=3, targets=torch.full((len(mine),), -1), tracked=NONE
-    )
+    sweep = LogitComparison(reference_logits(theirs), k=3, targets=torch.full((len(mine),), -1), tracked=NONE)
     first, _, again = sweep(mine), sweep(theirs), sweep(mine)
     assert torch.equal(mine, before)
     assert torch.equal(first.kl, again.kl)

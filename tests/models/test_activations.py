@@ -18,10 +18,7 @@ def model():
 
 
 def hooks(model):
-    return {
-        module: (list(module._forward_hooks), list(module._forward_pre_hooks))
-        for module in model.hf.modules()
-    }
+    return {module: (list(module._forward_hooks), list(module._forward_pre_hooks)) for module in model.hf.modules()}
 
 
 def test_only_the_picked_rows_come_back_in_their_order(model):
@@ -49,15 +46,11 @@ def test_with_room_states_are_the_same_and_stay_in_one_place(model):
     )
     batches, places = [few, whole, few], set()
     plain = [found.at for found in capture_states(model, batches, [0, 2])]
-    for found, expected in zip(
-        capture_states(model, batches, [0, 2], buffer_rows=len(whole.row)), plain, strict=True
-    ):
+    for found, expected in zip(capture_states(model, batches, [0, 2], buffer_rows=len(whole.row)), plain, strict=True):
         assert all(torch.equal(found.at[site], expected[site]) for site in expected)
         places.add(tuple(state.data_ptr() for state in found.at.values()))
     assert len(places) == 1
-    (outside,) = capture_states(
-        model, [whole], [2], buffer_rows=3
-    )  # a batch that is larger than was said
+    (outside,) = capture_states(model, [whole], [2], buffer_rows=3)  # a batch that is larger than was said
     assert torch.equal(outside[2], plain[1][Site(2)])
 
 
@@ -111,9 +104,7 @@ def test_weights_and_outputs_are_untouched(model):
 
 def test_the_vocabulary_product_does_not_run_unless_logits_are_asked_for(model):
     calls = []
-    model.structure.unembedding.register_forward_hook(
-        lambda module, args, output: calls.append(args[0].shape)
-    )
+    model.structure.unembedding.register_forward_hook(lambda module, args, output: calls.append(args[0].shape))
     batch = sample(model)
     list(capture_states(model, [batch], [0, 3, "final"]))
     assert calls == []
@@ -134,11 +125,7 @@ def test_predictions_of_a_headless_model_are_refused_but_states_are_not():
 
 @pytest.mark.parametrize(
     ("site", "message"),
-    [
-        (4, "levels 0 to 3"),
-        ("4.attn.in", "blocks are 1 to 3"),
-        ("1.attn_raw", "no site 1.attn_raw"),
-    ],
+    [(4, "levels 0 to 3"), ("4.attn.in", "blocks are 1 to 3"), ("1.attn_raw", "no site 1.attn_raw")],
 )
 def test_a_site_the_model_lacks_is_named(model, site, message):
     with pytest.raises(BadModel, match=message):
@@ -158,10 +145,7 @@ def test_site_names_round_trip():
 
 def test_float32_states_agree_with_float64_ones():
     """float32 rounds at about 1e-7 an operation; three tiny blocks stay within 1e-4 of the largest entry."""
-    exact, float32_products = (
-        Model.wrap(tiny_model("llama")),
-        Model.wrap(tiny_model("llama", dtype=torch.float32)),
-    )
+    exact, float32_products = (Model.wrap(tiny_model("llama")), Model.wrap(tiny_model("llama", dtype=torch.float32)))
     batch = sample(exact)
     (a,), (b,) = capture_states(exact, [batch], [3]), capture_states(float32_products, [batch], [3])
     assert b[3].dtype == torch.float32

@@ -69,9 +69,7 @@ def test_a_killed_fetch_leaves_nothing_and_the_next_one_works(smollm2, tmp_path,
     assert visible(tmp_path) in ([], ["smollm2"])
     if seconds == 3:
         rivals = [
-            subprocess.Popen(
-                [sys.executable, "-c", FETCH], env=home, stdout=subprocess.PIPE, text=True
-            )
+            subprocess.Popen([sys.executable, "-c", FETCH], env=home, stdout=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
         found = {rival.communicate(timeout=400)[0].strip() for rival in rivals}
@@ -83,8 +81,4 @@ def test_a_killed_fetch_leaves_nothing_and_the_next_one_works(smollm2, tmp_path,
 
 def visible(home: Path) -> list[str]:
     models = home / "models"
-    return (
-        [path.name for path in models.iterdir() if not path.name.startswith(".")]
-        if models.is_dir()
-        else []
-    )
+    return [path.name for path in models.iterdir() if not path.name.startswith(".")] if models.is_dir() else []

@@ -13,14 +13,7 @@ from transformers import BertModel, ViTConfig
 
 import layerjump as lj
 from layerjump.cli import main
-from layerjump.errors import (
-    BadModel,
-    LayerjumpError,
-    ModelNotFound,
-    NoPredictions,
-    UnsupportedModel,
-    WrongModel,
-)
+from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, NoPredictions, UnsupportedModel, WrongModel
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
 
@@ -127,9 +120,7 @@ def test_a_body_with_missing_weights_is_refused(saved):
     tensors = load_file(saved / "model.safetensors")
     del tensors["transformer.h.1.mlp.c_fc.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        BadModel, match=r"lacks 1 weights of its body, such as transformer.h.1.mlp.c_fc.weight"
-    ):
+    with pytest.raises(BadModel, match=r"lacks 1 weights of its body, such as transformer.h.1.mlp.c_fc.weight"):
         lj.load(saved)
 
 

@@ -31,9 +31,7 @@ def by_pick(found, site) -> dict[tuple[int, int], torch.Tensor]:
     return {
         (int(document), int(position)): state
         for states in found
-        for document, position, state in zip(
-            states.batch.document, states.batch.position, states[site], strict=True
-        )
+        for document, position, state in zip(states.batch.document, states.batch.position, states[site], strict=True)
     }
 
 
@@ -110,10 +108,7 @@ def test_a_long_document_becomes_several_pairs_of_rows(model, corpus):
     read = Counter(
         int(token)
         for batch in found
-        for ids, mask in (
-            (batch.input_ids, batch.attention_mask),
-            (batch.source_ids, batch.source_mask),
-        )
+        for ids, mask in ((batch.input_ids, batch.attention_mask), (batch.source_ids, batch.source_mask))
         for token in ids[mask == 1]
     )
     read = {token: count for token, count in read.items() if token not in special}
@@ -125,14 +120,9 @@ def test_a_long_document_becomes_several_pairs_of_rows(model, corpus):
 
 def test_states_do_not_depend_on_the_batches(model, corpus):
     site = Site(model.n_blocks)
-    together = by_pick(
-        lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY), [site]), site
-    )
+    together = by_pick(lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY), [site]), site)
     alone = by_pick(
-        lj.capture_states(
-            model, lj.make_batches(corpus, model.tokenization, EVERY, budget=1), [site]
-        ),
-        site,
+        lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY, budget=1), [site]), site
     )
     assert together.keys() == alone.keys()
     # T5's norms round to float32 whatever the model's dtype.
@@ -174,9 +164,7 @@ def test_an_encoders_side_has_no_predictions_and_no_final(model):
 
 def test_an_encoder_reads_whole_texts_with_what_goes_around_them(model, corpus):
     side = model.encoder_side()
-    (batch,) = lj.make_batches(
-        Corpus("one", corpus.documents[:1], ""), side.tokenization, lj.Positions("one")
-    )
+    (batch,) = lj.make_batches(Corpus("one", corpus.documents[:1], ""), side.tokenization, lj.Positions("one"))
     assert batch.source_ids is None
     assert batch.input_ids[0].tolist() == model.tokenization.wrap(ids_of(corpus.documents[0]))
 

@@ -102,18 +102,13 @@ def exported(tmp_path_factory) -> dict[str, tuple[Pruned, Path]]:
     return results
 
 
-def load_without_layerjump(
-    folders: list[tuple[str, Path]], out: Path
-) -> tuple[dict[str, torch.Tensor], str]:
+def load_without_layerjump(folders: list[tuple[str, Path]], out: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Load the folders in a process without layerjump; return its logits and its standard error."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     named = [f"{kind}={folder}" for kind, folder in folders]
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(out), *named],
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, "-c", ALONE, str(out), *named], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     return load_file(out), done.stderr
@@ -130,9 +125,7 @@ def test_every_family_loads_without_layerjump(exported, tmp_path):
     assert stderr == ""
     assert len(exported) > 30
     for result, folder in exported.values():
-        assert torch.allclose(results[str(folder)], logits(result.model), rtol=0, atol=REBUILT), (
-            folder
-        )
+        assert torch.allclose(results[str(folder)], logits(result.model), rtol=0, atol=REBUILT), folder
         assert not torch.allclose(results[str(folder)], logits(result.original), atol=1e-3), folder
         if result.model.task == "causal":
             ours = result.model.hf.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -153,17 +146,9 @@ def test_model_card_and_record_describe_the_pruning(exported):
     assert record["loss"]["ratio"] == pytest.approx(result.loss.ratio)
     assert PruningRecord.load(folder).to_json() == record
     card = (folder / "README.md").read_text()
-    for stderr in (
-        "2 of 3 blocks",
-        "counted from 1: 2",
-        result.method,
-        "Perplexity ratio",
-        "toy",
-    ):
+    for stderr in ("2 of 3 blocks", "counted from 1: 2", result.method, "Perplexity ratio", "toy"):
         assert stderr in card
-    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
-        path.name for path in folder.iterdir()
-    }
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
 
 
 def test_the_former_name_of_rotation_is_read(exported):
@@ -178,17 +163,13 @@ def test_the_former_name_of_rotation_is_read(exported):
 
 def test_tied_weights_stay_tied_without_rotation(exported):
     result, folder = exported["gpt2"]
-    assert (
-        result.model.structure.unembedding.weight is result.model.hf.get_input_embeddings().weight
-    )
+    assert result.model.structure.unembedding.weight is result.model.hf.get_input_embeddings().weight
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
 
 
 def test_linear_replacements_are_saved_as_base_and_jumps(tmp_path):
     model = tiny("llama", "")
-    result = lj.prune(
-        model, numbers(80), drop=1, method="linear", criterion="deepest", split="70/15/15"
-    )
+    result = lj.prune(model, numbers(80), drop=1, method="linear", criterion="deepest", split="70/15/15")
     result.save(tmp_path / "linear")
     again = lj.load(tmp_path / "linear", dtype="float64")
     # Jumps are stored in float32.
@@ -196,9 +177,7 @@ def test_linear_replacements_are_saved_as_base_and_jumps(tmp_path):
     base = lj.load(tmp_path / "linear/base", dtype="float64")
     assert not torch.allclose(logits(base), logits(again), atol=1e-2)
     ours = again.hf.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    plain = again.hf.generate(
-        IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False
-    )
+    plain = again.hf.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
     assert torch.equal(ours, plain)
     head = json.loads((tmp_path / "linear/linear.json").read_text())
     (tmp_path / "linear/linear.json").write_text(json.dumps(head | {"fingerprint": "0"}))

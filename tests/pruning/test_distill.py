@@ -35,9 +35,7 @@ def test_only_the_replacements_are_trained(model_and_calibration, method, tmp_pa
         weights[name] = tensor.clone()
     distilled = distill(pruned, calibration, tmp_path, steps=12, learning_rate=3e-4, kl_weight=0.0)
     assert loss_of(distilled, calibration) < before
-    changed = {
-        n for n, t in distilled.model.hf.state_dict().items() if not torch.equal(t, weights[n])
-    }
+    changed = {n for n, t in distilled.model.hf.state_dict().items() if not torch.equal(t, weights[n])}
     folded = {"transformer.h.1.mlp.c_proj.weight", "transformer.h.1.mlp.c_proj.bias"}
     assert changed == (folded if method == "fold" else set())
     assert distilled.distillation.steps == 12

@@ -20,12 +20,7 @@ from layerjump.models.model import Model, capture_states
 from layerjump.pruning import select
 from layerjump.pruning.edit_model import without_blocks
 from layerjump.pruning.prune import drop_and_replace, prepare_calibration
-from layerjump.pruning.select import (
-    blocks_in_spans,
-    contiguous_spans,
-    find_sink_blocks,
-    parse_drop_count,
-)
+from layerjump.pruning.select import blocks_in_spans, contiguous_spans, find_sink_blocks, parse_drop_count
 
 gpt2 = fitted_gpt2.model  # a fixture
 
@@ -44,9 +39,7 @@ def test_each_method_beats_the_earlier_one_on_a_trained_model(trained):
     calibration = prepare_calibration(model, text, tokens=4_000, split="80/5/15", seed=0)
     before = token_losses(model, calibration.test).mean
     losses = {
-        method: token_losses(
-            drop_and_replace(model, [(2, 3)], method, calibration).model, calibration.test
-        ).mean
+        method: token_losses(drop_and_replace(model, [(2, 3)], method, calibration).model, calibration.test).mean
         for method in ("remove", "replaceme", "fold", "rotation", "linear")
     }
     assert before < losses["rotation"] < losses["fold"] < losses["replaceme"] < losses["remove"]
@@ -64,14 +57,10 @@ def test_selection_by_loss_compares_the_best_span_with_the_greedy_blocks(trained
     assert len(set(both)) == 2
     cost = {}
     for cuts in both:
-        cost[cuts] = token_losses(
-            drop_and_replace(model, cuts, "fold", calibration).model, calibration.validation
-        ).mean
+        cost[cuts] = token_losses(drop_and_replace(model, cuts, "fold", calibration).model, calibration.validation).mean
     losses = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], **settings)
     assert losses.spans == min(cost, key=cost.__getitem__)
-    alone = lj.prune(
-        model, text, drop=2, method="fold", protect=[1, 6], contiguous=True, **settings
-    )
+    alone = lj.prune(model, text, drop=2, method="fold", protect=[1, 6], contiguous=True, **settings)
     assert alone.spans == both[1]
 
 
@@ -101,13 +90,9 @@ def test_every_choice_keeps_the_ends(gpt2, study_text, criterion):
 
 def test_the_first_block_selected_by_loss_has_the_lowest_loss(gpt2, study_text):
     calibration = prepare_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
-    settings = select.BlockSelector(
-        gpt2, calibration.fit, calibration.validation, [1, 4], use_maps=False
-    )
+    settings = select.BlockSelector(gpt2, calibration.fit, calibration.validation, [1, 4], use_maps=False)
     (best,) = settings.select("loss", 1)
-    losses = {
-        b: token_losses(without_blocks(gpt2, [b]), calibration.validation).mean for b in (2, 3)
-    }
+    losses = {b: token_losses(without_blocks(gpt2, [b]), calibration.validation).mean for b in (2, 3)}
     assert best == min(losses, key=losses.get)
     trial = select.SpanTrials(settings, 1)
     for block, loss in losses.items():
@@ -174,10 +159,7 @@ def test_spans_and_blocks():
         ({"drop": 1, "max_loss": 1.1}, "either"),
         ({}, "either"),
         ({"max_loss": 0.9}, "more than 1"),
-        (
-            {"drop": 1, "criterion": "deepest", "protect": [2, 3, 4], "method": "fold"},
-            "first block",
-        ),
+        ({"drop": 1, "criterion": "deepest", "protect": [2, 3, 4], "method": "fold"}, "first block"),
     ],
 )
 def test_bad_arguments_are_refused(gpt2, study_text, settings, message):

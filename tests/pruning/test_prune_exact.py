@@ -62,9 +62,7 @@ def test_a_scaled_stream_gives_the_same_logits(model):
             if hasattr(module, name):
                 setattr(module, name, 0.0)
     before = logits(copy, sample(copy))
-    handle = copy.structure.blocks[0].register_forward_pre_hook(
-        lambda module, args: (2 * args[0], *args[1:])
-    )
+    handle = copy.structure.blocks[0].register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
     transform_stream(copy, 0, None, 2.0)
     assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
     handle.remove()
@@ -79,9 +77,7 @@ def test_a_rotated_stream_gives_the_same_logits(model):
     before = logits(copy, sample(copy))
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))
     transform_stream(copy, 1, rotation)
-    plain = copy.structure.blocks[0].register_forward_hook(
-        lambda module, args, out: out @ rotation.T
-    )
+    plain = copy.structure.blocks[0].register_forward_hook(lambda module, args, out: out @ rotation.T)
     assert torch.allclose(logits(copy, sample(copy)), before, rtol=0, atol=1e-4)
     plain.remove()
     assert not torch.allclose(logits(copy, sample(copy)), before, atol=1e-2)
@@ -112,9 +108,7 @@ def test_an_exactly_affine_block_is_replaced_exactly(block):
     """Including the first and the last block if they are not protected."""
     model = wrapped(silent_gpt2(), words=True)
     others = [b for b in (1, 2, 3) if b != block]
-    pruned = lj.prune(
-        model, numbers(60), drop=1, method="linear", criterion="linearity", protect=others
-    )
+    pruned = lj.prune(model, numbers(60), drop=1, method="linear", criterion="linearity", protect=others)
     assert pruned.dropped == (block,)
     batch = sample(model)
     assert torch.allclose(logits(pruned.model, batch), logits(model, batch), rtol=0, atol=1e-8)
@@ -148,9 +142,7 @@ def test_the_solver_recovers_scale_map_and_rotation():
     assert solved.scale == pytest.approx(1 / 1.7)
     assert torch.allclose(solved.weight, weight)
     assert torch.allclose(solved.bias, shift)
-    rotation, _ = torch.linalg.qr(
-        torch.eye(6).double() + 0.2 * torch.randn(6, 6, dtype=torch.float64)
-    )
+    rotation, _ = torch.linalg.qr(torch.eye(6).double() + 0.2 * torch.randn(6, 6, dtype=torch.float64))
     rotation = rotation * rotation.diagonal().sign()
     rotated = folded(h @ rotation, m, y, bias=True, fit_scale=True, fit_rotation=True)
     mapped = y + m @ rotated.weight.T + rotated.bias

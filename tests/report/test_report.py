@@ -19,9 +19,7 @@ from layerjump.studies.charts import number, percent
 from layerjump.studies.results import to_json
 from layerjump.studies.runner import MAIN, STUDIES, results_from_json, study_named
 
-_LINK = re.compile(
-    r'<a class="data" download="([^"]+)" href="data:text/csv;charset=utf-8;base64,([^"]+)"'
-)
+_LINK = re.compile(r'<a class="data" download="([^"]+)" href="data:text/csv;charset=utf-8;base64,([^"]+)"')
 
 
 @pytest.fixture(scope="session")
@@ -87,9 +85,7 @@ def test_the_csv_of_every_table_holds_the_same_numbers(results, page):
 
 def test_every_figure_has_a_sentence_data_and_the_command(results, page):
     blocks = page.split('<article class="panel">')[1:]
-    assert len(blocks) == sum(
-        len(panels(study)) for study in results_from_json(results).studies.values()
-    )
+    assert len(blocks) == sum(len(panels(study)) for study in results_from_json(results).studies.values())
     for block in blocks:
         reading = re.search(r'<p class="reading">([^<]+)</p>', block)[1]
         assert reading.endswith(".")
@@ -156,9 +152,7 @@ def test_summary_says_the_headline_numbers_of_the_results(results, tmp_path):
 
 
 def test_summary_tells_what_was_skipped_and_breaks_no_table(results, tmp_path):
-    text = write_report(results_from_json(with_more(results)), tmp_path)[-1].read_text(
-        encoding="utf-8"
-    )
+    text = write_report(results_from_json(with_more(results)), tmp_path)[-1].read_text(encoding="utf-8")
     assert "- heads: skipped, no heads" in text
     assert "<" not in text.replace("&lt;", "")
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -221,10 +215,7 @@ def test_heat_maps_cut_the_colour_but_not_the_number(results):
 
 def test_the_report_command_makes_one_page_or_a_comparison(results, tmp_path):
     write_json(tmp_path / "results.json", results)
-    for given, title in (
-        ([tmp_path], "<h1>tiny-gpt2</h1>"),
-        ([tmp_path] * 2, "<h2>Headlines</h2>"),
-    ):
+    for given, title in (([tmp_path], "<h1>tiny-gpt2</h1>"), ([tmp_path] * 2, "<h2>Headlines</h2>")):
         out = tmp_path / "out"
         done = CliRunner().invoke(app, ["report", *map(str, given), "-o", str(out)])
         assert done.exit_code == 0, done.output

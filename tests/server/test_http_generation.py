@@ -148,11 +148,7 @@ def test_models_state_what_they_support(server):
         ({"exit": "gap:0.9@1,9"}, 422, "checks level 9"),
         ({"cache": "none"}, 422, "cache: "),
         ({"cache": "copy", "verify": True}, 422, "needs the full model's keys"),
-        (
-            {"cache": "jump", "lens": "identity", "exit": "fixed:1"},
-            422,
-            "jump needs jumps from every level",
-        ),
+        ({"cache": "jump", "lens": "identity", "exit": "fixed:1"}, 422, "jump needs jumps from every level"),
         ({"lens": "../jumps"}, 404, "there is no lens"),
         ({"lens": "mat"}, 409, "must be fitted"),
         ({"model": "gpt3"}, 404, "there is no model"),

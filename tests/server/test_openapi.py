@@ -17,14 +17,8 @@ from schemathesis import GenerationMode, checks
 
 DATA = Path(__file__).parents[1] / "fixtures"
 EXAMPLES = int(os.environ.get("EXAMPLES", "30"))
-SETTINGS = settings(
-    max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-CHECKS = [
-    checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-]
+SETTINGS = settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck))
+CHECKS = [checks.not_a_server_error, checks.status_code_conformance, checks.content_type_conformance]
 REAL = {"model": "tiny-gpt2", "lens": "identity", "lenses": ["identity"], "max_new_tokens": 2}
 
 

@@ -27,18 +27,12 @@ def test_a_prompt_fills_the_grid(opened, server):
     rows, columns = len(wanted["levels"]), len(wanted["positions"])
     assert page.locator("td[role=gridcell]").count() == rows * columns
     shown = cell(page, 2, 3).inner_text()
-    assert shown == wanted["words"][str(wanted["top"][2][3][0])].replace(" ", "␣").replace(
-        "\n", "↵"
-    )
+    assert shown == wanted["words"][str(wanted["top"][2][3][0])].replace(" ", "␣").replace("\n", "↵")
     assert page.locator("thead th").nth(1).inner_text() == wanted["tokens"][0]["text"]
-    marked = page.evaluate(
-        "[...document.querySelectorAll('td.decided')].map(cell => cell.dataset.at)"
-    )
+    marked = page.evaluate("[...document.querySelectorAll('td.decided')].map(cell => cell.dataset.at)")
     assert sorted(marked) == sorted(f"{level},{c}" for c, level in enumerate(wanted["decided_at"]))
     own = {f"{r},{c}" for r in range(rows) for c in range(columns) if _same(wanted, r, c)}
-    assert own == set(
-        page.evaluate("[...document.querySelectorAll('td.own')].map(cell => cell.dataset.at)")
-    )
+    assert own == set(page.evaluate("[...document.querySelectorAll('td.own')].map(cell => cell.dataset.at)"))
 
 
 def _same(wanted, level, column):
@@ -53,9 +47,7 @@ def test_a_click_shows_the_top_tokens_of_a_cell(opened, server):
     assert "Level 1" in page.inner_text("#cell h2")
     numbers = [float(text) for text in page.locator("#cell .number").all_inner_texts()]
     assert numbers == pytest.approx(wanted["probability"][1][4], rel=6e-3)
-    widths = page.evaluate(
-        "[...document.querySelectorAll('#cell .fill')].map(bar => parseFloat(bar.style.width))"
-    )
+    widths = page.evaluate("[...document.querySelectorAll('#cell .fill')].map(bar => parseFloat(bar.style.width))")
     assert widths == pytest.approx([100 * p for p in wanted["probability"][1][4]], rel=1e-3)
     assert "at=1%2C4" in page.url
 
@@ -70,15 +62,10 @@ def test_pinned_tokens_are_tracked_through_the_levels(opened, server):
     best = reading(server)["top"][4][5][4]
     followed = reading(server, tokens=[best])["followed"][0]
     assert f"rank {followed['rank'][0][5] + 1}," in page.inner_text("#pins .pinned")
-    heights = [
-        float(point.split(",")[1])
-        for point in page.get_attribute("#pins polyline", "points").split()
-    ]
+    heights = [float(point.split(",")[1]) for point in page.get_attribute("#pins polyline", "points").split()]
     ranks = [row[5] for row in followed["rank"]]
     assert len(heights) == len(ranks)
-    assert sorted(range(5), key=lambda i: (heights[i], i)) == sorted(
-        range(5), key=lambda i: (ranks[i], i)
-    )
+    assert sorted(range(5), key=lambda i: (heights[i], i)) == sorted(range(5), key=lambda i: (ranks[i], i))
     page.locator("#pins .pin").click()
     page.wait_for_selector("#pins polyline", state="detached")
     assert "pin=" not in page.url
@@ -111,15 +98,9 @@ def test_the_slider_sets_the_exit_threshold(opened, server, strength):
     position = torch.arange(1, lead.shape[1] + 1)
     rule = SoftmaxGap(strength, float((position + 1).double().mean()))
     levels = rule.replay(lead, position).tolist()
-    ringed = page.evaluate(
-        "[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)"
-    )
-    assert sorted(ringed) == sorted(
-        f"{level},{c}" for c, level in enumerate(levels, 1) if level < 4
-    )
-    agree = sum(_same(wanted, level, column) for column, level in enumerate(levels, 1)) / len(
-        levels
-    )
+    ringed = page.evaluate("[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)")
+    assert sorted(ringed) == sorted(f"{level},{c}" for c, level in enumerate(levels, 1) if level < 4)
+    agree = sum(_same(wanted, level, column) for column, level in enumerate(levels, 1)) / len(levels)
     said = page.inner_text("#savings")
     assert f"of {len(levels)} positions" in said
     assert f"would save {float(f'{4 - sum(levels) / len(levels):.2g}'):g} of 4 blocks" in said
@@ -133,12 +114,8 @@ def test_colours_follow_the_measure(opened, server):
     wanted = reading(server)
     light = "element => getComputedStyle(element).backgroundColor.match(/\\d+/g).map(Number).reduce((a, b) => a + b)"
     page.select_option("#colour", "kl")
-    assert (
-        cell(page, 4, 5).evaluate(light) == 253 + 231 + 37
-    )  # the model itself: no distance, brightest
-    flat = [
-        (wanted["kl"][r][c], r, c) for r in range(5) for c in range(1, len(wanted["positions"]))
-    ]
+    assert cell(page, 4, 5).evaluate(light) == 253 + 231 + 37  # the model itself: no distance, brightest
+    flat = [(wanted["kl"][r][c], r, c) for r in range(5) for c in range(1, len(wanted["positions"]))]
     _, level, column = max(flat)
     assert cell(page, level, column).evaluate(light) == 68 + 1 + 84
     assert "colour=kl" in page.url

@@ -65,13 +65,9 @@ def test_a_lens_of_some_levels_shows_and_exits_at_these(opened, server, strength
     rule = SoftmaxGap(strength, float((position + 1).double().mean()))
     levels = rule.replay(lead, position).tolist()
     assert {1, 3} & set(levels)
-    ringed = page.evaluate(
-        "[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)"
-    )
+    ringed = page.evaluate("[...document.querySelectorAll('td.leaves')].map(cell => cell.dataset.at)")
     rows = {1: 0, 3: 1}
-    assert sorted(ringed) == sorted(
-        f"{rows[level]},{c}" for c, level in enumerate(levels, 1) if level < 4
-    )
+    assert sorted(ringed) == sorted(f"{rows[level]},{c}" for c, level in enumerate(levels, 1) if level < 4)
     saved = 4 - sum(levels) / len(levels)
     said = page.inner_text("#savings")
     assert f"would save {float(f'{saved:.2g}'):g} of 4 blocks" in said
@@ -91,19 +87,13 @@ def test_a_lens_of_some_levels_shows_and_exits_at_these(opened, server, strength
 def test_hostile_text_is_never_markup(opened, server, text):
     page = opened("model=hostile&lens=identity")
     ask(page, text, "identity")
-    title = (
-        "document.title === 'layerjump' && !document.querySelector('main img, main script, td *')"
-    )
+    title = "document.title === 'layerjump' && !document.querySelector('main img, main script, td *')"
     assert page.evaluate(title)
     wanted = reading(server, text, "identity", model="hostile")
     assert page.locator("thead th").count() == len(wanted["positions"]) + 1
     if SCRIPT in text:
-        assert SCRIPT in [
-            head.replace("␣", " ") for head in page.locator("thead th").all_inner_texts()
-        ]
-        assert SCRIPT in page.evaluate("document.getElementById('grids').innerText").replace(
-            "␣", " "
-        )
+        assert SCRIPT in [head.replace("␣", " ") for head in page.locator("thead th").all_inner_texts()]
+        assert SCRIPT in page.evaluate("document.getElementById('grids').innerText").replace("␣", " ")
         assert "⟨202E⟩" in page.inner_text("thead")
     address = page.url
     page.reload()
@@ -123,9 +113,7 @@ def test_a_prompt_typed_before_the_server_answers_stays(opened, asked):
     if asked:
         page.press("#text", "Enter")
     else:  # whatever else is moved meanwhile
-        page.evaluate(
-            "document.getElementById('strength').dispatchEvent(new Event('input', {bubbles: true}))"
-        )
+        page.evaluate("document.getElementById('strength').dispatchEvent(new Event('input', {bubbles: true}))")
     for _ in range(1000):
         if held:
             break

@@ -64,9 +64,7 @@ def opened(browser, server):
 def generate(page):
     """Press the button, and wait for the numbers."""
     page.click("#write-button")
-    page.wait_for_function(
-        "() => / ms each/.test(document.getElementById('write-status').textContent)"
-    )
+    page.wait_for_function("() => / ms each/.test(document.getElementById('write-status').textContent)")
     return page.inner_text("#write-status")
 
 
@@ -110,9 +108,7 @@ def test_lossless_text_is_verified_and_states_the_acceptance_rate(opened, model,
     text = page.evaluate("document.getElementById('tokens').textContent")
     assert text.replace("↵", "") == full.text[0]
     assert re.search(r"[\d.]+ % of \d+ drafts accepted", said)
-    titles = page.evaluate(
-        "[...document.querySelectorAll('#tokens > *')].map(token => token.title)"
-    )
+    titles = page.evaluate("[...document.querySelectorAll('#tokens > *')].map(token => token.title)")
     assert all(title.endswith("verified") and "not verified" not in title for title in titles)
     assert "lossless=yes" in page.url
 
@@ -196,9 +192,7 @@ def test_errors_are_one_line_in_the_panel(opened):
 def test_markup_in_prompt_and_tokens_is_only_text(opened):
     page = opened(text=f"{MARKUP} \u202eabc", new=4)
     generate(page)
-    assert page.evaluate(
-        "document.title === 'layerjump' && !document.querySelector('#generate img')"
-    )
+    assert page.evaluate("document.title === 'layerjump' && !document.querySelector('#generate img')")
     assert MARKUP in page.inner_text("#given")
     assert "⟨202E⟩" in page.inner_text("#given")
     shown = page.evaluate("""async () => {

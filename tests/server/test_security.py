@@ -25,9 +25,7 @@ def server(data_folder, tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "", "192.168.0.7:80", "localhost@e"]
-)
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "192.168.0.7:80", "localhost@e"])
 def test_a_foreign_host_is_refused(server, host):
     status, answer = server.ask("/api/models", headers={"Host": host})
     assert status == 400
@@ -47,11 +45,7 @@ def test_local_host_names_are_accepted(server, host):
         {"Origin": "http://127.0.0.1:1"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
-        {
-            "Sec-Fetch-Site": "cross-site",
-            "Sec-Fetch-Mode": "navigate",
-            "Sec-Fetch-Dest": "document",
-        },
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
     ],
 )
 def test_cross_site_requests_are_refused(server, headers):
@@ -72,9 +66,7 @@ def test_every_answer_has_security_headers(server):
         assert headers["content-security-policy"].startswith("default-src 'self'")
         assert headers["x-content-type-options"] == "nosniff"
         assert "access-control-allow-origin" not in headers
-    status, headers, _ = server.raw(
-        "/api/lens", method="OPTIONS", headers={"Origin": server.url[:-1]}
-    )
+    status, headers, _ = server.raw("/api/lens", method="OPTIONS", headers={"Origin": server.url[:-1]})
     assert status == 405
     assert "access-control-allow-methods" not in headers
 
@@ -83,12 +75,8 @@ def test_a_body_that_is_too_large_is_refused(server):
     status, answer = server.ask("/api/lens", b'{"text": "' + b"a" * (300 << 10) + b'"}')
     assert status == 413
     assert "bytes" in answer["error"]
-    with socket.create_connection(
-        ("127.0.0.1", server.port)
-    ) as raw:  # one that does not say its length
-        raw.sendall(
-            b"POST /api/lens HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:  # one that does not say its length
+        raw.sendall(b"POST /api/lens HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(5):
             raw.sendall(b"10000\r\n" + b"a" * 0x10000 + b"\r\n")
         raw.sendall(b"0\r\n\r\n")
@@ -117,12 +105,7 @@ def test_no_other_file_is_served(server, path):
 
 
 def test_page_files_are_served_with_their_types(server):
-    kinds = {
-        ".js": "text/javascript",
-        ".css": "text/css",
-        ".html": "text/html",
-        ".svg": "image/svg+xml",
-    }
+    kinds = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
     for file in PAGE.iterdir():
         status, headers, content = server.raw(f"/page/{file.name}")
         assert (status, content) == (200, file.read_bytes())
@@ -186,11 +169,7 @@ def test_the_timeout_restarts_with_every_request(server):
 def test_a_port_in_use_is_a_one_line_error(server, data_folder):
     command = [sys.executable, "-m", "layerjump", "serve", str(data_folder / "tiny-gpt2")]
     done = subprocess.run(
-        [*command, "--no-browser", "--port", str(server.port)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        [*command, "--no-browser", "--port", str(server.port)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 1
     assert f"port {server.port} of 127.0.0.1 cannot be used" in done.stderr.splitlines()[-1]

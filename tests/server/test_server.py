@@ -91,16 +91,9 @@ def test_a_fit_reports_progress_and_is_cached(server, data_folder, home):
     assert status == 200
     assert answer["lenses"]["mat"]["kl"] != answer["lenses"]["identity"]["kl"]
     with serving(data_folder / "tiny-gpt2", home=home) as again:
-        assert (
-            lens(again, lenses=["mat"])[1]["lenses"]["mat"]["top"] == answer["lenses"]["mat"]["top"]
-        )
+        assert lens(again, lenses=["mat"])[1]["lenses"]["mat"]["top"] == answer["lenses"]["mat"]["top"]
         states = {each["name"]: each["state"] for each in _model(again)["lenses"]}
-        assert states == {
-            "identity": "ready",
-            "mat": "ready",
-            "affine": "ready",
-            "ridge": "not fitted",
-        }
+        assert states == {"identity": "ready", "mat": "ready", "affine": "ready", "ridge": "not fitted"}
         _stop_while_it_fits(again)
 
 
@@ -122,12 +115,7 @@ def test_models_state_their_names_and_lenses(server):
     assert server.patiently("/api/load", {"model": "tiny-bert"})[0] == 200
     assert lens(server)[0] == 200
     gpt2, bert = _model(server), _model(server, "tiny-bert")
-    assert (gpt2["state"], gpt2["n_blocks"], gpt2["task"], gpt2["mask"]) == (
-        "ready",
-        4,
-        "causal",
-        False,
-    )
+    assert (gpt2["state"], gpt2["n_blocks"], gpt2["task"], gpt2["mask"]) == ("ready", 4, "causal", False)
     assert (bert["task"], bert["mask"]) == ("masked", "[MASK]")
     assert {"name": "own", "state": "ready"} in gpt2["lenses"]
     assert {"name": "own", "state": "other weights"} in bert["lenses"]
@@ -170,9 +158,7 @@ def test_invalid_requests_get_one_sentence(server, changes, status, words):
     assert "\n" not in answer["error"]
 
 
-@pytest.mark.parametrize(
-    "body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000]
-)
+@pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000])
 def test_bodies_that_are_not_json_objects_are_refused(server, body):
     status, answer = server.ask("/api/lens", body)
     assert status == 422 or status == 400

@@ -16,9 +16,7 @@ from layerjump.server.worker import Answer, AnswerCache, Worker, encode, error_a
 def held():
     """A worker whose first task runs until the event is set."""
     queue, release = Worker(AnswerCache()), threading.Event()
-    first = queue.submit(
-        "first", lambda: release.wait(10) and Answer(200, b"first"), label="a long one"
-    )
+    first = queue.submit("first", lambda: release.wait(10) and Answer(200, b"first"), label="a long one")
     yield queue, release, first
     release.set()
 

@@ -49,11 +49,7 @@ def test_prefixes_grow_and_more_text_scores_higher(setup, result):
 
 def test_level_rows_average_to_the_prefix(result):
     for prefix in result["tables"]["prefixes"]:
-        rows = [
-            row
-            for row in result["tables"]["prefix levels"]
-            if row["positions"] == prefix["positions"]
-        ]
+        rows = [row for row in result["tables"]["prefix levels"] if row["positions"] == prefix["positions"]]
         assert sum(row["p@1"] for row in rows) / 4 == pytest.approx(prefix["p@1"])
 
 

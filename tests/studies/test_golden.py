@@ -36,9 +36,7 @@ def case(request, data_folder):
     name, of = request.param, EXAMPLES[request.param]
     model = lj.load(data_folder / f"tiny-{name}", dtype="float64")
     paper = name == "bert"  # one position a sentence; there all but the first
-    settings = Settings(
-        positions="one" if paper else "all", split=of["split"], score_positions=10**9, paper=paper
-    )
+    settings = Settings(positions="one" if paper else "all", split=of["split"], score_positions=10**9, paper=paper)
     setup = Setup(model, lj.load_text(EXAMPLES["documents"]), settings, level_pairs="all")
     return Case(name, json.loads((GOLDEN / f"{name}.json").read_text()), setup)
 
@@ -63,9 +61,7 @@ def test_r2(case):
     assert result.settings["n_test"] == case.golden["n_test"]
     for found, wanted in zip(tables_of(result)["pairs mat"], case.golden["r2"], strict=True):
         assert found == close(wanted)
-    for found, wanted in zip(
-        tables_of(result)["composed mat"], case.golden["composed"], strict=True
-    ):
+    for found, wanted in zip(tables_of(result)["composed mat"], case.golden["composed"], strict=True):
         assert {name: found[name] for name in wanted} == close(wanted, 20 * STORED[case.name])
 
 
@@ -127,15 +123,9 @@ def test_linearity(case, linear):
 
 
 def test_sizes_of_steps(case, linear):
-    if linear.settings["sampled"] < case.golden["linearity"]["n_test"] - len(
-        EXAMPLES[case.name]["test"]
-    ):
-        pytest.skip(
-            "a sample of the positions was taken, and which is not for a plain script to know"
-        )
-    for found, wanted in zip(
-        tables_of(linear)["blocks"], case.golden["linearity"]["why"], strict=True
-    ):
+    if linear.settings["sampled"] < case.golden["linearity"]["n_test"] - len(EXAMPLES[case.name]["test"]):
+        pytest.skip("a sample of the positions was taken, and which is not for a plain script to know")
+    for found, wanted in zip(tables_of(linear)["blocks"], case.golden["linearity"]["why"], strict=True):
         assert {name: found[name] for name in wanted} == close(wanted, 1e-6)
     for row in tables_of(linear)["angles"]:
         wanted = case.golden["linearity"]["angles"][row["from"]][row["to"]]

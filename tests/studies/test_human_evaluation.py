@@ -130,9 +130,7 @@ def test_at_the_last_level_both_lenses_agree(study):
 def test_marked_sheet_scores_as_it_was_marked(copy, study, marks, spreadsheet):
     key = key_of(study)
     folder = copy(
-        lambda row: {"plausible": marks[not truth(key[row["item"]])]},
-        keep=lambda rows: rows[::-1],
-        **spreadsheet,
+        lambda row: {"plausible": marks[not truth(key[row["item"]])]}, keep=lambda rows: rows[::-1], **spreadsheet
     )
     read = read_marks(folder)
     by_lens = shares(read)

@@ -18,13 +18,7 @@ from layerjump.interventions.patching import Rerun
 from layerjump.report.report import panels
 from layerjump.studies import layer_skipping
 from layerjump.studies.ablation import small_batches
-from layerjump.studies.layer_skipping import (
-    Schedule,
-    cheapest,
-    most_explained,
-    round_robins,
-    single_jumps,
-)
+from layerjump.studies.layer_skipping import Schedule, cheapest, most_explained, round_robins, single_jumps
 from layerjump.studies.setup import Settings, Setup
 
 SETTINGS = Settings(tokens=12_000, score_positions=100, score_tokens=400)
@@ -83,11 +77,7 @@ def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
 
 
 def test_the_choice_is_made_on_select_documents(setup):
-    select = {
-        int(document)
-        for batch in layer_skipping._validation_batches(setup)
-        for document in batch.document
-    }
+    select = {int(document) for batch in layer_skipping._validation_batches(setup) for document in batch.document}
     assert select <= set(setup.splits().select)
 
 
@@ -103,10 +93,7 @@ def test_without_select_documents_some_are_held_out(setup):
 def test_an_empty_schedule_is_the_model(setup):
     jumps = setup.all_position_jumps("mat", "all")
     rerun = Rerun(setup.model, small_batches(setup)[0])
-    assert torch.equal(
-        layer_skipping.run_schedule(rerun, Schedule((), setup.model.n_blocks), jumps),
-        rerun.levels[-1],
-    )
+    assert torch.equal(layer_skipping.run_schedule(rerun, Schedule((), setup.model.n_blocks), jumps), rerun.levels[-1])
 
 
 def sink_errors(setup: Setup) -> list[tuple[float, float]]:
@@ -155,9 +142,7 @@ def test_it_runs_on_an_encoder(data_folder, text):
 
 
 def test_it_follows_the_papers_protocol(data_folder, text):
-    settings = Settings(
-        positions="one", split="330/0/60", paper=True, score_positions=10**9, score_tokens=400
-    )
+    settings = Settings(positions="one", split="330/0/60", paper=True, score_positions=10**9, score_tokens=400)
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), text, settings)
     result = layer_skipping.run(setup)
     assert result.settings["n_fit"] == 297
@@ -199,9 +184,7 @@ def test_the_r2_rule_has_the_greatest_product():
         product = math.prod(max(r2[jump], 1e-12) for jump in schedule.jumps)
         for rival in every_schedule(6):
             if rival.blocks_run == count:
-                assert math.prod(max(r2[jump], 1e-12) for jump in rival.jumps) <= product * (
-                    1 + 1e-9
-                )
+                assert math.prod(max(r2[jump], 1e-12) for jump in rival.jumps) <= product * (1 + 1e-9)
 
 
 def test_a_jump_that_is_not_on_offer_is_not_made():

@@ -70,10 +70,7 @@ def test_the_linearity_study(result):
     for row in tables_of(result)["blocks"]:
         for which in ("", " without position 0"):
             assert 0 < row[f"with residual{which}"] <= 1
-            assert (
-                row[f"without residual{which}"] <= row[f"with residual{which}"] + 1e-9
-                or row["identity"] < 0
-            )
+            assert row[f"without residual{which}"] <= row[f"with residual{which}"] + 1e-9 or row["identity"] < 0
             assert row[f"identity{which}"] <= row[f"with residual{which}"]
         for name in ("with", "without"):
             score = f"{name} residual held out without position 0"

@@ -14,9 +14,7 @@ def test_the_ends_of_the_exit_curve(study_setup):
     result = early_exit.run(study_setup)
     blocks = study_setup.model.n_blocks
     for lens, grid in (("mat", GRID), ("identity", (*GRID, *FINE))):
-        rows = [
-            r for r in tables_of(result)["curves"] if (r["lens"], r["kind"]) == (lens, "dynamic")
-        ]
+        rows = [r for r in tables_of(result)["curves"] if (r["lens"], r["kind"]) == (lens, "dynamic")]
         assert [row["at"] for row in rows] == sorted(grid)
         by = {row["at"]: row for row in rows}
         assert (by[NEVER]["blocks"], by[NEVER]["agreement"]) == (blocks, 1)
@@ -27,23 +25,16 @@ def test_the_ends_of_the_exit_curve(study_setup):
 
 def test_a_fixed_exit_is_the_lens_at_that_level(study_setup):
     levels = {(r["lens"], r["level"]): r for r in tables_of(predictions.run(study_setup))["levels"]}
-    rows = [
-        row for row in tables_of(early_exit.run(study_setup))["curves"] if row["kind"] == "fixed"
-    ]
+    rows = [row for row in tables_of(early_exit.run(study_setup))["curves"] if row["kind"] == "fixed"]
     assert len(rows) == 2 * (study_setup.model.n_blocks + 1)
     for row in rows:
         level = levels[row["lens"], row["at"]]
         assert (row["blocks"], row["agreement"]) == (row["at"], level["p@1"])
-        assert (row["agreement low"], row["agreement high"]) == (
-            level["p@1 low"],
-            level["p@1 high"],
-        )
+        assert (row["agreement low"], row["agreement high"]) == (level["p@1 low"], level["p@1 high"])
 
 
 def test_always_stopping_at_level_1_is_the_fixed_exit_there(study_setup):
-    rows = {
-        (r["lens"], r["kind"], r["at"]): r for r in tables_of(early_exit.run(study_setup))["curves"]
-    }
+    rows = {(r["lens"], r["kind"], r["at"]): r for r in tables_of(early_exit.run(study_setup))["curves"]}
     for lens in ("identity", "mat"):
         always, fixed = rows[lens, "dynamic", -NEVER], rows[lens, "fixed", 1.0]
         assert always["agreement"] == fixed["agreement"]
@@ -52,9 +43,7 @@ def test_always_stopping_at_level_1_is_the_fixed_exit_there(study_setup):
 def test_no_rule_that_is_always_right_saves_more_than_the_oracle(study_setup):
     result = early_exit.run(study_setup)
     for lens in ("identity", "mat"):
-        (oracle,) = [
-            r for r in tables_of(result)["saved"] if (r["lens"], r["kind"]) == (lens, "oracle")
-        ]
+        (oracle,) = [r for r in tables_of(result)["saved"] if (r["lens"], r["kind"]) == (lens, "oracle")]
         for row in tables_of(result)["curves"]:
             if row["lens"] == lens and row["agreement"] == 1 and row["blocks"] >= 1:
                 assert study_setup.model.n_blocks - row["blocks"] <= oracle["blocks_saved"] + 1e-12

@@ -73,9 +73,7 @@ def test_exits_cost_more_the_later_they_are(setup, result):
     rows = result["tables"]["exits"]
     assert [row["blocks"] for row in rows] == list(range(L + 1))
     blocks, head = 12 * D * D * 2, 1024 * D * 2
-    head += (
-        D * D * 2 if setup.model.masked else 0
-    )  # BERT's head has a dense layer before the product
+    head += D * D * 2 if setup.model.masked else 0  # BERT's head has a dense layer before the product
     assert rows[0]["flops per token"] == head + 2 * D * D
     assert rows[2]["flops per token"] == 2 * blocks + head + 2 * D * D
     assert rows[L]["flops per token"] == L * blocks + head
@@ -95,26 +93,13 @@ def test_without_validation_documents_ojfa_is_left_out(setup):
 def test_schedules_are_listed_if_alternation_ran(setup, result):
     assert "schedules" not in result["tables"]
     assert any("alternation" in note for note in result["notes"])
-    scores = {
-        "p@1": 0.5,
-        "p@1 low": 0.4,
-        "p@1 high": 0.6,
-        "p@5": 1,
-        "p@10": 1,
-        "surprisal": 1,
-        "kl": 1,
-    }
+    scores = {"p@1": 0.5, "p@1 low": 0.4, "p@1 high": 0.6, "p@5": 1, "p@10": 1, "surprisal": 1, "kl": 1}
     rows = [
         {"rule": "single jump", "blocks run": 1, "schedule": "0-1 → 4", **scores},
         {"rule": "round robin", "blocks run": 2, "schedule": "0-1 → 2-3 → 4", **scores},
     ]
     rows = [row | {"a": None, "b": None} for row in rows]
-    saved = {
-        "tables": {"schedules": rows, "pairs": []},
-        "headline": {},
-        "notes": [],
-        "settings": {},
-    }
+    saved = {"tables": {"schedules": rows, "pairs": []}, "headline": {}, "notes": [], "settings": {}}
     setup.add_outcome(layer_skipping.STUDY.from_json(saved))
     again = map_cost.run(setup).to_json()["tables"]["schedules"]
     exit_row = result["tables"]["exits"][1]

@@ -32,9 +32,7 @@ def test_with_enough_text_probes_save_more_than_the_papers_rule(data_folder):
     """On a trained model and text of its domain, one threshold on the lead for all levels is not the best rule."""
     settings = make_settings("ours", tokens=30_000, score_positions=800, split="60/20/20")
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), stories(1500), settings)
-    paper_rule, with_probes = (
-        study.run(setup).headline.blocks_saved for study in (early_exit, probes)
-    )
+    paper_rule, with_probes = (study.run(setup).headline.blocks_saved for study in (early_exit, probes))
     for lens in ("identity", "mat"):
         assert with_probes[f"both_{lens}_at_0.95"] > paper_rule[f"dynamic_{lens}_at_0.95"] + 0.02
 
@@ -57,11 +55,6 @@ def test_empty_validation_split_is_skipped(study_setup):
 
 
 def test_both_halves_of_the_documents_are_non_empty():
-    assert probes.every_second_document(torch.tensor([4, 4, 5, 6])).tolist() == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    assert probes.every_second_document(torch.tensor([4, 4, 5, 6])).tolist() == [True, True, False, True]
     for documents in ([4, 4, 8], [3, 3, 7]):
         assert probes.every_second_document(torch.tensor(documents)).tolist() == [True, True, False]

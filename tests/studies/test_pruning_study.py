@@ -24,11 +24,7 @@ def test_rows_cover_every_method_and_count(study_setup, result):
     methods = methods_of(study_setup.model)
     expected = [("whole model", 0)] + [(m, n) for n in (1,) for m in methods]
     assert [(row["method"], row["dropped"]) for row in rows] == expected
-    assert methods == (
-        ["remove", "linear"]
-        if study_setup.model.masked
-        else ["remove", "linear", "replaceme", "fold"]
-    )
+    assert methods == (["remove", "linear"] if study_setup.model.masked else ["remove", "linear", "replaceme", "fold"])
     assert set(result["settings"]["stay"]) == {"1", "4"}
     assert json.dumps(result)
 
@@ -68,11 +64,7 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
 
     data = write_questions(tmp_path)
     settings = make_settings(
-        "ours",
-        tokens=6_000,
-        score_positions=120,
-        eval_tasks=("copa", "lambada"),
-        eval_data=str(data),
+        "ours", tokens=6_000, score_positions=120, eval_tasks=("copa", "lambada"), eval_data=str(data)
     )
     result = pruning.run(study_setup.with_empty_cache(settings=settings)).to_json()
     if study_setup.model.masked:

@@ -74,7 +74,5 @@ def test_a_value_of_another_type_is_refused(change, message):
 
 
 def test_a_missing_key_is_refused():
-    with pytest.raises(
-        BadArtifact, match="rows: expected the key 'p@1 high'; results.json was edited"
-    ):
+    with pytest.raises(BadArtifact, match="rows: expected the key 'p@1 high'; results.json was edited"):
         from_json(Row, {key: value for key, value in SAVED.items() if key != "p@1 high"}, "rows")

@@ -13,15 +13,7 @@ from layerjump.cli import main
 from layerjump.errors import BadArtifact, BadStudy, NewerFormat
 from layerjump.io import read_json
 from layerjump.studies.results import Skipped, to_json
-from layerjump.studies.runner import (
-    FILE,
-    MAIN,
-    STUDIES,
-    load_results,
-    results_to_json,
-    run_studies,
-    select_studies,
-)
+from layerjump.studies.runner import FILE, MAIN, STUDIES, load_results, results_to_json, run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup, make_settings
 
 
@@ -41,11 +33,7 @@ def test_results_are_what_the_file_holds(whole):
     results, folder = whole
     saved = results_to_json(results)
     assert saved == read_json(folder / FILE)
-    assert (
-        results_to_json(load_results(folder))
-        == results_to_json(load_results(folder / FILE))
-        == saved
-    )
+    assert results_to_json(load_results(folder)) == results_to_json(load_results(folder / FILE)) == saved
     assert list(results.studies) == list(MAIN)
     assert all(result.seconds > 0 for result in results.studies.values())
 
@@ -63,9 +51,7 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
         run_studies(study_setup.with_empty_cache(), cut, tmp_path)
     before = load_results(tmp_path)
     assert list(before.studies) == ["r2", "predictions"]
-    found = run_studies(
-        study_setup.with_empty_cache(), studies, tmp_path, resume=True, log=said.append
-    )
+    found = run_studies(study_setup.with_empty_cache(), studies, tmp_path, resume=True, log=said.append)
     assert said[:2] == ["r2: done before", "predictions: done before"]
     for name in before.studies:
         assert to_json(found.studies[name]) == to_json(before.studies[name])
@@ -76,21 +62,15 @@ def test_a_run_that_is_cut_short_goes_on_where_it_was(whole, study_setup, tmp_pa
 def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup, tmp_path):
     wanted, _ = whole
     run_studies(study_setup.with_empty_cache(), select_studies("r2"), tmp_path)
-    found = run_studies(
-        study_setup.with_empty_cache(), select_studies("exits"), tmp_path, resume=True
-    )
+    found = run_studies(study_setup.with_empty_cache(), select_studies("exits"), tmp_path, resume=True)
     assert list(found.studies) == ["r2", "exits"]
     assert to_json(found.studies["exits"].tables) == to_json(wanted.studies["exits"].tables)
 
 
 def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
     _, folder = whole
-    other = study_setup.with_empty_cache(
-        settings=make_settings("ours", tokens=6_000, score_positions=121)
-    )
-    with pytest.raises(
-        BadArtifact, match="another settings than this run; pass force=True in place of"
-    ):
+    other = study_setup.with_empty_cache(settings=make_settings("ours", tokens=6_000, score_positions=121))
+    with pytest.raises(BadArtifact, match="another settings than this run; pass force=True in place of"):
         run_studies(other, select_studies("r2"), folder, resume=True)
     other = study_setup.with_empty_cache(corpus=lj.load_text("pydoc", limit=150))
     with pytest.raises(BadArtifact, match="another text"):
@@ -123,10 +103,7 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
     whole_model.hf.bert.save_pretrained(tmp_path / "body")
     whole_model.tokenizer.save_pretrained(tmp_path / "body")
     model = lj.load(tmp_path / "body")
-    setup, said = (
-        Setup(model, study_text, make_settings("ours", tokens=6_000, score_positions=120)),
-        [],
-    )
+    setup, said = (Setup(model, study_text, make_settings("ours", tokens=6_000, score_positions=120)), [])
     results = run_studies(setup, select_studies(None), tmp_path / "out", log=said.append).studies
     for name in ("predictions", "exits", "examples"):
         assert isinstance(results[name], Skipped)
@@ -184,9 +161,7 @@ def command(monkeypatch, *arguments) -> int:
         (["--protocol", "paper"], "9000/0/1000, 10,000 documents in all, but there are 30"),
     ],
 )
-def test_bad_settings_are_one_line_and_exit_code_1(
-    arguments, message, data_folder, tmp_path, monkeypatch, capsys
-):
+def test_bad_settings_are_one_line_and_exit_code_1(arguments, message, data_folder, tmp_path, monkeypatch, capsys):
     short = tmp_path / "short.txt"
     short.write_text("\n".join(f"Line {i} is a sentence of its own." for i in range(30)))
     place = data_folder / "tiny-gpt2", "--text", short, "-o", tmp_path / "out"
@@ -201,17 +176,7 @@ def test_bad_settings_are_one_line_and_exit_code_1(
 
 def test_a_run_from_the_command_line(data_folder, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = [
-        data_folder / "tiny-gpt2",
-        "r2",
-        "exits",
-        "--tokens",
-        "4000",
-        "--score-positions",
-        "60",
-        "-o",
-        out,
-    ]
+    arguments = [data_folder / "tiny-gpt2", "r2", "exits", "--tokens", "4000", "--score-positions", "60", "-o", out]
     assert command(monkeypatch, *arguments) == 0
     first = load_results(out)
     assert list(first.studies) == ["r2", "exits"]

@@ -103,9 +103,7 @@ def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
 
 
 def test_cross_attention_is_replaced_beside_self_attention(model, corpus):
-    settings = make_settings(
-        "ours", split="60/20/20", score_tokens=200, estimators=("ridge",), score_positions=40
-    )
+    settings = make_settings("ours", split="60/20/20", score_tokens=200, estimators=("ridge",), score_positions=40)
     tables = submodules.run(Setup(model, corpus, settings)).to_json()["tables"]
     suffix, why = tables["suffix"], tables["why"]
     assert {"attn", "xattn", "ffn", "norms"} <= {row["part"] for row in suffix}

@@ -55,12 +55,7 @@ def test_the_protocol_of_the_paper():
     [
         (BadStudy, "expected protocol='ours' or protocol='paper', got 'theirs'", "theirs", {}),
         (BadEstimator, "no estimator 'magic'", "ours", {"estimators": ("mat", "magic")}),
-        (
-            BadStudy,
-            "expected score_positions of at least 1, got 0",
-            "ours",
-            {"score_positions": 0},
-        ),
+        (BadStudy, "expected score_positions of at least 1, got 0", "ours", {"score_positions": 0}),
         (BadStudy, "expected tokens of at least 1, got -5", "ours", {"tokens": -5}),
         (BadStudy, "expected exit_position of at least 0, got -1", "ours", {"exit_position": -1}),
         (BadStudy, "above 0 and at most 1", "ours", {"targets": (95.0,)}),
@@ -92,9 +87,7 @@ def test_deviations_from_the_paper_are_in_results_page_and_summary(causal, tmp_p
 def test_another_model_family_is_a_deviation(data_folder):
     model = lj.load(data_folder / "tiny-bert")
     model.hf.config.model_type = "roberta"
-    deviations = paper_deviations(
-        Setup(model, stories(60), make_settings("paper", split="50/0/10"))
-    )
+    deviations = paper_deviations(Setup(model, stories(60), make_settings("paper", split="50/0/10")))
     assert any("family roberta" in sentence for sentence in deviations)
 
 

@@ -117,21 +117,15 @@ def test_attention_mass_equals_output_attentions(gpt2, data_folder):
     mass, note = submodules.attention_mass(gpt2.model, batches)
     assert note is None
     assert gpt2.model.hf.config._attn_implementation == "sdpa"
-    eager = AutoModelForCausalLM.from_pretrained(
-        data_folder / "tiny-gpt2", attn_implementation="eager"
-    )
+    eager = AutoModelForCausalLM.from_pretrained(data_folder / "tiny-gpt2", attn_implementation="eager")
     on_self, on_sink, n = torch.zeros(4), torch.zeros(4), 0
     for batch in batches:
         with torch.no_grad():
-            output = eager(
-                batch.input_ids, attention_mask=batch.attention_mask, output_attentions=True
-            )
+            output = eager(batch.input_ids, attention_mask=batch.attention_mask, output_attentions=True)
         for row, position in zip(batch.row, batch.position, strict=True):
             weights = torch.stack([layer[row, :, position] for layer in output.attentions]).mean(1)
             on_self, on_sink, n = on_self + weights[:, position], on_sink + weights[:, 0], n + 1
-    assert torch.allclose(
-        torch.tensor(mass), torch.stack([on_self / n, on_sink / n], 1).double().float()
-    )
+    assert torch.allclose(torch.tensor(mass), torch.stack([on_self / n, on_sink / n], 1).double().float())
 
 
 def test_maps_fitted_with_position_0_keep_the_sink(gpt2):
@@ -146,9 +140,7 @@ def test_maps_fitted_with_position_0_keep_the_sink(gpt2):
 
     with_sink = gpt2.all_position_jumps("mat", "submodules")
     without_sink = lj.fit(gpt2.model, gpt2.corpus, pairs="submodules")
-    errors = [
-        [error(jumps, part) for part in submodules.PARTS] for jumps in (with_sink, without_sink)
-    ]
+    errors = [[error(jumps, part) for part in submodules.PARTS] for jumps in (with_sink, without_sink)]
     assert max(errors[0]) < 0.55, errors
     assert sum(errors[0]) < sum(errors[1]), errors
 
@@ -166,15 +158,11 @@ def test_encoders_are_fitted_at_all_positions_of_masked_text(bert):
 
 
 def test_a_sampled_look_holds_as_many_masks_as_the_text(bert):
-    plan = bert.plan(
-        bert.corpus, "submodules", positions=Positions.parse("15%", skip_first=0, special=True)
-    )
+    plan = bert.plan(bert.corpus, "submodules", positions=Positions.parse("15%", skip_first=0, special=True))
     look = plan.batches["fit"].look_at(Positions("share", 0.3, skip_first=0, special=True))
     masks = picks = 0
     for batch in look:
-        masks += int(
-            (batch.input_ids[batch.row, batch.position] == bert.model.tokenization.mask).sum()
-        )
+        masks += int((batch.input_ids[batch.row, batch.position] == bert.model.tokenization.mask).sum())
         picks += batch.n_picks
     assert picks == look.n_picks
     assert 0.12 < masks / picks < 0.18
@@ -188,10 +176,7 @@ def test_heads_are_ranked_by_damage(setup):
         group = [row for row in rows if row["how"] == how]
         assert [row["rank"] for row in group] == list(range(1, 17))
         assert [row["kl"] for row in group] == sorted((row["kl"] for row in group), reverse=True)
-    kl = {
-        how: sum(row["kl"] for row in rows if row["how"] == how)
-        for how in attention_heads.REPLACEMENTS
-    }
+    kl = {how: sum(row["kl"] for row in rows if row["how"] == how) for how in attention_heads.REPLACEMENTS}
     assert kl["linear"] < kl["mean"]
     check_figures(attention_heads.STUDY, result)
     assert hooks(setup) == [([], [])] * len(hooks(setup))

@@ -51,16 +51,9 @@ def test_missing_settings_are_skipped(setup, tmp_path):
 
 def test_dynamics_sorts_checkpoints_by_step(setup, trained):
     work = trained.with_name("model-training")
-    result = training_dynamics.run(
-        with_settings(setup, checkpoints=(str(trained), str(work)))
-    ).to_json()
+    result = training_dynamics.run(with_settings(setup, checkpoints=(str(trained), str(work)))).to_json()
     steps = [row["step"] for row in result["tables"]["steps"]]
-    assert steps == [
-        1,
-        3,
-        6,
-        9,
-    ]  # the final model has no number in its name: its index in the series
+    assert steps == [1, 3, 6, 9]  # the final model has no number in its name: its index in the series
     last, final = result["tables"]["steps"][-1], result["tables"]["steps"][0]
     for name, value in measure_profile(setup.model, setup.corpus).summary_row().items():
         assert last[name] == pytest.approx(value, rel=1e-6)
@@ -77,9 +70,7 @@ def test_dynamics_refuses_other_folders_and_revisions(setup, tmp_path):
         training_dynamics.run(with_settings(setup, checkpoints=(str(tmp_path),)))
     named = replace(setup.model, name="no/such-model")
     with pytest.raises(ModelNotFound):
-        training_dynamics.run(
-            with_settings(setup, checkpoints=("step1000",)).with_empty_cache(model=named)
-        )
+        training_dynamics.run(with_settings(setup, checkpoints=("step1000",)).with_empty_cache(model=named))
 
 
 def test_every_item_is_held_out_once():
@@ -94,9 +85,7 @@ def test_every_item_is_held_out_once():
 
 def test_finetune_measures_before_and_after(setup, tmp_path):
     task = tmp_path / "task.jsonl"
-    rows = [
-        {"query": f"Tom has {n}", "choices": ["balls", "dogs"], "gold": n % 2} for n in range(8)
-    ]
+    rows = [{"query": f"Tom has {n}", "choices": ["balls", "dogs"], "gold": n % 2} for n in range(8)]
     task.write_text("\n".join(map(json.dumps, rows)))
     run_setup = with_settings(setup, finetune_task=str(task), train_steps=3)
     result = finetuning.run(run_setup).to_json()
@@ -133,8 +122,6 @@ def test_architectures_are_trained_and_compared(setup):
 
 
 def test_masked_models_are_skipped(data_folder):
-    setup = Setup(
-        lj.load(data_folder / "tiny-bert"), TEXT, Settings(train_steps=2, finetune_task="x")
-    )
+    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, Settings(train_steps=2, finetune_task="x"))
     assert "not causal" in architecture.cannot_run(setup)
     assert "not causal" in finetuning.cannot_run(setup)

@@ -52,11 +52,7 @@ def test_maps_do_not_transfer_between_stories_and_random_letters(result):
 
 def test_the_matrix_is_the_mean_of_the_levels(result):
     for cell in result["tables"]["matrix"]:
-        rows = [
-            row
-            for row in result["tables"]["levels"]
-            if (row["fit"], row["test"]) == (cell["fit"], cell["test"])
-        ]
+        rows = [row for row in result["tables"]["levels"] if (row["fit"], row["test"]) == (cell["fit"], cell["test"])]
         for name in ("r2", "r2 weighted", "p@1"):
             mean = sum(row[name] for row in rows) / len(rows)
             assert cell[name] == pytest.approx(mean, abs=1e-12)

@@ -10,14 +10,7 @@ import torch
 import layerjump as lj
 from layerjump.errors import BadText
 from layerjump.training.data import IGNORE_INDEX
-from layerjump.training.finetune import (
-    ChoiceItem,
-    accuracy,
-    encode_example,
-    finetune,
-    load_task,
-    pad_examples,
-)
+from layerjump.training.finetune import ChoiceItem, accuracy, encode_example, finetune, load_task, pad_examples
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +25,8 @@ def write_rows(path, *rows):
 
 def test_both_formats_are_loaded(tmp_path):
     choices = {"query": "Is it? ", "choices": ["no", "yes"], "gold": 1}
-    assert (
-        load_task(write_rows(tmp_path / "a", choices, "", choices))
-        == [ChoiceItem("Is it?", ("no", "yes"), 1)] * 2
-    )
-    rows = [
-        {"premise": "P", "hypothesis": "H", "label": label}
-        for label in ("not_entailment", "entailment")
-    ]
+    assert load_task(write_rows(tmp_path / "a", choices, "", choices)) == [ChoiceItem("Is it?", ("no", "yes"), 1)] * 2
+    rows = [{"premise": "P", "hypothesis": "H", "label": label} for label in ("not_entailment", "entailment")]
     first, second = load_task(write_rows(tmp_path / "b", *rows))
     assert first == ChoiceItem("P\nQuestion: H\nAnswer:", ("entailment", "not entailment"), 1)
     assert second.gold == 0
@@ -93,15 +80,10 @@ def test_accuracy_compares_mean_likelihood_per_token(model):
         ids, labels = encode_example(model.tokenization, item.prompt, choice)
         with torch.no_grad():
             log_probs = model.hf(ids[None]).logits[0].log_softmax(-1)
-        values = [
-            log_probs[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORE_INDEX
-        ]
+        values = [log_probs[at - 1, ids[at]] for at in range(len(ids)) if labels[at] != IGNORE_INDEX]
         return float(torch.stack(values).mean())
 
-    expected = [
-        max(range(2), key=lambda n, item=item: score(item, item.choices[n])) == item.gold
-        for item in items
-    ]
+    expected = [max(range(2), key=lambda n, item=item: score(item, item.choices[n])) == item.gold for item in items]
     assert accuracy(model, items) == sum(expected) / 3 == 1
     swapped = [ChoiceItem(item.prompt, item.choices, 1 - item.gold) for item in items]
     assert accuracy(model, swapped) == 0
@@ -109,9 +91,7 @@ def test_accuracy_compares_mean_likelihood_per_token(model):
 
 def test_a_copy_learns_the_answers(model):
     """Answers that the model finds unlikely become the most likely ones."""
-    items = [
-        ChoiceItem(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")
-    ]
+    items = [ChoiceItem(f"{name} has a", ("cat", "xqzj"), 1) for name in ("Tom", "Lily", "Ben", "Sue")]
     before = {name: weight.clone() for name, weight in model.hf.state_dict().items()}
     assert accuracy(model, items) == 0
     tuned = finetune(model, items, steps=40, learning_rate=2e-3)
@@ -123,10 +103,7 @@ def test_a_copy_learns_the_answers(model):
 
 
 def test_padding_is_on_the_right_and_has_no_labels():
-    rows = [
-        (torch.tensor([5, 6, 7]), torch.tensor([IGNORE_INDEX, 6, 7])),
-        (torch.tensor([8]), torch.tensor([8])),
-    ]
+    rows = [(torch.tensor([5, 6, 7]), torch.tensor([IGNORE_INDEX, 6, 7])), (torch.tensor([8]), torch.tensor([8]))]
     batch = pad_examples(rows, pad_id=0)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -22,31 +22,20 @@ from layerjump.errors import BadArtifact
 from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
 from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model
 from layerjump.training.monitor import LevelProfile, measure_profile
-from layerjump.training.pretrain import (
-    PretrainingRecord,
-    pretrain,
-    train_model,
-    training_arguments,
-)
+from layerjump.training.pretrain import PretrainingRecord, pretrain, train_model, training_arguments
 
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    return {
-        masked: train_tokenizer(TEXT.documents, 300, 16, masked=masked) for masked in (False, True)
-    }
+    return {masked: train_tokenizer(TEXT.documents, 300, 16, masked=masked) for masked in (False, True)}
 
 
 def train(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     masked = recipe.architecture.masked
     tokenizer = tokenizers[masked]
-    rows = pack_rows(
-        TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16
-    )
+    rows = pack_rows(TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16)
     hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
-    settings = training_arguments(
-        recipe, folder, gradient_accumulation_steps=accumulate, device="cpu"
-    )
+    settings = training_arguments(recipe, folder, gradient_accumulation_steps=accumulate, device="cpu")
     log = train_model(hf, tokenizer, rows, recipe, settings)
     return hf.state_dict(), log
 
@@ -62,9 +51,7 @@ def test_penalty_weight_zero_is_plain_training_bit_for_bit(tokenizers, tmp_path)
     rows = pack_rows(TEXT.documents, Tokenization.of(tokenizers[False], max_positions=16), 16)
     plain = build_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
     transformers.Trainer(
-        plain,
-        training_arguments(recipe, tmp_path / "plain", device="cpu"),
-        train_dataset=PackedRows(rows, 64, seed=0),
+        plain, training_arguments(recipe, tmp_path / "plain", device="cpu"), train_dataset=PackedRows(rows, 64, seed=0)
     ).train()
     assert equal_weights(ours, plain.state_dict())
     penalised, more = train(replace(recipe, penalty_weight=0.5), tokenizers, tmp_path / "penalised")
@@ -105,11 +92,7 @@ def test_two_processes_train_the_same_model_as_one(tmp_path):
         port = free.getsockname()[1]
     program = f"torch.distributed.run --nproc-per-node 2 --master-port {port} -m layerjump pretrain"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            *f"{program} --text {text} {options} -o {tmp_path / 'two'}".split(),
-        ],
+        [sys.executable, "-m", *f"{program} --text {text} {options} -o {tmp_path / 'two'}".split()],
         capture_output=True,
         text=True,
         timeout=240,
@@ -126,9 +109,7 @@ def test_two_processes_train_the_same_model_as_one(tmp_path):
     for ours, theirs in zip(profile["two"]["log"], profile["one"]["log"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    models = [
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in profile
-    ]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in profile]
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
         logits = [model(ids).logits for model in models]
@@ -157,9 +138,7 @@ def test_the_folder_is_an_ordinary_checkpoint(arch, tmp_path):
     assert auto.from_pretrained(tmp_path / "model").num_parameters() == record.parameters
 
 
-@pytest.mark.parametrize(
-    ("what", "variant"), [(what, variant) for what in VARIANTS for variant in VARIANTS[what]]
-)
+@pytest.mark.parametrize(("what", "variant"), [(what, variant) for what in VARIANTS for variant in VARIANTS[what]])
 def test_every_architecture_passes_the_self_check(what, variant, tokenizers):
     kind = VARIANTS[what][variant]
     hf = build_model(kind, ModelShape(2, 16, 2, 16), tokenizers[False], seed=0)

@@ -79,14 +79,7 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(tmp_path):
 def test_bad_settings_are_refused(changes, error, message, tmp_path):
     def train():
         recipe = replace(SMALL, **changes)
-        pretrain(
-            TEXT,
-            tmp_path / "out",
-            recipe,
-            held_out=HELD_OUT,
-            gradient_accumulation_steps=2,
-            device="cpu",
-        )
+        pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, gradient_accumulation_steps=2, device="cpu")
 
     with pytest.raises(error, match=message):
         train()
@@ -94,9 +87,7 @@ def test_bad_settings_are_refused(changes, error, message, tmp_path):
 
 
 def test_a_finished_training_is_not_repeated(tmp_path):
-    record = pretrain(
-        TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep_checkpoints=True
-    )
+    record = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep_checkpoints=True)
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     again = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", force=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
@@ -106,12 +97,8 @@ def test_a_finished_training_is_not_repeated(tmp_path):
 def test_a_failed_run_does_not_block_the_next(tmp_path):
     with pytest.raises(BadTraining):
         pretrain(TEXT, tmp_path / "out", replace(SMALL, vocab_size=50_000), held_out=HELD_OUT)
-    record = pretrain(
-        TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), held_out=HELD_OUT
-    )
-    assert (
-        record.settings.vocab_size == len(lj.load(tmp_path / "out").tokenization.tokenizer) == 300
-    )
+    record = pretrain(TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), held_out=HELD_OUT)
+    assert record.settings.vocab_size == len(lj.load(tmp_path / "out").tokenization.tokenizer) == 300
 
 
 def test_bad_shapes_and_texts(tmp_path):
@@ -137,9 +124,7 @@ def test_bad_shapes_and_texts(tmp_path):
         (["--text", "some.txt", "--device", "tpu"], "cpu or cuda"),
     ],
 )
-def test_bad_options_give_one_line_on_the_command_line(
-    arguments, message, tmp_path, monkeypatch, capsys
-):
+def test_bad_options_give_one_line_on_the_command_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text(" \n")
     Path("some.txt").write_text("\n".join(TEXT.documents))

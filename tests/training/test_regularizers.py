@@ -143,8 +143,5 @@ def test_the_gradient_of_a_model_is_that_of_loss_and_penalty():
 
 
 def test_level_states_before_a_forward_pass_are_refused():
-    with (
-        LevelStates(tiny_model("gpt2")) as levels,
-        pytest.raises(BadTraining, match="run the model"),
-    ):
+    with LevelStates(tiny_model("gpt2")) as levels, pytest.raises(BadTraining, match="run the model"):
         levels.states  # noqa: B018

@@ -32,11 +32,7 @@ def test_rows_contain_the_text_in_order(tokenizers):
     tokenizer = tokenizers[False]
     tokens = Tokenization.of(tokenizer, max_positions=32)
     rows = pack_rows(TEXT, tokens, 32)
-    flat = [
-        token
-        for document in TEXT
-        for token in [tokenizer.eos_token_id, *tokenizer(document)["input_ids"]]
-    ]
+    flat = [token for document in TEXT for token in [tokenizer.eos_token_id, *tokenizer(document)["input_ids"]]]
     assert rows.flatten().tolist() == flat[: rows.numel()]
     assert len(flat) - rows.numel() < 32
     masked = pack_rows(TEXT, Tokenization.of(tokenizers[True], max_positions=32), 32)
@@ -51,13 +47,8 @@ def test_every_epoch_visits_every_row_once_in_another_order():
     assert sorted(ids[:20]) == sorted(ids[20:40]) == list(range(20))
     assert ids[:20] != ids[20:40]
     # Independent of earlier items, as for a resumed run or another process.
-    assert [int(PackedRows(rows, 50, seed=3)[index]["labels"][0]) for index in (41, 7)] == [
-        ids[41],
-        ids[7],
-    ]
-    assert [int(PackedRows(rows, 50, seed=4)[index]["input_ids"][0]) for index in range(20)] != ids[
-        :20
-    ]
+    assert [int(PackedRows(rows, 50, seed=3)[index]["labels"][0]) for index in (41, 7)] == [ids[41], ids[7]]
+    assert [int(PackedRows(rows, 50, seed=4)[index]["input_ids"][0]) for index in range(20)] != ids[:20]
 
 
 def test_masking_follows_bert(tokenizers):
@@ -65,9 +56,7 @@ def test_masking_follows_bert(tokenizers):
     rows = pack_rows(TEXT, Tokenization.of(tokenizer, max_positions=32), 32)
     data = PackedRows(rows, 15 * len(rows), seed=0, masking_tokenizer=tokenizer)
     items = [data[index] for index in range(15 * len(rows))]
-    inputs, labels = (
-        torch.stack([item[name] for item in items]) for name in ("input_ids", "labels")
-    )
+    inputs, labels = (torch.stack([item[name] for item in items]) for name in ("input_ids", "labels"))
     predicted = labels != IGNORE_INDEX
     assert not predicted[:, [0, -1]].any()
     inside = predicted[:, 1:-1].double().mean()

@@ -25,30 +25,15 @@ def option_group(heading: str) -> Callable[..., Any]:
 
 text_option, output_option = option_group("Text"), option_group("Output")
 loading_option = option_group("Model loading")
-ModelName = Annotated[
-    str, typer.Argument(help="A hub id, a folder, a GGUF file, or the bundled `smollm2`.")
-]
+ModelName = Annotated[str, typer.Argument(help="A hub id, a folder, a GGUF file, or the bundled `smollm2`.")]
 
-TextSource = Annotated[
-    str,
-    text_option(help="A file, a hub dataset, `-` for standard input, or `pydoc`."),
-]
+TextSource = Annotated[str, text_option(help="A file, a hub dataset, `-` for standard input, or `pydoc`.")]
 TextSources = Annotated[
-    list[str] | None,
-    text_option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated."),
+    list[str] | None, text_option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated.")
 ]
-Column = Annotated[
-    str | None,
-    text_option(help="Column of a CSV, JSON or Parquet text."),
-]
-Tokens = Annotated[
-    int | None,
-    text_option(help="Number of tokens to use (default: the whole text)."),
-]
-Split = Annotated[
-    str,
-    text_option(help="Fit/validation/test split, in percent or in documents."),
-]
+Column = Annotated[str | None, text_option(help="Column of a CSV, JSON or Parquet text.")]
+Tokens = Annotated[int | None, text_option(help="Number of tokens to use (default: the whole text).")]
+Split = Annotated[str, text_option(help="Fit/validation/test split, in percent or in documents.")]
 Seed = Annotated[int, text_option(help="Seed of the split and of sampled positions.")]
 
 OutputFolder = Annotated[Path, output_option("-o", "--output", help="Output folder.")]
@@ -57,10 +42,7 @@ AsJson = Annotated[bool, output_option("--json", help="Print JSON instead of a t
 
 AllowOtherWeights = Annotated[
     bool,
-    loading_option(
-        "--allow-other-weights",
-        help="Accept jumps fitted on other weights, e.g. those of a base model.",
-    ),
+    loading_option("--allow-other-weights", help="Accept jumps fitted on other weights, e.g. those of a base model."),
 ]
 
 Command = Callable[..., None]
@@ -98,19 +80,13 @@ def loads_model(*, device_map: bool = False) -> Callable[[Command], Command]:
 
 def _loading_options(
     *,
-    revision: Annotated[
-        str | None, loading_option(help="Hub revision: a branch, tag or commit.")
-    ] = None,
-    device: Annotated[
-        str | None, loading_option(help="cpu, cuda, … (default: a GPU if available).")
-    ] = None,
+    revision: Annotated[str | None, loading_option(help="Hub revision: a branch, tag or commit.")] = None,
+    device: Annotated[str | None, loading_option(help="cpu, cuda, … (default: a GPU if available).")] = None,
     dtype: Annotated[
-        str | None,
-        loading_option(help="float32, bfloat16, float16 … (default: float32 on a CPU)."),
+        str | None, loading_option(help="float32, bfloat16, float16 … (default: float32 on a CPU).")
     ] = None,
     device_map: Annotated[
-        str | None,
-        loading_option(help="`auto` spreads a large model over devices (needs accelerate)."),
+        str | None, loading_option(help="`auto` spreads a large model over devices (needs accelerate).")
     ] = None,
     trust_remote_code: Annotated[
         bool, loading_option("--trust-remote-code", help="Run code from the model's repository.")

@@ -60,9 +60,7 @@ def _refuse_overwriting(folder: Path, refuses: Mapping[str, str], options: Optio
         if any(folder.expanduser().glob(pattern)) and not options["force"]:
             if index == 0 and options.get("resume"):
                 return
-            raise BadArtifact(
-                f"{folder} holds {description}; give another folder with -o, or --force to overwrite it"
-            )
+            raise BadArtifact(f"{folder} holds {description}; give another folder with -o, or --force to overwrite it")
 
 
 def _run_once_interruptible(command: Command, options: Options) -> None:

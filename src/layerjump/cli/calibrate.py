@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 def calibrate(
     model: ModelName,
     jumps: Annotated[Path, typer.Option(help="Folder of jumps; the exit rule is saved there.")],
-    target: Annotated[
-        float, typer.Option(help="Agreement with the full model to guarantee.")
-    ] = 0.95,
+    target: Annotated[float, typer.Option(help="Agreement with the full model to guarantee.")] = 0.95,
     confidence: Annotated[float, typer.Option(help="Confidence level of the guarantee.")] = 0.95,
-    rule_types: Annotated[
-        str, typer.Option(help="Candidate rules: gap, probe, two-stage.")
-    ] = "gap,probe,two-stage",
+    rule_types: Annotated[str, typer.Option(help="Candidate rules: gap, probe, two-stage.")] = "gap,probe,two-stage",
     self_generated_tokens: Annotated[
         int | None,
         typer.Option(
@@ -92,12 +88,6 @@ def _rows(calibration: Calibration) -> list[dict[str, Any]]:
     ]
     rows.append({"what": "lossless unverified", "value": about["unverified"]})
     rows.append({"what": "lossless cost (select)", "value": about["lossless_cost"]})
-    rows += [
-        {"what": f"test {name.replace('_', ' ')}", "value": value}
-        for name, value in about["test"].items()
-    ]
-    rows += [
-        {"what": f"cost of {kind} (select)", "value": value}
-        for kind, value in about["select_cost"].items()
-    ]
+    rows += [{"what": f"test {name.replace('_', ' ')}", "value": value} for name, value in about["test"].items()]
+    rows += [{"what": f"cost of {kind} (select)", "value": value} for kind, value in about["select_cost"].items()]
     return rows + [{"what": f"{name}, ms", "value": ms} for name, ms in about["costs"].items()]

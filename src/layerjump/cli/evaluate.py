@@ -33,30 +33,14 @@ def evaluate(
     model: ModelName,
     tasks: Annotated[
         str | None,
-        task_option(
-            help="arc_easy, boolq, cb, copa, lambada, piqa, rte, winograd: a list such as copa,piqa, or all."
-        ),
+        task_option(help="arc_easy, boolq, cb, copa, lambada, piqa, rte, winograd: a list such as copa,piqa, or all."),
     ] = None,
-    data: Annotated[
-        Path | None,
-        task_option(help="Folder of the tasks' files (see docs/evaluation.md)."),
-    ] = None,
+    data: Annotated[Path | None, task_option(help="Folder of the tasks' files (see docs/evaluation.md).")] = None,
     batch_size: Annotated[int, task_option(help="Requests a batch.")] = 1,
-    wikitext: Annotated[
-        Path | None,
-        perplexity_option(help="A text file, e.g. wiki.test.raw."),
-    ] = None,
-    window: Annotated[
-        int | None,
-        perplexity_option(help="Tokens in a window (default: the model's context)."),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        perplexity_option(help="Tokens between windows (default: half a window)."),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Largest number of items of a task, and of windows.")
-    ] = None,
+    wikitext: Annotated[Path | None, perplexity_option(help="A text file, e.g. wiki.test.raw.")] = None,
+    window: Annotated[int | None, perplexity_option(help="Tokens in a window (default: the model's context).")] = None,
+    stride: Annotated[int | None, perplexity_option(help="Tokens between windows (default: half a window).")] = None,
+    limit: Annotated[int | None, typer.Option(help="Largest number of items of a task, and of windows.")] = None,
     jumps: Annotated[Path | None, variant_option(help="Folder of jumps.")] = None,
     exit: Annotated[
         str | None,
@@ -65,18 +49,9 @@ def evaluate(
             "the jumps folder)."
         ),
     ] = None,
-    parts: Annotated[
-        str | None,
-        variant_option(help="Replace attn, ffn, norms or block by jumps."),
-    ] = None,
-    blocks: Annotated[
-        str | None,
-        variant_option(help="Blocks of --parts, e.g. 3-5 or 1,4 (default: all)."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        output_option("-o", "--output", help="JSON file to write."),
-    ] = None,
+    parts: Annotated[str | None, variant_option(help="Replace attn, ffn, norms or block by jumps.")] = None,
+    blocks: Annotated[str | None, variant_option(help="Blocks of --parts, e.g. 3-5 or 1,4 (default: all).")] = None,
+    output: Annotated[Path | None, output_option("-o", "--output", help="JSON file to write.")] = None,
     as_json: AsJson = False,
     *,
     load: LoadModel,
@@ -103,13 +78,7 @@ def evaluate(
 
         with progress_bar("scoring", "requests") as update:
             scores = score_tasks(
-                loaded,
-                tasks,
-                data,
-                limit=limit,
-                variant=variant,
-                batch_size=batch_size,
-                progress=update,
+                loaded, tasks, data, limit=limit, variant=variant, batch_size=batch_size, progress=update
             )
         record |= asdict(scores)
     if text is not None:
@@ -117,13 +86,7 @@ def evaluate(
 
         with progress_bar("reading") as update:
             measured = perplexity(
-                loaded,
-                text,
-                window=window,
-                stride=stride,
-                limit=limit,
-                variant=variant,
-                progress=update,
+                loaded, text, window=window, stride=stride, limit=limit, variant=variant, progress=update
             )
         record["wikitext"] = asdict(measured)
     record = to_json(record)
@@ -158,9 +121,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadEvaluation(
-            f"{path} cannot be read as UTF-8 text ({shorten(error)}); give another file"
-        ) from error
+        raise BadEvaluation(f"{path} cannot be read as UTF-8 text ({shorten(error)}); give another file") from error
 
 
 def _describe_run(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
@@ -182,10 +143,7 @@ def _describe_run(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
             "fingerprint": fingerprint(model.hf),
             "blocks": model.n_blocks,
         },
-        "settings": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in settings.items()
-        },
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
         "layerjump": __version__,
         "lm_eval": lm_eval_version,
         "machine": describe_machine(),

@@ -12,8 +12,7 @@ from layerjump.cli._options import AsJson, LoadModel, loads_model, print_table
 @loads_model()
 def families(
     model: Annotated[
-        str | None,
-        typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`."),
+        str | None, typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`.")
     ] = None,
     as_json: AsJson = False,
     *,

@@ -27,13 +27,7 @@ from layerjump.cli._options import (
 from layerjump.cli._output_dir import JUMPS, Options, locks_output
 from layerjump.cli.inspect import print_jumps
 from layerjump.errors import BadEstimator, LayerjumpError, TextTooShort
-from layerjump.jumps.estimators.registry import (
-    BY_GRADIENTS,
-    CLOSED_FORM,
-    ESTIMATORS,
-    Settings,
-    find_estimator,
-)
+from layerjump.jumps.estimators.registry import BY_GRADIENTS, CLOSED_FORM, ESTIMATORS, Settings, find_estimator
 
 if TYPE_CHECKING:
     from layerjump.data.corpus import Corpus
@@ -57,19 +51,14 @@ def _resume_hint(options: Options) -> str:
     return "run the same command with --resume to continue"
 
 
-@locks_output(
-    _resume_hint,
-    refuses={"unfinished-*": "an unfinished run, which --resume continues", **JUMPS},
-)
+@locks_output(_resume_hint, refuses={"unfinished-*": "an unfinished run, which --resume continues", **JUMPS})
 @loads_model(device_map=True)
 def fit(
     model: Annotated[
-        str | None,
-        typer.Argument(help="A hub id, a folder, a GGUF file, or the bundled `smollm2`."),
+        str | None, typer.Argument(help="A hub id, a folder, a GGUF file, or the bundled `smollm2`.")
     ] = None,
     estimator: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(CLOSED_FORM)}; by gradients: {', '.join(BY_GRADIENTS)}."),
+        str, typer.Option(help=f"{', '.join(CLOSED_FORM)}; by gradients: {', '.join(BY_GRADIENTS)}.")
     ] = "mat",
     pairs: Annotated[
         str | None,
@@ -79,10 +68,7 @@ def fit(
         ),
     ] = None,
     refine: Annotated[
-        bool,
-        typer.Option(
-            "--refine", help="Then tune the maps by KL divergence from the model's output."
-        ),
+        bool, typer.Option("--refine", help="Then tune the maps by KL divergence from the model's output.")
     ] = False,
     refine_steps: Annotated[int, typer.Option(help="Largest number of steps of --refine.")] = 200,
     text: TextSource = "pydoc",
@@ -91,23 +77,15 @@ def fit(
     split: Split = "80/10/10",
     positions: Annotated[
         str | None,
-        text_option(
-            help="Positions to fit on: one, all, sample=8 or 15% (default: all; --pairs all: a sample)."
-        ),
+        text_option(help="Positions to fit on: one, all, sample=8 or 15% (default: all; --pairs all: a sample)."),
     ] = None,
     seed: Seed = 0,
     strength: Annotated[
         float | None,
-        estimator_option(
-            help=f"{_takers('strength')}: regularisation (default: chosen on the validation split)."
-        ),
+        estimator_option(help=f"{_takers('strength')}: regularisation (default: chosen on the validation split)."),
     ] = None,
-    rank: Annotated[
-        int | None, estimator_option(help=f"{_takers('rank')}: rank of the map.")
-    ] = None,
-    pooling: Annotated[
-        str | None, estimator_option(help=f"{_takers('pooling')}: pooled or best-level.")
-    ] = None,
+    rank: Annotated[int | None, estimator_option(help=f"{_takers('rank')}: rank of the map.")] = None,
+    pooling: Annotated[str | None, estimator_option(help=f"{_takers('pooling')}: pooled or best-level.")] = None,
     features: Annotated[
         str | None,
         estimator_option(
@@ -120,14 +98,10 @@ def fit(
     as_json: AsJson = False,
     resume: Annotated[bool, moments_option("--resume", help="Continue an unfinished run.")] = False,
     save_every: Annotated[float, moments_option(help="Seconds between checkpoints.")] = 60.0,
-    save_moments: Annotated[
-        bool, moments_option("--save-moments", help="Save the second moments too.")
-    ] = False,
+    save_moments: Annotated[bool, moments_option("--save-moments", help="Save the second moments too.")] = False,
     from_moments: Annotated[
         list[Path] | None,
-        moments_option(
-            help="Solve saved moments instead of running the model; repeat to merge several."
-        ),
+        moments_option(help="Solve saved moments instead of running the model; repeat to merge several."),
     ] = None,
     *,
     load: LoadModel,
@@ -140,13 +114,7 @@ def fit(
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   merged, without a model
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]                several processes
     """
-    from layerjump.jumps.collect import (
-        Checkpoint,
-        ProcessGroup,
-        SplitMoments,
-        merge_moments,
-        plan_run,
-    )
+    from layerjump.jumps.collect import Checkpoint, ProcessGroup, SplitMoments, merge_moments, plan_run
     from layerjump.jumps.fit import solve_jumps
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "pooling": pooling}
@@ -156,9 +124,7 @@ def fit(
         closed_form |= {"save-moments": save_moments, "from-moments": from_moments}
         _refuse_closed_form_options(estimator, closed_form)
         loaded, corpus = _load(load, model, text, column)
-        jumps = _fit_by_gradients(
-            estimator, loaded, corpus, tokens=tokens, rank=rank, split=split, seed=seed
-        )
+        jumps = _fit_by_gradients(estimator, loaded, corpus, tokens=tokens, rank=rank, split=split, seed=seed)
         _write(jumps, output, as_json=as_json)
         Checkpoint(output).clear()
         return
@@ -196,18 +162,14 @@ def fit(
     jumps = solve_jumps(moments, estimator, **settings, model=model_or_none)
     if refine:
         assert model_or_none is not None
-        jumps = _refine(
-            model_or_none, jumps, corpus, refine_steps, tokens, seed, output, resume=resume
-        )
+        jumps = _refine(model_or_none, jumps, corpus, refine_steps, tokens, seed, output, resume=resume)
     _write(jumps, output, as_json=as_json)
     if save_moments:
         moments.save(output / "moments.safetensors")
     Checkpoint(output).clear()
 
 
-def _load(
-    load: LoadModel, model: str | None, text: str, column: str | None
-) -> tuple[Model, Corpus]:
+def _load(load: LoadModel, model: str | None, text: str, column: str | None) -> tuple[Model, Corpus]:
     from layerjump.data.corpus import load_text
 
     if model is None:
@@ -223,8 +185,7 @@ def _load_fitted_model(load: LoadModel, model: str, moments: SplitMoments) -> Mo
     loaded = load(model)
     if fingerprint(loaded.hf) != moments.info.fingerprint:
         raise WrongModel(
-            f"these moments are of {moments.info.model}, but {model} has other weights; give the model that they "
-            f"are of"
+            f"these moments are of {moments.info.model}, but {model} has other weights; give the model that they are of"
         )
     return loaded
 
@@ -247,14 +208,7 @@ def _refuse_closed_form_options(estimator: str, options: dict[str, Any]) -> None
 
 
 def _fit_by_gradients(
-    estimator: str,
-    model: Model,
-    corpus: Corpus,
-    *,
-    tokens: int | None,
-    rank: int | None,
-    split: str,
-    seed: int,
+    estimator: str, model: Model, corpus: Corpus, *, tokens: int | None, rank: int | None, split: str, seed: int
 ) -> Jumps:
     settings: dict[str, Any] = {"split": split, "seed": seed}
     settings |= {name: value for name, value in (("tokens", tokens), ("rank", rank)) if value}
@@ -293,15 +247,7 @@ def _check_refine(steps: int, from_moments: list[Path] | None, world: int) -> No
 
 
 def _refine(
-    model: Model,
-    jumps: Jumps,
-    corpus: Corpus,
-    steps: int,
-    tokens: int | None,
-    seed: int,
-    output: Path,
-    *,
-    resume: bool,
+    model: Model, jumps: Jumps, corpus: Corpus, steps: int, tokens: int | None, seed: int, output: Path, *, resume: bool
 ) -> Jumps:
     """Refine the jumps, and print the held-out KL of every level as it falls."""
     from layerjump.lens.tuning import CHECKPOINT_NAME, refine
@@ -317,14 +263,7 @@ def _refine(
             print(line, file=sys.stderr)
 
         refined = refine(
-            model,
-            jumps,
-            corpus,
-            steps=steps,
-            tokens=tokens,
-            seed=seed,
-            progress=report,
-            checkpoint_folder=output,
+            model, jumps, corpus, steps=steps, tokens=tokens, seed=seed, progress=report, checkpoint_folder=output
         )
     record = refined.provenance.settings["refine"]
     before, after = (_mean(record[name]) for name in ("kl_before", "kl_after"))

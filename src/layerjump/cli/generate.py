@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli._options import (
-    AllowOtherWeights,
-    AsJson,
-    LoadModel,
-    ModelName,
-    loads_model,
-    option_group,
-)
+from layerjump.cli._options import AllowOtherWeights, AsJson, LoadModel, ModelName, loads_model, option_group
 
 if TYPE_CHECKING:
     from layerjump.generation.generate import Generated
@@ -30,20 +23,12 @@ exit_option, sampling_option = option_group("Early exit"), option_group("Samplin
 @loads_model()
 def generate(
     model: ModelName,
-    prompts: Annotated[
-        list[str],
-        typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads standard input."),
-    ],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads standard input.")],
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 64,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print tokens as they are generated (one prompt).")
-    ] = False,
-    colour: Annotated[
-        bool, typer.Option("--colour", help="Colour tokens by the level at which they exit.")
-    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print tokens as they are generated (one prompt).")] = False,
+    colour: Annotated[bool, typer.Option("--colour", help="Colour tokens by the level at which they exit.")] = False,
     jumps: Annotated[
-        Path | None,
-        exit_option(help="Folder of jumps (default: the logit lens reads all levels)."),
+        Path | None, exit_option(help="Folder of jumps (default: the logit lens reads all levels).")
     ] = None,
     exit: Annotated[
         str | None,
@@ -54,16 +39,10 @@ def generate(
     ] = None,
     verify: Annotated[
         bool,
-        exit_option(
-            "--verify",
-            help="Verify early-exit drafts with the full model: the text is the full model's own.",
-        ),
+        exit_option("--verify", help="Verify early-exit drafts with the full model: the text is the full model's own."),
     ] = False,
     max_draft_tokens: Annotated[
-        int | None,
-        exit_option(
-            help="Largest number of draft tokens before --verify (default: calibrated, or 4)."
-        ),
+        int | None, exit_option(help="Largest number of draft tokens before --verify (default: calibrated, or 4).")
     ] = None,
     cache: Annotated[
         str,
@@ -72,10 +51,7 @@ def generate(
             "copy (from the exit state)."
         ),
     ] = "exact",
-    do_sample: Annotated[
-        bool,
-        sampling_option("--do-sample", help="Sample tokens (default: greedy)."),
-    ] = False,
+    do_sample: Annotated[bool, sampling_option("--do-sample", help="Sample tokens (default: greedy).")] = False,
     temperature: Annotated[float, sampling_option(help="Sampling temperature.")] = 1.0,
     top_p: Annotated[float, sampling_option(help="Nucleus sampling probability.")] = 1.0,
     seed: Annotated[int, sampling_option(help="Sampling seed.")] = 0,
@@ -98,9 +74,7 @@ def generate(
     sampling = {"temperature": temperature, "top_p": top_p}
     check_ranges({"max_new_tokens": max_new_tokens, **sampling})  # before the model is loaded
     loaded = load(model)
-    fitted, rule, calibrated_draft_tokens = _load_rule(
-        loaded, jumps, exit, verify, allow_other_weights
-    )
+    fitted, rule, calibrated_draft_tokens = _load_rule(loaded, jumps, exit, verify, allow_other_weights)
     torch.manual_seed(seed)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     generated = generate_text(

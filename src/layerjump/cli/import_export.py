@@ -8,20 +8,12 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import (
-    AsJson,
-    Force,
-    LoadModel,
-    loads_model,
-)
+from layerjump.cli._options import AsJson, Force, LoadModel, loads_model
 from layerjump.cli._output_dir import JUMPS, locks_output
 from layerjump.cli.inspect import print_jumps
 
 LensModel = Annotated[
-    str,
-    typer.Option(
-        "--model", help="The lens's model: a hub id, a folder, a GGUF file, or `smollm2`."
-    ),
+    str, typer.Option("--model", help="The lens's model: a hub id, a folder, a GGUF file, or `smollm2`.")
 ]
 
 
@@ -31,9 +23,7 @@ def import_lens(
     source: Annotated[Path, typer.Argument(help="File or folder of the lens.")],
     model: LensModel,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of jumps to write.")],
-    format: Annotated[
-        str | None, typer.Option(help="tuned-lens, mat or jacobian (default: detected).")
-    ] = None,
+    format: Annotated[str | None, typer.Option(help="tuned-lens, mat or jacobian (default: detected).")] = None,
     force: Force = False,
     as_json: AsJson = False,
     *,
@@ -63,9 +53,7 @@ def export_lens(
     jumps: Annotated[Path, typer.Argument(help="Folder of jumps.")],
     model: LensModel,
     format: Annotated[str, typer.Option(help="tuned-lens, mat or jacobian.")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder (jacobian: file) to write.")
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder (jacobian: file) to write.")],
     force: Force = False,
     *,
     load: LoadModel,

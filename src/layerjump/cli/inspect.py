@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A jumps folder, or a moments file.")],
-    as_json: AsJson = False,
+    path: Annotated[Path, typer.Argument(help="A jumps folder, or a moments file.")], as_json: AsJson = False
 ) -> None:
     """Print scores, spectra and ranks of a jumps folder, or the settings of a moments file.
 
@@ -31,9 +30,7 @@ def inspect(
         print_jumps(Jumps.from_pretrained(path), as_json=as_json, spectrum=True)
         return
     moments = SplitMoments.load(path)
-    facts = asdict(moments.info) | {
-        f"positions ({split})": part.n for split, part in moments.splits.items()
-    }
+    facts = asdict(moments.info) | {f"positions ({split})": part.n for split, part in moments.splits.items()}
     rows = [{"what": name, "value": value} for name, value in facts.items()]
     print_table(f"moments: {path}", rows, as_json=as_json)
 
@@ -49,12 +46,7 @@ def print_jumps(jumps: Jumps, *, as_json: bool, spectrum: bool = False) -> None:
         r2, r2_identity = info.r2 or (None, None), info.r2_identity or (None, None)
         row: dict[str, Any] = {"jump": f"{source} → {target}"}
         if has_r2 or not refined_kl:  # R² of a refined map is unknown
-            row |= {
-                "R²": r2[0],
-                "weighted": r2[1],
-                "identity R²": r2_identity[0],
-                "identity weighted": r2_identity[1],
-            }
+            row |= {"R²": r2[0], "weighted": r2[1], "identity R²": r2_identity[0], "identity weighted": r2_identity[1]}
         if refined_kl:
             before, after = refined_kl.get((source, target), (None, None))
             row |= {"KL before": before, "KL tuned": after}

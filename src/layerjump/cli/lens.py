@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerjump.cli._options import (
-    AllowOtherWeights,
-    AsJson,
-    LoadModel,
-    ModelName,
-    loads_model,
-    progress_bar,
-)
+from layerjump.cli._options import AllowOtherWeights, AsJson, LoadModel, ModelName, loads_model, progress_bar
 
 if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps
@@ -27,26 +20,18 @@ if TYPE_CHECKING:
 @loads_model(device_map=True)
 def lens(
     model: ModelName,
-    prompt: Annotated[
-        str,
-        typer.Argument(help="The text; `-` for standard input. A masked model's has a [MASK]."),
-    ],
+    prompt: Annotated[str, typer.Argument(help="The text; `-` for standard input. A masked model's has a [MASK].")],
     compare: Annotated[
         str | None,
-        typer.Option(
-            help="Lenses, e.g. identity,mat (default: mat, or --jumps). The first use of one fits it."
-        ),
+        typer.Option(help="Lenses, e.g. identity,mat (default: mat, or --jumps). The first use of one fits it."),
     ] = None,
-    jumps: Annotated[
-        Path | None, typer.Option(help="Folder of jumps that `layerjump fit` wrote.")
-    ] = None,
+    jumps: Annotated[Path | None, typer.Option(help="Folder of jumps that `layerjump fit` wrote.")] = None,
     levels: Annotated[
         str | None, typer.Option(help="Levels or sites, e.g. 0,10-20,5.mid (default: all levels).")
     ] = None,
     top_k: Annotated[int, typer.Option("-k", "--top-k", help="Tokens to show at a level.")] = 5,
     token: Annotated[
-        list[str] | None,
-        typer.Option(help="A token to track, e.g. ' Paris': its rank and probability; repeatable."),
+        list[str] | None, typer.Option(help="A token to track, e.g. ' Paris': its rank and probability; repeatable.")
     ] = None,
     as_json: AsJson = False,
     allow_other_weights: AllowOtherWeights = False,
@@ -68,9 +53,7 @@ def lens(
     sites = None if levels is None else _parse_sites(levels)
     (by_lens,) = read_trajectories(lenses, [text], k=top_k, levels=sites, tokens=token or ())
     if as_json:
-        print(
-            json.dumps([trajectory.to_dict() for trajectory in by_lens.values()], allow_nan=False)
-        )
+        print(json.dumps([trajectory.to_dict() for trajectory in by_lens.values()], allow_nan=False))
         return
     from rich.console import Console
 
@@ -78,9 +61,7 @@ def lens(
         Console().print(trajectory)
 
 
-def _make_lenses(
-    model: Model, compare: str | None, folder: Path | None, allow_other_weights: bool
-) -> dict[str, Lens]:
+def _make_lenses(model: Model, compare: str | None, folder: Path | None, allow_other_weights: bool) -> dict[str, Lens]:
     """Lenses by name: those of `compare`, and the one of the jumps folder."""
     from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Lens

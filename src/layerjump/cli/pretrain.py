@@ -27,75 +27,42 @@ from layerjump.errors import BadTraining
 if TYPE_CHECKING:
     from layerjump.training.pretrain import PretrainingRecord
 
-penalty_option, architecture_option = (
-    option_group("Linearity penalty"),
-    option_group("Architecture"),
-)
+penalty_option, architecture_option = (option_group("Linearity penalty"), option_group("Architecture"))
 training_option = option_group("Training")
 
 
-@locks_output(
-    "run the same command to continue from the last checkpoint, if there is one", is_replaced=True
-)
+@locks_output("run the same command to continue from the last checkpoint, if there is one", is_replaced=True)
 def pretrain(
     text: Annotated[
-        list[str],
-        typer.Option(
-            help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated."
-        ),
+        list[str], typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated.")
     ],
-    held_out: Annotated[
-        str | None, typer.Option(help="Evaluation text (default: 5 % of the documents).")
-    ] = None,
+    held_out: Annotated[str | None, typer.Option(help="Evaluation text (default: 5 % of the documents).")] = None,
     column: Column = None,
-    penalty: Annotated[
-        str,
-        penalty_option(help="Loss term: none, cosine, mse or jump."),
-    ] = "none",
+    penalty: Annotated[str, penalty_option(help="Loss term: none, cosine, mse or jump.")] = "none",
     penalty_weight: Annotated[float, penalty_option(help="Weight of the penalty.")] = 0.5,
-    levels: Annotated[
-        str | None,
-        penalty_option(help="Levels to penalise, e.g. 3,4 (default: all)."),
-    ] = None,
+    levels: Annotated[str | None, penalty_option(help="Levels to penalise, e.g. 3,4 (default: all).")] = None,
     arch: Annotated[str, architecture_option(help="llama, mistral, gpt2 or bert.")] = "llama",
     layers: Annotated[int, architecture_option(help="Blocks.")] = 4,
     hidden_size: Annotated[int, architecture_option(help="Width of the residual stream.")] = 128,
     heads: Annotated[int, architecture_option(help="Attention heads.")] = 4,
-    vocab_size: Annotated[
-        int,
-        architecture_option(help="Vocabulary of the byte-level BPE."),
-    ] = 2048,
+    vocab_size: Annotated[int, architecture_option(help="Vocabulary of the byte-level BPE.")] = 2048,
     max_positions: Annotated[
-        int | None,
-        architecture_option(help="Longest sequence of the model (default: --length)."),
+        int | None, architecture_option(help="Longest sequence of the model (default: --length).")
     ] = None,
     steps: Annotated[int, training_option(help="Optimiser steps.")] = 1000,
     batch_size: Annotated[int, training_option(help="Sequences a step, over all processes.")] = 32,
-    gradient_accumulation_steps: Annotated[
-        int, training_option(help="Parts that a batch is run in.")
-    ] = 1,
+    gradient_accumulation_steps: Annotated[int, training_option(help="Parts that a batch is run in.")] = 1,
     length: Annotated[int, training_option(help="Tokens a sequence.")] = 128,
     learning_rate: Annotated[float, training_option(help="Peak learning rate.")] = 1e-3,
     eval_every: Annotated[
         int | None,
-        training_option(
-            help="Steps between evaluations, and between checkpoints (default: a tenth of --steps)."
-        ),
+        training_option(help="Steps between evaluations, and between checkpoints (default: a tenth of --steps)."),
     ] = None,
-    seed: Annotated[
-        int,
-        training_option(help="Seed of weights, order and evaluation documents."),
-    ] = 0,
+    seed: Annotated[int, training_option(help="Seed of weights, order and evaluation documents.")] = 0,
     bf16: Annotated[bool, training_option("--bf16", help="Mixed precision.")] = False,
-    device: Annotated[
-        str | None,
-        training_option(help="cpu or cuda (default: a GPU if available)."),
-    ] = None,
+    device: Annotated[str | None, training_option(help="cpu or cuda (default: a GPU if available).")] = None,
     keep_checkpoints: Annotated[
-        bool,
-        output_option(
-            "--keep-checkpoints", help="Keep all checkpoints, e.g. for the study `dynamics`."
-        ),
+        bool, output_option("--keep-checkpoints", help="Keep all checkpoints, e.g. for the study `dynamics`.")
     ] = False,
     output: OutputFolder = Path("model"),
     force: Force = False,

@@ -44,9 +44,7 @@ def _resume_hint(options: Options) -> str:
 @loads_model()
 def prune(
     model: ModelName,
-    drop: Annotated[
-        str | None, typer.Option(help="Blocks to drop: a number, or a share such as 25%.")
-    ] = None,
+    drop: Annotated[str | None, typer.Option(help="Blocks to drop: a number, or a share such as 25%.")] = None,
     max_loss: Annotated[
         str | None,
         typer.Option(
@@ -68,13 +66,9 @@ def prune(
     ] = "auto",
     criterion: Annotated[
         str,
-        typer.Option(
-            help="How blocks are selected: loss, linearity, linearity-iterative, influence, angle, deepest."
-        ),
+        typer.Option(help="How blocks are selected: loss, linearity, linearity-iterative, influence, angle, deepest."),
     ] = "loss",
-    contiguous: Annotated[
-        bool, typer.Option("--contiguous", help="Drop one contiguous range of blocks.")
-    ] = False,
+    contiguous: Annotated[bool, typer.Option("--contiguous", help="Drop one contiguous range of blocks.")] = False,
     protect: Annotated[
         str | None,
         typer.Option(
@@ -87,18 +81,13 @@ def prune(
     split: Split = "80/10/10",
     seed: Seed = 0,
     distill_steps: Annotated[
-        int | None,
-        distill_option(help="Train the replacement maps afterwards, for this many batches."),
+        int | None, distill_option(help="Train the replacement maps afterwards, for this many batches.")
     ] = None,
     distill_all_weights: Annotated[
-        bool,
-        distill_option(
-            "--distill-all-weights", help="Train all weights, not only the replacement maps."
-        ),
+        bool, distill_option("--distill-all-weights", help="Train all weights, not only the replacement maps.")
     ] = False,
     distill_kl_weight: Annotated[
-        float,
-        distill_option(help="Weight of the KL divergence from the original model's predictions."),
+        float, distill_option(help="Weight of the KL divergence from the original model's predictions.")
     ] = 0.0,
     distill_learning_rate: Annotated[float, distill_option(help="Peak learning rate.")] = 1e-4,
     output: OutputFolder = Path("pruned"),
@@ -173,11 +162,7 @@ def _print_summary(pruned: Pruned) -> None:
         {"": "blocks", "before": pruned.original.n_blocks, "after": pruned.model.n_blocks},
         {"": "parameters", "before": f"{before:,}", "after": f"{after:,}"},
         {"": "test loss", "before": loss.loss_before, "after": loss.loss_after},
-        {
-            "": "test perplexity",
-            "before": loss.perplexity_before,
-            "after": loss.perplexity_after,
-        },
+        {"": "test perplexity", "before": loss.perplexity_before, "after": loss.perplexity_after},
     ]
     dropped = ", ".join(map(str, pruned.dropped))
     title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"

@@ -12,19 +12,12 @@ import typer
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="MODEL", help="Hub ids, folders or GGUF files (default: the bundled `smollm2`)."
-        ),
+        typer.Argument(metavar="MODEL", help="Hub ids, folders or GGUF files (default: the bundled `smollm2`)."),
     ] = None,
     jumps: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER", help="A folder of jumps to offer as a lens; repeatable."
-        ),
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A folder of jumps to offer as a lens; repeatable.")
     ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")
-    ] = 8417,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")] = 8417,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Show what every level predicts on a page in the browser. The server listens on this machine only.

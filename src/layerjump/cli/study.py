@@ -42,20 +42,16 @@ def study(
     model: ModelName,
     studies: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="STUDY", help="Studies to run, e.g. r2 exits, or all (default: five main ones)."
-        ),
+        typer.Argument(metavar="STUDY", help="Studies to run, e.g. r2 exits, or all (default: five main ones)."),
     ] = None,
     protocol: Annotated[
-        str,
-        typer.Option(help="ours, or paper: 9,000 sentences to fit on, one position a sentence."),
+        str, typer.Option(help="ours, or paper: 9,000 sentences to fit on, one position a sentence.")
     ] = "ours",
     estimators: Annotated[
         str, typer.Option(help="Estimators to compare, e.g. mat,affine; all studies use the first.")
     ] = "mat",
     score_positions: Annotated[
-        int | None,
-        typer.Option(help="Test positions at which the logits of every level are scored."),
+        int | None, typer.Option(help="Test positions at which the logits of every level are scored.")
     ] = None,
     score_tokens: Annotated[
         int, typer.Option(help="Test tokens of the expensive studies (submodules, alternation).")
@@ -63,58 +59,33 @@ def study(
     text: TextSources = None,
     column: Column = None,
     tokens: Tokens = None,
-    split: Annotated[
-        str | None,
-        text_option(help="Fit/validation/test split, in percent or in documents."),
-    ] = None,
-    positions: Annotated[
-        str | None,
-        text_option(help="Positions to fit on: one, all, sample=8 or 15%."),
-    ] = None,
+    split: Annotated[str | None, text_option(help="Fit/validation/test split, in percent or in documents.")] = None,
+    positions: Annotated[str | None, text_option(help="Positions to fit on: one, all, sample=8 or 15%.")] = None,
     seed: Seed = 0,
     target: Annotated[
-        list[float] | None,
-        study_option(help="exits: agreement with the full model (default: 0.95); repeatable."),
+        list[float] | None, study_option(help="exits: agreement with the full model (default: 0.95); repeatable.")
     ] = None,
     exit_position: Annotated[
-        int | None,
-        study_option(help="exits: one position for all examples (the paper's BERT code: 3)."),
+        int | None, study_option(help="exits: one position for all examples (the paper's BERT code: 3).")
     ] = None,
     eval_tasks: Annotated[
-        str | None,
-        study_option(help="pruning: benchmark tasks, e.g. copa,piqa (see `layerjump eval`)."),
+        str | None, study_option(help="pruning: benchmark tasks, e.g. copa,piqa (see `layerjump eval`).")
     ] = None,
-    eval_data: Annotated[
-        Path | None,
-        study_option(help="pruning: folder of the tasks' files."),
-    ] = None,
-    eval_limit: Annotated[
-        int | None,
-        study_option(help="pruning: largest number of items of a task."),
-    ] = None,
+    eval_data: Annotated[Path | None, study_option(help="pruning: folder of the tasks' files.")] = None,
+    eval_limit: Annotated[int | None, study_option(help="pruning: largest number of items of a task.")] = None,
     checkpoint: Annotated[
         list[str] | None,
-        study_option(
-            help="dynamics: a folder, a folder of checkpoint-*, or a hub revision; repeatable."
-        ),
+        study_option(help="dynamics: a folder, a folder of checkpoint-*, or a hub revision; repeatable."),
     ] = None,
     finetune_task: Annotated[
-        str | None,
-        study_option(help="finetune: JSON lines with query, choices and gold."),
+        str | None, study_option(help="finetune: JSON lines with query, choices and gold.")
     ] = None,
     train_steps: Annotated[
-        int | None,
-        study_option(help="finetune, architecture: optimiser steps of a training."),
+        int | None, study_option(help="finetune, architecture: optimiser steps of a training.")
     ] = None,
-    finetune_runs: Annotated[
-        int,
-        study_option(help="finetune, architecture: trainings, with different seeds."),
-    ] = 3,
+    finetune_runs: Annotated[int, study_option(help="finetune, architecture: trainings, with different seeds.")] = 3,
     output: OutputFolder = Path("study"),
-    resume: Annotated[
-        bool,
-        output_option("--resume", help="Keep studies that an earlier run finished."),
-    ] = False,
+    resume: Annotated[bool, output_option("--resume", help="Keep studies that an earlier run finished.")] = False,
     force: Force = False,
     *,
     load: LoadModel,
@@ -144,9 +115,7 @@ def study(
         score_tokens=score_tokens,
         targets=tuple(target or (0.95,)),
         exit_position=exit_position,
-        eval_tasks=None
-        if eval_tasks is None
-        else tuple(task.name for task in select_tasks(eval_tasks)),
+        eval_tasks=None if eval_tasks is None else tuple(task.name for task in select_tasks(eval_tasks)),
         eval_data=None if eval_data is None else str(eval_data),
         eval_limit=eval_limit,
         checkpoints=tuple(checkpoint or ()),
@@ -185,15 +154,11 @@ def report(
     from layerjump.studies.runner import load_results
 
     loaded = [load_results(path) for path in results]
-    paths = (
-        write_report(loaded[0], output) if len(loaded) == 1 else write_comparison(loaded, output)
-    )
+    paths = write_report(loaded[0], output) if len(loaded) == 1 else write_comparison(loaded, output)
     print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
 
 
-human_eval = typer.Typer(
-    help="Score the human evaluation of the study `plausibility`.", no_args_is_help=True
-)
+human_eval = typer.Typer(help="Score the human evaluation of the study `plausibility`.", no_args_is_help=True)
 
 
 @human_eval.callback()
@@ -203,12 +168,8 @@ def _group() -> None:
 
 @human_eval.command()
 def score(
-    sheet: Annotated[
-        Path, typer.Argument(help="The folder that the study wrote, or the marked sheet.")
-    ],
-    key: Annotated[
-        Path | None, typer.Option(help="Key file (default: plausibility-key.json next to it).")
-    ] = None,
+    sheet: Annotated[Path, typer.Argument(help="The folder that the study wrote, or the marked sheet.")],
+    key: Annotated[Path | None, typer.Option(help="Key file (default: plausibility-key.json next to it).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the share of predictions that the annotator marked plausible, for each lens.
@@ -222,12 +183,9 @@ def score(
     marks = read_marks(sheet, key)
     tables = {
         "lenses": [{"lens": lens, **asdict(share)} for lens, share in shares(marks).items()],
-        "cases": [
-            {"plausible": case, **asdict(share)} for case, share in comparison(marks).items()
-        ],
+        "cases": [{"plausible": case, **asdict(share)} for case, share in comparison(marks).items()],
         "levels": [
-            {"lens": lens, "level": level, **asdict(share)}
-            for (lens, level), share in shares_by_level(marks).items()
+            {"lens": lens, "level": level, **asdict(share)} for (lens, level), share in shares_by_level(marks).items()
         ],
     }
     if as_json:

@@ -38,14 +38,7 @@ class Sequences:
     """The number of picked positions."""
 
     def add(
-        self,
-        ids: Sequence[int],
-        source: Sequence[int],
-        *,
-        uncut: int,
-        document: int,
-        number: int,
-        picks: int,
+        self, ids: Sequence[int], source: Sequence[int], *, uncut: int, document: int, number: int, picks: int
     ) -> None:
         self.start.append(len(self.ids))
         self.uncut.append(uncut)
@@ -209,9 +202,7 @@ class Batches:
             attention[row, :length] = 1
         return ids, attention
 
-    def _picks(
-        self, selected: list[int], positions: Positions, *, looking: bool = False
-    ) -> tuple[Ints, Ints]:
+    def _picks(self, selected: list[int], positions: Positions, *, looking: bool = False) -> tuple[Ints, Ints]:
         """Rows and positions of the draws from each sequence of a batch."""
         draws = [self._draw(sequence, positions, looking) for sequence in selected]
         row = np.repeat(np.arange(len(selected)), [len(draw) for draw in draws])
@@ -291,25 +282,17 @@ def _cut(
     """
     sequences = Sequences()
     around = tokenization.around
-    ends_at_pick = (
-        tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
-    )
+    ends_at_pick = tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
     for document, ids in _encode(corpus, tokenization, documents):
         end = min(len(ids), text_length) if positions.first_sequence_only else len(ids)
         for number, start in enumerate(range(0, end, text_length)):
             text = ids[start : start + text_length]
-            source, row = (
-                ([], tokenization.wrap(text))
-                if tokenization.start is None
-                else tokenization.halves(text)
-            )
+            source, row = ([], tokenization.wrap(text)) if tokenization.start is None else tokenization.halves(text)
             if not (picks := positions.count(len(row), *around)):
                 continue
             length = len(row)
             if ends_at_pick:
-                draw = positions.draw(
-                    length, *around, seed=seed, document=document, sequence=number
-                )
+                draw = positions.draw(length, *around, seed=seed, document=document, sequence=number)
                 length = int(draw[-1]) + 1
             indices = {"document": document, "number": number, "picks": picks}
             sequences.add(row[:length], source, uncut=len(row), **indices)
@@ -323,9 +306,7 @@ def _cut(
     return sequences
 
 
-def _encode(
-    corpus: Corpus, tokenization: Tokenization, documents: Sequence[int]
-) -> Iterator[tuple[int, list[int]]]:
+def _encode(corpus: Corpus, tokenization: Tokenization, documents: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
         encoded = tokenization.encode([corpus.documents[document] for document in chunk])

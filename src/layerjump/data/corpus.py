@@ -62,9 +62,7 @@ class Splits:
     test: tuple[int, ...]
 
 
-def load_text(
-    source: str | Path | Iterable[str], *, column: str | None = None, limit: int | None = None
-) -> Corpus:
+def load_text(source: str | Path | Iterable[str], *, column: str | None = None, limit: int | None = None) -> Corpus:
     """Load documents from a file, a hub dataset, standard input (`-`), `pydoc`, or a list of strings.
 
     A text file is read as Leipzig (`id<TAB>sentence`), as paragraphs between blank lines, or as one document a line;
@@ -89,9 +87,7 @@ def load_text(
     return Corpus(opened.name, documents, f"{first}{len(documents):,} {noun}, {opened.format}")
 
 
-def split_documents(
-    n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0
-) -> Splits:
+def split_documents(n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0) -> Splits:
     """Assign documents to the fit, select (validation) and test splits at random.
 
     The result depends on the seed and the number of documents alone. Sizes that add up to 100 are percentages (a
@@ -106,9 +102,7 @@ def split_documents(
     order = np.argsort(np.random.PCG64(seed).random_raw(n_documents), kind="stable").tolist()
     select, test = counts[0], counts[0] + counts[1]
     return Splits(
-        fit=tuple(order[:select]),
-        select=tuple(order[select:test]),
-        test=tuple(order[test : test + counts[2]]),
+        fit=tuple(order[:select]), select=tuple(order[select:test]), test=tuple(order[test : test + counts[2]])
     )
 
 
@@ -161,9 +155,7 @@ def _strip(source: _Source) -> Iterator[str]:
         document = document.strip()
         try:
             document.encode()
-        except (
-            UnicodeEncodeError
-        ):  # JSON can spell this, but tokenizers and hashes cannot encode it
+        except UnicodeEncodeError:  # JSON can spell this, but tokenizers and hashes cannot encode it
             raise BadText(
                 f"expected Unicode text, got a lone surrogate (half a character) in document {number} of "
                 f"{source.name}; correct or remove that document"
@@ -207,18 +199,14 @@ def _open(source: str | Path | Iterable[str], column: str | None) -> _Source:
 
 def _without_columns(source: _Source, column: str | None) -> _Source:
     if column is not None:
-        raise BadText(
-            f"{source.name} has no columns, got {argument('column', column)}; leave it out"
-        )
+        raise BadText(f"{source.name} has no columns, got {argument('column', column)}; leave it out")
     return source
 
 
 def _strings(items: Iterable[object]) -> Iterator[str]:
     for number, item in enumerate(items):
         if not isinstance(item, str):
-            raise BadText(
-                f"expected a list of strings, got {type(item).__name__} {shorten(item)} as item {number}"
-            )
+            raise BadText(f"expected a list of strings, got {type(item).__name__} {shorten(item)} as item {number}")
         yield item
 
 
@@ -232,9 +220,7 @@ def _pydoc() -> _Source:
     folded = (" ".join(paragraph.split()) for paragraph in paragraphs)
     # Topics repeat sections of each other. A repeated paragraph could be in both fit and test.
     prose = dict.fromkeys(paragraph for paragraph in folded if _is_prose(paragraph))
-    return _Source(
-        "pydoc", f"paragraphs of the manual of Python {platform.python_version()}", prose
-    )
+    return _Source("pydoc", f"paragraphs of the manual of Python {platform.python_version()}", prose)
 
 
 def _is_prose(paragraph: str) -> bool:
@@ -277,9 +263,7 @@ def _decode(name: str, data: bytes) -> str:
     except UnicodeDecodeError as error:
         bad = error.start if bad < 0 else min(bad, error.start)
     if bad >= 0:
-        raise BadText(
-            f"{name} is not UTF-8 text: byte 0x{data[bad]:02x} at offset {bad:,}; convert it to UTF-8 first"
-        )
+        raise BadText(f"{name} is not UTF-8 text: byte 0x{data[bad]:02x} at offset {bad:,}; convert it to UTF-8 first")
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
@@ -316,9 +300,7 @@ def _hub(hub: re.Match[str], column: str | None) -> _Source:
         # A quick request first: without a network, `datasets` retries for half a minute.
         HfApi().dataset_info(hub["id"], timeout=10)
         with _no_progress_bars(datasets):
-            rows = datasets.load_dataset(
-                hub["id"], hub["config"], split=hub["split"] or "train", streaming=True
-            )
+            rows = datasets.load_dataset(hub["id"], hub["config"], split=hub["split"] or "train", streaming=True)
     except Exception as error:  # `datasets` raises whatever its back ends do
         raise BadText(
             f"there is no file {hub[0]!r}, and as a hub dataset it cannot be read "
@@ -338,9 +320,7 @@ def _stream(name: str, rows: Iterable[Mapping[str, Any]], column: str | None) ->
     return _Source(name, f"column {column!r}", documents, HUB_DOCUMENTS)
 
 
-def _report_interruption(
-    name: str, rows: Iterable[Mapping[str, Any]]
-) -> Iterator[Mapping[str, Any]]:
+def _report_interruption(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     try:
         yield from rows
     except Exception as error:  # the network may fail at any row
@@ -397,9 +377,7 @@ def _json_value(name: str, line: int, text: str) -> Any:
         ) from error
 
 
-def _read_csv(
-    name: str, text: str, column: str | None, *, tabs: bool = False
-) -> tuple[str, Iterator[str]]:
+def _read_csv(name: str, text: str, column: str | None, *, tabs: bool = False) -> tuple[str, Iterator[str]]:
     """The text column and its texts. The first row names the columns."""
     import pyarrow as pa
     from pyarrow import csv
@@ -409,9 +387,7 @@ def _read_csv(
     block = csv.ReadOptions(block_size=min(len(data) + 1, 2**31 - 1))
     # Tab-separated files have no quoting by definition, and a sentence in one may start with a quote.
     parse = csv.ParseOptions(
-        delimiter="\t" if tabs else ",",
-        quote_char=False if tabs else '"',
-        newlines_in_values=not tabs,
+        delimiter="\t" if tabs else ",", quote_char=False if tabs else '"', newlines_in_values=not tabs
     )
     try:
         table = csv.read_csv(io.BytesIO(data), read_options=block, parse_options=parse)
@@ -445,9 +421,7 @@ def _parquet_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BadText(
-            f"{name} cannot be read as Parquet ({shorten(error)}); write it again"
-        ) from error
+        raise BadText(f"{name} cannot be read as Parquet ({shorten(error)}); write it again") from error
 
 
 def _arrow_texts(schema: Any) -> dict[str, bool]:

@@ -74,12 +74,7 @@ class Positions:
     def count(self, length: int, n_prefix: int, n_suffix: int) -> int:
         """How many positions `draw` returns for a sequence of this length."""
         eligible = len(self.eligible(length, n_prefix, n_suffix))
-        counts = {
-            "one": 1,
-            "all": eligible,
-            "sample": int(self.amount),
-            "share": max(1, round(self.amount * eligible)),
-        }
+        counts = {"one": 1, "all": eligible, "sample": int(self.amount), "share": max(1, round(self.amount * eligible))}
         return min(counts[self.kind], eligible)
 
     def draw(

@@ -191,16 +191,10 @@ def _escape_character(character: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
-def _encode(
-    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, special: bool = False
-) -> list[list[int]]:
+def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
     # verbose=False: texts that are too long for the model are cut later, so a warning would be wrong.
     encoded = tokenizer(
-        list(texts),
-        add_special_tokens=special,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
+        list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
     return encoded["input_ids"]
 

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from layerjump.errors import BadEvaluation, argument
 from layerjump.generation.calibration import serialization
-from layerjump.generation.rules import (
-    ExitConfig,
-    Fixed,
-    LevelReading,
-    Never,
-    Rule,
-    checked_levels,
-)
+from layerjump.generation.rules import ExitConfig, Fixed, LevelReading, Never, Rule, checked_levels
 from layerjump.interventions.linearize import linearize
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
@@ -109,16 +102,12 @@ def make_variant(
         jumps = Jumps.from_pretrained(folder, model=model)
     assert jumps is None or isinstance(jumps, Jumps)
     if sum(value is not None for value in (exit, level, parts)) > 1:
-        raise BadEvaluation(
-            f"pass only one of {argument('exit')}, {argument('level')} and {argument('parts')}"
-        )
+        raise BadEvaluation(f"pass only one of {argument('exit')}, {argument('level')} and {argument('parts')}")
     if blocks is not None and parts is None:
         raise BadEvaluation(f"{argument('blocks')} needs {argument('parts')}; pass parts too")
     if parts is not None:
         if jumps is None:
-            raise BadEvaluation(
-                f"{parts} cannot be replaced without maps; pass {argument('jumps')} fitted for it"
-            )
+            raise BadEvaluation(f"{parts} cannot be replaced without maps; pass {argument('jumps')} fitted for it")
         return LinearizedModel(jumps, parts, None if blocks is None else parse_blocks(blocks))
     if level is not None:
         return WholeModel() if level == model.n_blocks else EarlyExitModel(jumps, Fixed(level))
@@ -154,9 +143,7 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     except ValueError:
         blocks = []
     if not blocks:
-        raise BadEvaluation(
-            f"expected {argument('blocks')} to be numbers such as 3-5 or 1,4, got {text!r}"
-        )
+        raise BadEvaluation(f"expected {argument('blocks')} to be numbers such as 3-5 or 1,4, got {text!r}")
     return tuple(blocks)
 
 
@@ -175,9 +162,7 @@ class TeacherForcedExit:
         self._n_exits = [0] * (model.n_blocks + 1)
         self._lens, self._rule, self._last = Lens(model, jumps), exit.rule, model.n_blocks
         shortlist = exit.shortlist
-        self._rule_lens = (
-            self._lens if shortlist is None else Lens(shortlist.restrict(model), jumps)
-        )
+        self._rule_lens = self._lens if shortlist is None else Lens(shortlist.restrict(model), jumps)
         self._chunk_rows = chunk_rows(model)
         if jumps is not None:
             jumps.to(model.device)
@@ -191,9 +176,7 @@ class TeacherForcedExit:
         return sum(level * n for level, n in enumerate(self._n_exits)) / n_read
 
     @torch.no_grad()
-    def read(
-        self, states: Mapping[Site, Tensor], positions: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, states: Mapping[Site, Tensor], positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows with their logits, level by level, from states (rows, d) at the levels and positions from 0.
 
         Rows without early exit come last if `states` has level L; otherwise they are left to the caller.

@@ -49,16 +49,9 @@ class LocalTask(ConfigurableTask):
     """An lm-eval task whose items are in memory: no hub, no cache."""
 
     def __init__(self, task: Task, items: Sequence[TaskItem]) -> None:
-        self._docs = [
-            {name: value for name, value in asdict(item).items() if value is not None}
-            for item in items
-        ]
+        self._docs = [{name: value for name, value in asdict(item).items() if value is not None} for item in items]
         metrics = [
-            {
-                "metric": name,
-                "aggregation": _AGGREGATIONS.get(name, "mean"),
-                "higher_is_better": name != "perplexity",
-            }
+            {"metric": name, "aggregation": _AGGREGATIONS.get(name, "mean"), "higher_is_better": name != "perplexity"}
             for name in task.metrics
         ]
         config: dict[str, Any] = {
@@ -106,24 +99,16 @@ class LayerjumpLM(HFLM):
     ) -> None:
         if not isinstance(pretrained, Model):
             pretrained = load(
-                pretrained,
-                revision=revision,
-                device=device,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
+                pretrained, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
             )
         if variant is None:
-            variant = make_variant(
-                pretrained, jumps=jumps, exit=exit, level=level, parts=parts, blocks=blocks
-            )
+            variant = make_variant(pretrained, jumps=jumps, exit=exit, level=level, parts=parts, blocks=blocks)
         self.reader = variant.make_reader(pretrained)
         self.n_truncated = 0
         """Number of requests that were longer than the model's context and lost their beginning."""
         self.show_progress = True
         self._structure = pretrained.structure
-        self._generation = (
-            early_exit(variant.jumps, variant.exit) if isinstance(variant, EarlyExitModel) else None
-        )
+        self._generation = early_exit(variant.jumps, variant.exit) if isinstance(variant, EarlyExitModel) else None
         self._n_scored: dict[tuple[int, ...], int] = {}
         """Input ids → number of scored tokens at their end."""
         # lm-eval may add a padding token to the tokenizer, so it gets a copy.
@@ -136,9 +121,7 @@ class LayerjumpLM(HFLM):
         """Restore the model's own parts."""
         self._changes.close()
 
-    def loglikelihood(
-        self, requests: list[Any], disable_tqdm: bool = False
-    ) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not self.show_progress)
 
     def _loglikelihood_tokens(
@@ -166,9 +149,7 @@ class LayerjumpLM(HFLM):
         inputs = tuple(ids[-(self.max_length + 1) :][:-1])
         self._n_scored[inputs] = max(len(continuation), self._n_scored.get(inputs, 0))
 
-    def _model_call(
-        self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> Tensor:
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         if not self.reader.levels:
             return super()._model_call(inps, attn_mask, labels)
         flat = torch.tensor(self._scored_positions(inps.tolist()), dtype=torch.long)

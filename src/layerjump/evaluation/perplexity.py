@@ -17,12 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from layerjump.errors import BadEvaluation, argument
-from layerjump.evaluation.early_exit import (
-    ModelVariant,
-    TeacherForcedExit,
-    WholeModel,
-    require_causal,
-)
+from layerjump.evaluation.early_exit import ModelVariant, TeacherForcedExit, WholeModel, require_causal
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import upcast
 from layerjump.models.hooks import Capture
@@ -84,9 +79,7 @@ def perplexity(
         raise BadEvaluation(f"expected {argument('limit')} of 1 window or more, got {limit}")
     ids = [*model.tokenization.prefix, *model.tokenization.encode([text])[0]]
     if len(ids) < 2:
-        raise BadEvaluation(
-            "the text has fewer than two tokens, so none is predicted; pass a longer one"
-        )
+        raise BadEvaluation("the text has fewer than two tokens, so none is predicted; pass a longer one")
     spans = list(windows(len(ids), window, stride))[:limit]
     variant = variant or WholeModel()
     reader, losses = variant.make_reader(model), []
@@ -123,9 +116,7 @@ def windows(n_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int,
 
 
 @torch.no_grad()
-def _window_losses(
-    model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: int
-) -> Tensor:
+def _window_losses(model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: int) -> Tensor:
     """Return the losses of a window's tokens from `first` on."""
     tokens = torch.tensor(ids)
     positions = torch.arange(first - 1, len(ids) - 1)

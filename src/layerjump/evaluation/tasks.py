@@ -45,13 +45,9 @@ class TaskItem:
     def __post_init__(self) -> None:
         if self.choices is not None:
             if len(self.choices) < 2 or not all(isinstance(text, str) for text in self.choices):
-                raise ValueError(
-                    f"expected two texts or more as choices, got {shorten(list(self.choices))}"
-                )
+                raise ValueError(f"expected two texts or more as choices, got {shorten(list(self.choices))}")
             if self.gold is not None and not 0 <= self.gold < len(self.choices):
-                raise ValueError(
-                    f"`gold` is {self.gold}, but there are {len(self.choices)} choices"
-                )
+                raise ValueError(f"`gold` is {self.gold}, but there are {len(self.choices)} choices")
         predicted = self.choices or () if self.target is None else (self.target,)
         if not all(text.strip() for text in predicted) or self.context == "":
             raise ValueError("there is nothing to predict, or nothing to predict it from")
@@ -114,9 +110,7 @@ class Evaluation:
 def require_lm_eval() -> None:
     """Raise `BadEvaluation` if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise BadEvaluation(
-            "tasks are scored through lm-eval, which is not installed; pip install 'layerjump[eval]'"
-        )
+        raise BadEvaluation("tasks are scored through lm-eval, which is not installed; pip install 'layerjump[eval]'")
 
 
 def evaluate(
@@ -208,9 +202,7 @@ def select_tasks(names: str | Sequence[str]) -> list[Task]:
     requested = list(TASKS) if requested == ["all"] else [name.strip() for name in requested]
     for name in requested:
         if name not in TASKS:
-            raise BadEvaluation(
-                f"expected {argument('tasks')} among {', '.join(TASKS)}, or all, got {name!r}"
-            )
+            raise BadEvaluation(f"expected {argument('tasks')} among {', '.join(TASKS)}, or all, got {name!r}")
     return [TASKS[name] for name in dict.fromkeys(requested)]
 
 
@@ -226,9 +218,7 @@ def load_items(task: Task, data: str | Path, limit: int | None = None) -> list[T
             f"there is no {path}; pass the folder that holds {task.file}, or leave {task.name} out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadEvaluation(
-            f"{path} cannot be read ({shorten(error)}); correct the file"
-        ) from error
+        raise BadEvaluation(f"{path} cannot be read ({shorten(error)}); correct the file") from error
     rows = list(json_rows(str(path), text))[:limit]
     if not rows:
         raise BadEvaluation(f"{path} holds no items; write one JSON object a line")
@@ -256,9 +246,7 @@ _CHOICE_COLUMNS = {"query": str, "choices": list, "gold": int}
 _ANSWER = "\nAnswer:"
 
 
-def _choice_task(
-    name: str, make_context: Callable[[str], str], metrics: tuple[str, ...] = ("acc",)
-) -> Task:
+def _choice_task(name: str, make_context: Callable[[str], str], metrics: tuple[str, ...] = ("acc",)) -> Task:
     def parse(row: Mapping[str, Any]) -> TaskItem:
         return TaskItem(make_context(row["query"]), tuple(row["choices"]), gold=row["gold"])
 
@@ -313,20 +301,11 @@ _WINOGRAD = ("winograd_wsc.jsonl", "wsc273", _WINOGRAD_COLUMNS, _parse_winograd)
 _TASKS = (
     _choice_task("arc_easy", lambda query: query + _ANSWER, ("acc", "acc_norm")),
     _choice_task("boolq", lambda query: query.removeprefix("Passage: ") + _ANSWER),
-    _entailment_task(
-        "cb",
-        "superglue/CB/val.jsonl",
-        "cb",
-        _CB_ANSWERS,
-        ". True, False, or Neither?",
-        ("acc", "f1"),
-    ),
+    _entailment_task("cb", "superglue/CB/val.jsonl", "cb", _CB_ANSWERS, ". True, False, or Neither?", ("acc", "f1")),
     Task("copa", "copa.jsonl", "copa", _CHOICE_COLUMNS, _parse_copa),
     Task("lambada", *_LAMBADA, metrics=("acc", "perplexity"), kind="cloze"),
     _choice_task("piqa", lambda query: query.removesuffix("\n") + _ANSWER, ("acc", "acc_norm")),
-    _entailment_task(
-        "rte", "superglue/RTE/val.jsonl", "sglue_rte", _RTE_ANSWERS, " True or False?"
-    ),
+    _entailment_task("rte", "superglue/RTE/val.jsonl", "sglue_rte", _RTE_ANSWERS, " True or False?"),
     Task("winograd", *_WINOGRAD, kind="contexts"),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}

@@ -83,9 +83,7 @@ class Blocks(Protocol):
 class BlockRunner:
     """Runs the blocks of a growing batch of sequences, each block when a step needs it."""
 
-    def __init__(
-        self, blocks: Blocks, config: object, mask: Tensor | None, positions: Tensor
-    ) -> None:
+    def __init__(self, blocks: Blocks, config: object, mask: Tensor | None, positions: Tensor) -> None:
         self._blocks = blocks
         self.cache = KVCache(sliding_windows(config))
         self.n_blocks = len(self.cache.lengths)

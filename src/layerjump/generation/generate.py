@@ -104,9 +104,7 @@ def generate(
             raise BadExit(f"{argument('prompts')} is empty; give at least one prompt")
         prompts = model.tokenization.generation_inputs(texts)
         generation.setdefault("pad_token_id", model.tokenization.pad)
-    custom_generate = EarlyExit(
-        jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer, model
-    )
+    custom_generate = EarlyExit(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer, model)
     inputs = {name: tensor.to(model.device) for name, tensor in prompts.items()}
     hf: Any = model.hf
     hf.generate(**inputs, custom_generate=custom_generate, **generation)
@@ -149,18 +147,14 @@ class EarlyExit:
 
     def __post_init__(self) -> None:
         if self.cache not in get_args(CacheKind):
-            raise BadExit(
-                f"{argument('cache')} must be one of {', '.join(get_args(CacheKind))}, got {self.cache!r}"
-            )
+            raise BadExit(f"{argument('cache')} must be one of {', '.join(get_args(CacheKind))}, got {self.cache!r}")
         if self.verify and self.cache != "exact":
             raise BadExit(
                 f"{argument('verify')} needs the full model's keys and values, but {argument('cache')} is "
                 f"{self.cache!r}; use {argument('cache', 'exact')}"
             )
         if self.max_draft_tokens < 1:
-            raise BadExit(
-                f"{argument('max_draft_tokens')} must be 1 or more, got {self.max_draft_tokens}"
-            )
+            raise BadExit(f"{argument('max_draft_tokens')} must be 1 or more, got {self.max_draft_tokens}")
         if self.model is not None:
             self._check_model(self.model)
 
@@ -210,9 +204,7 @@ class EarlyExit:
     def _check_model(self, model: Model) -> None:
         """Refuse a model that cannot decode with these settings."""
         if model.task != "causal":
-            raise BadExit(
-                f"early exit needs a causal language model, but {model.name} is a {model.task} model"
-            )
+            raise BadExit(f"early exit needs a causal language model, but {model.name} is a {model.task} model")
         model.require_predictions()
         checked_levels(self.exit.rule, model.n_blocks)
         if self.exit.shortlist is not None:
@@ -224,9 +216,7 @@ class EarlyExit:
 
 def check_ranges(generation: Mapping[str, Any]) -> None:
     """Refuse values out of range among the keywords of `model.generate`."""
-    new_tokens, temperature, top_p = (
-        generation.get(name) for name in ("max_new_tokens", "temperature", "top_p")
-    )
+    new_tokens, temperature, top_p = (generation.get(name) for name in ("max_new_tokens", "temperature", "top_p"))
     if new_tokens is not None and new_tokens < 1:
         raise BadExit(f"{argument('max_new_tokens')} must be 1 or more, got {new_tokens}")
     if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
@@ -236,11 +226,7 @@ def check_ranges(generation: Mapping[str, Any]) -> None:
 
 
 def _check_call(
-    model: Model,
-    prompt_length: int,
-    max_length: int,
-    config: GenerationConfig,
-    model_kwargs: Mapping[str, Any],
+    model: Model, prompt_length: int, max_length: int, config: GenerationConfig, model_kwargs: Mapping[str, Any]
 ) -> None:
     """Refuse settings of `model.generate` that early exit does not support, and more tokens than fit."""
     cache = model_kwargs.get("past_key_values")
@@ -249,8 +235,7 @@ def _check_call(
         f"num_beams={config.num_beams}; use 1": (config.num_beams or 1) > 1,
         "use_cache=False; leave it on": not model_kwargs.get("use_cache", True),
         "inputs_embeds; give input_ids": model_kwargs.get("inputs_embeds") is not None,
-        "past_key_values that hold tokens; give none": cache is not None
-        and int(cache.get_seq_length()) > 0,
+        "past_key_values that hold tokens; give none": cache is not None and int(cache.get_seq_length()) > 0,
         f"output_{', output_'.join(outputs)}; it returns tokens alone": any(
             getattr(config, f"output_{name}") for name in outputs
         ),
@@ -295,7 +280,6 @@ def _decode_new(model: Model, prompt: list[int], new: list[int]) -> str:
     if model.tokenizer is None:
         return ""
     before, full, alone = (
-        str(model.tokenizer.decode(ids, skip_special_tokens=True))
-        for ids in (prompt, prompt + new, new)
+        str(model.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
     )
     return full[len(before) :] if full.startswith(before) else alone

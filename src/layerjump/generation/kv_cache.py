@@ -36,9 +36,7 @@ class KVCache:
         self._keys: list[Tensor | None] = [None] * len(self.windows)
         self._values: list[Tensor | None] = [None] * len(self.windows)
 
-    def update(
-        self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append a block's new keys and values, (rows, heads, tokens, d_head); return all that its queries may
         see."""
         start = self.lengths[index]
@@ -69,9 +67,7 @@ class KVCache:
         """The number of tokens stored for a block, under the name that Hugging Face calls."""
         return self.lengths[index]
 
-    def _with_capacity(
-        self, buffers: list[Tensor | None], index: int, new: Tensor, end: int
-    ) -> Tensor:
+    def _with_capacity(self, buffers: list[Tensor | None], index: int, new: Tensor, end: int) -> Tensor:
         """The block's buffer, enlarged if it has no room for `end` tokens."""
         old = buffers[index]
         if old is not None and old.shape[2] >= end:

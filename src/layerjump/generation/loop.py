@@ -221,9 +221,7 @@ class Decoder:
         for level in range(self._n_blocks):
             if level in checked:
                 self.counts.record_time("blocks")
-                reading = LevelReading(
-                    level, states[:, -1], positions, self._early_lens.logits, earlier_tokens
-                )
+                reading = LevelReading(level, states[:, -1], positions, self._early_lens.logits, earlier_tokens)
                 exits = self._exit.rule.should_exit(reading) & ~exited
                 if bool(exits.any()):
                     exit_logits = self._expand(reading.logits)
@@ -251,9 +249,7 @@ class Decoder:
         if step.early_logits is None:
             return last
         early = [level < self._n_blocks for level in step.exit_levels]
-        return torch.where(
-            torch.tensor(early, device=last.device)[:, None], step.early_logits, last
-        )
+        return torch.where(torch.tensor(early, device=last.device)[:, None], step.early_logits, last)
 
     def _fill_skipped_blocks(self, step: Step, cache: CacheKind) -> None:
         """Give the blocks above the exit level keys and values of a predicted or copied state."""
@@ -323,9 +319,7 @@ class Decoder:
         self.counts.record_time("rest")
         return not self.sequences.eos_tokens.isdisjoint(tokens[rows].tolist())
 
-    def _verify(
-        self, states: Tensor, column: int, n_drafted: int, draft_probs: dict[int, Tensor]
-    ) -> list[bool]:
+    def _verify(self, states: Tensor, column: int, n_drafted: int, draft_probs: dict[int, Tensor]) -> list[bool]:
         """Make the tokens up to and with this column final; whether each draft was accepted.
 
         `states` are level L's, (rows, tokens, d_model), and end with those that predict this column. Columns before
@@ -381,9 +375,7 @@ class Decoder:
         """Scores of the next token, (rows, V): Hugging Face's processors on float32 logits."""
         return self._processors(ids, logits.to(torch.float32, copy=True))  # they may write in place
 
-    def _choose(
-        self, scores: Tensor, drafts: Tensor | None = None, draft_probs: Tensor | None = None
-    ) -> Tensor:
+    def _choose(self, scores: Tensor, drafts: Tensor | None = None, draft_probs: Tensor | None = None) -> Tensor:
         """The next tokens, (rows,): the top ones or a sample. Drafts stay where they are accepted.
 
         Sampling accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)) and else samples from (p − q)₊,

@@ -59,9 +59,7 @@ class PackedLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(stacked, _PACKED_ROWS)
 
     def __call__(self, states: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(
-            states, self._packed, None, "none", [], ""
-        )
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(states, self._packed, None, "none", [], "")
         return output
 
 
@@ -80,9 +78,7 @@ class WeightCache(Generic[T]):
     """Objects derived from a module's weights, for as long as the module lives and its weights do not change."""
 
     def __init__(self) -> None:
-        self._derived: weakref.WeakKeyDictionary[nn.Module, tuple[object, T]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._derived: weakref.WeakKeyDictionary[nn.Module, tuple[object, T]] = weakref.WeakKeyDictionary()
 
     def get(self, module: nn.Module, make: Callable[[], T]) -> T:
         """The object derived from this module, made anew if its weights have changed."""
@@ -122,9 +118,7 @@ class _BlockWeights:
         attention, mlp = block.self_attn, block.mlp
         return cls(
             ln1=block.input_layernorm.weight,
-            qkv=PackedLinear(
-                attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
-            ),
+            qkv=PackedLinear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
             o=PackedLinear(attention.o_proj.weight),
             ln2=block.post_attention_layernorm.weight,
             gate_up=PackedLinear(mlp.gate_proj.weight, mlp.up_proj.weight),
@@ -170,18 +164,14 @@ class PackedLlamaBlocks:
     def store(self, index: int, states: Tensor) -> None:
         self._update_cache(index, states)
 
-    def _update_cache(
-        self, index: int, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _update_cache(self, index: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Store the states' keys and values; their queries, all keys and values, and the attention mask."""
         w = self._weights[index]
         cos, sin, mask = self._context(self._cache.lengths[index], states)
         x = functional.rms_norm(states, w.ln1.shape, w.ln1, self._eps)
         heads = w.qkv(x).view(*x.shape[:-1], -1, self._head_dim).transpose(1, 2)
         rotated = _rotate(heads[:, : self._n_rotated], cos, sin)
-        keys, values = self._cache.update(
-            rotated[:, self._n_queries :], heads[:, self._n_rotated :], index
-        )
+        keys, values = self._cache.update(rotated[:, self._n_queries :], heads[:, self._n_rotated :], index)
         return rotated[:, : self._n_queries], keys, values, mask
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -239,11 +229,7 @@ def _is_plain_llama(model: Model) -> bool:
     return can_pack(weight for block in blocks for weight in block.parameters()) and all(
         type(block) is LlamaDecoderLayer
         and not any(_hooked(part) for part in block.modules())
-        and all(
-            type(part) is nn.Linear
-            for name, part in block.named_modules()
-            if name.endswith("_proj")
-        )
+        and all(type(part) is nn.Linear for name, part in block.named_modules() if name.endswith("_proj"))
         for block in blocks
     )
 

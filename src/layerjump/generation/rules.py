@@ -304,9 +304,7 @@ def parse_rule(text: str) -> Rule:
     )
 
 
-def constant_gap(
-    threshold: float, levels: tuple[int, ...] | None, *, strict: bool = True
-) -> SoftmaxGap:
+def constant_gap(threshold: float, levels: tuple[int, ...] | None, *, strict: bool = True) -> SoftmaxGap:
     """A `SoftmaxGap` with the same threshold at every position from 1 on: with N → 0 its decaying term vanishes."""
     return SoftmaxGap(threshold / 0.9, length=1e-9, strict=strict, levels=levels)
 

@@ -46,17 +46,13 @@ def linearize(
     selected = list(every_block if blocks is None else blocks)
     for block in selected:
         if block not in every_block:
-            raise BadModel(
-                f"expected {argument('blocks')} of blocks 1 to {model.n_blocks}, got {block}"
-            )
+            raise BadModel(f"expected {argument('blocks')} of blocks 1 to {model.n_blocks}, got {block}")
     if parts == "block":
         with replace_blocks(model, {(b - 1, b): jumps[b - 1, b] for b in selected}):
             yield model
         return
     if parts not in PARTS:
-        raise BadModel(
-            f"expected {argument('parts')} of {', '.join(PARTS)} or block, got {parts!r}"
-        )
+        raise BadModel(f"expected {argument('parts')} of {', '.join(PARTS)} or block, got {parts!r}")
     pairs = [pair for block in selected for pair in submodule_pairs(model, block, parts)]
     if selected and not pairs:
         raise BadModel(f"this model has no {parts} to replace; pass other {argument('parts')}")

@@ -96,25 +96,14 @@ class Rerun:
         self.model = model
         self.batch = batch
         blocks, last = model.structure.blocks, Site(model.n_blocks)
-        with (
-            torch.no_grad(),
-            record_calls(blocks) as self._calls,
-            Capture(model.structure, [last]) as capture,
-        ):
-            model.run_body(
-                batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask
-            )
+        with torch.no_grad(), record_calls(blocks) as self._calls, Capture(model.structure, [last]) as capture:
+            model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
         self.levels = [call.states for call in self._calls] + [capture.take()[last]]
         """(rows, positions, d_model) at levels 0 to L."""
 
     @torch.no_grad()
     def from_level(
-        self,
-        level: int,
-        states: Tensor | None = None,
-        *,
-        changes: Changes | None = None,
-        to: int | None = None,
+        self, level: int, states: Tensor | None = None, *, changes: Changes | None = None, to: int | None = None
     ) -> Tensor:
         """Run the blocks after `level` and return the hidden states at level `to` (default: L).
 

@@ -86,11 +86,7 @@ def _load_all(folders: Mapping[str, Path], model: Model) -> dict[str, Jumps]:
 
 
 def _fit_all(
-    model: Model,
-    estimators: Sequence[str],
-    text: str,
-    tokens: int,
-    progress: Progress | None,
+    model: Model, estimators: Sequence[str], text: str, tokens: int, progress: Progress | None
 ) -> dict[str, Jumps]:
     """Fit jumps with one pass over the text for all estimators that need the same pairs and features."""
     passes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)

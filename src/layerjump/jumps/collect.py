@@ -108,9 +108,7 @@ def plan_run(
     if features is None:
         features = needs.features if needs else "raw"
     elif features not in FEATURES:
-        raise BadEstimator(
-            f"expected {argument('features')} {', '.join(FEATURES)}, got {features!r}"
-        )
+        raise BadEstimator(f"expected {argument('features')} {', '.join(FEATURES)}, got {features!r}")
     if float32_products is None:
         float32_products = needs is not None and needs.float32_products
     pairs = pairs or (needs.pairs if needs else "to-last")
@@ -246,17 +244,13 @@ class RunPlan:
             remaining = (batches[index] for index in range(steps[name], len(batches)))
             resumed_tokens = sum(batches[index].n_tokens for index in range(steps[name]))
             n_tokens = earlier_tokens + resumed_tokens * group.world
-            captured = capture_states(
-                self.model, remaining, moments.sites, buffer_rows=batches.most_picks
-            )
+            captured = capture_states(self.model, remaining, moments.sites, buffer_rows=batches.most_picks)
             with deferred_interrupt() as interrupt, closing(captured) as stream:
                 states = next(stream, None)
                 group.share_shift(moments, states.at if states else None)
                 while states is not None:
                     batch = states.batch
-                    keys = sampling_keys(
-                        batch.document, batch.position, batch.sequence, seed=self.info.seed
-                    )
+                    keys = sampling_keys(batch.document, batch.position, batch.sequence, seed=self.info.seed)
                     try:
                         moments.add(states.at, keys=keys)
                     except BadMoments as error:
@@ -334,10 +328,7 @@ class SplitMoments:
             for split, moments in self.splits.items()
             for name, tensor in _pack(moments).items()
         }
-        about = asdict(self.info) | {
-            "max_length": self.max_length,
-            "n_pairs": len(self.fit.pairs),
-        }
+        about = asdict(self.info) | {"max_length": self.max_length, "n_pairs": len(self.fit.pairs)}
         header = {
             "format": FORMAT,
             "about": about,
@@ -365,9 +356,7 @@ class SplitMoments:
         """Read moments, and the batches done by split of an unfinished run (None for a finished one)."""
         tensors, metadata = read_tensors(path)
         if metadata.get("kind") != KIND or "head" not in metadata:
-            raise BadArtifact(
-                f"{path} is not a moments file; fit with {argument('save_moments', True)} to write one"
-            )
+            raise BadArtifact(f"{path} is not a moments file; fit with {argument('save_moments', True)} to write one")
         data = parse_json(metadata["head"], path)
         version = read_record(_Version, data, path).format
         if version > FORMAT:
@@ -385,9 +374,7 @@ class SplitMoments:
         max_length = about.pop("max_length")
         progress = header.progress
         if progress is not None:
-            progress = {
-                name: progress[_ON_DISK[name]] for name in SPLITS if _ON_DISK[name] in progress
-            }
+            progress = {name: progress[_ON_DISK[name]] for name in SPLITS if _ON_DISK[name] in progress}
         return cls(**splits, info=RunInfo(**about), max_length=max_length), progress
 
 
@@ -449,11 +436,7 @@ class MomentsHeader(Record):
     progress: dict[str, _Count] | None
 
 
-_ON_DISK: dict[str, Literal["fit", "select", "test"]] = {
-    "fit": "fit",
-    "validation": "select",
-    "test": "test",
-}
+_ON_DISK: dict[str, Literal["fit", "select", "test"]] = {"fit": "fit", "validation": "select", "test": "test"}
 """Name of every split in a moments file."""
 
 
@@ -475,20 +458,11 @@ def _name_sums(sums: Sums) -> dict[str, Tensor]:
     return tensors | {f"cross/{a}>{b}": tensor for (a, b), tensor in sums.cross.items()}
 
 
-def _unpack(
-    split: Literal["fit", "select", "test"], header: MomentsHeader, tensors: Mapping[str, Tensor]
-) -> Moments:
-    moments = Moments(
-        header.pairs,
-        reservoir=header.reservoir,
-        full_targets=header.full_targets,
-        features=header.reads,
-    )
+def _unpack(split: Literal["fit", "select", "test"], header: MomentsHeader, tensors: Mapping[str, Tensor]) -> Moments:
+    moments = Moments(header.pairs, reservoir=header.reservoir, full_targets=header.full_targets, features=header.reads)
     moments.n = header.n[split]
     stored = {
-        name.removeprefix(f"{split}|"): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(f"{split}|")
+        name.removeprefix(f"{split}|"): tensor for name, tensor in tensors.items() if name.startswith(f"{split}|")
     }
     if not stored and moments.n:
         raise ValueError(f"the {split} split has {moments.n} positions, but no sums")
@@ -534,16 +508,13 @@ class Checkpoint:
         """The file of this process."""
         return self.folder / f"unfinished-{self.group.rank}-of-{self.group.world}.safetensors"
 
-    def restore(
-        self, fresh: SplitMoments, steps: dict[str, int]
-    ) -> tuple[SplitMoments, dict[str, int]]:
+    def restore(self, fresh: SplitMoments, steps: dict[str, int]) -> tuple[SplitMoments, dict[str, int]]:
         """Return the saved moments and steps if the run is to be resumed, or else those passed in."""
         if not self.resume or not self.path.is_file():
             return fresh, steps
         saved, progress = SplitMoments.load_unfinished(self.path)
         ours, theirs = (
-            asdict(run.info) | {"max_length": run.max_length, "features": run.fit.features}
-            for run in (fresh, saved)
+            asdict(run.info) | {"max_length": run.max_length, "features": run.fit.features} for run in (fresh, saved)
         )
         changed = [name for name in ours if theirs[name] != ours[name]]
         if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):

@@ -139,9 +139,7 @@ class Jumps(nn.Module):
     Iterating gives the (source, target) pairs, sorted. Parameters are float32 without gradients.
     """
 
-    def __init__(
-        self, maps: Mapping[Pair, nn.Module], infos: Mapping[Pair, JumpInfo], provenance: Provenance
-    ) -> None:
+    def __init__(self, maps: Mapping[Pair, nn.Module], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> None:
         super().__init__()
         self.info = Infos(infos)
         self.provenance = provenance
@@ -152,12 +150,7 @@ class Jumps(nn.Module):
         self.maps = nn.ModuleDict({_module_name(pair): maps[pair] for pair in self.info})
 
     @classmethod
-    def of(
-        cls,
-        maps: Mapping[Pair, Affine],
-        infos: Mapping[Pair, JumpInfo],
-        provenance: Provenance,
-    ) -> Jumps:
+    def of(cls, maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> Jumps:
         """Make a set of fitted maps and their descriptions; an error where the two disagree."""
         _check(maps, infos, provenance)
         modules = {pair: to_module(maps[pair], infos[pair].features) for pair in maps}
@@ -215,11 +208,7 @@ class Jumps(nn.Module):
         count = f"{len(self)} jump{'' if len(self) == 1 else 's'}"
         other = f", used on {self.used_on} (other weights)" if self.used_on else ""
         # Lenses of other tools do not record how many positions they were fitted on.
-        positions = (
-            f"{provenance.n_fit:,} positions of {provenance.text}"
-            if provenance.n_fit
-            else "unknown text"
-        )
+        positions = f"{provenance.n_fit:,} positions of {provenance.text}" if provenance.n_fit else "unknown text"
         return (
             f"Jumps({provenance.estimator}, {count}: {describe_sites(sources)} → {describe_sites(targets)}, "
             f"d {provenance.width}, fitted on {provenance.model} with {positions}{other})"
@@ -287,16 +276,12 @@ def _module_name(pair: Pair) -> str:
     return "{}>{}".format(*pair).replace(".", ":")
 
 
-def _check(
-    maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance
-) -> None:
+def _check(maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> None:
     if not maps:
         raise BadJumps("expected at least one jump, got none")
     if maps.keys() != infos.keys():
         source, target = sorted(maps.keys() ^ infos.keys())[0]
-        raise BadJumps(
-            f"the jump {source} → {target} has a map or an info but not both; pass both for each jump"
-        )
+        raise BadJumps(f"the jump {source} → {target} has a map or an info but not both; pass both for each jump")
     for pair, affine in maps.items():
         source, target = pair
         info = infos[pair]
@@ -306,9 +291,7 @@ def _check(
                 f"jump under its own pair"
             )
         if source == target:
-            raise BadJumps(
-                f"a jump {source} → {source} is the identity by definition; leave it out"
-            )
+            raise BadJumps(f"a jump {source} → {source} is the identity by definition; leave it out")
         for site in pair:
             _check_site(site, provenance.n_blocks)
         _check_shape(affine, info, provenance.width)

@@ -25,9 +25,7 @@ class Affine:
     strength: float | None = None  # ridge only: the regularisation strength, passed or chosen
 
     @classmethod
-    def of(
-        cls, *factors: Tensor, bias: Tensor | None = None, strength: float | None = None
-    ) -> Affine:
+    def of(cls, *factors: Tensor, bias: Tensor | None = None, strength: float | None = None) -> Affine:
         """Make a map from its weight, or from the two thin factors of its weight."""
         shape = (factors[0].shape[0], factors[-1].shape[1])
         # Solvers return transposed views; files and kernels need contiguous rows.
@@ -151,10 +149,7 @@ def to_affine(module: nn.Module) -> Affine:
         return Affine((len(last.bias), len(last.bias)), bias=last.bias.detach())
     linears = [step for step in reversed(steps) if isinstance(step, nn.Linear)]
     bias = linears[0].bias
-    return Affine.of(
-        *(linear.weight.detach() for linear in linears),
-        bias=None if bias is None else bias.detach(),
-    )
+    return Affine.of(*(linear.weight.detach() for linear in linears), bias=None if bias is None else bias.detach())
 
 
 def apply_map(jump: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

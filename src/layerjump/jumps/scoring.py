@@ -82,9 +82,7 @@ def block_map(fit: Moments, level: int) -> Affine:
     return solve("affine", fit.source(pair[0]), [fit.target(*pair)])[0]
 
 
-def block_scores(
-    jump: Affine, fit: Moments, test: Moments, level: int, suffix: str = ""
-) -> dict[str, float]:
+def block_scores(jump: Affine, fit: Moments, test: Moments, level: int, suffix: str = "") -> dict[str, float]:
     """Return the two linearity scores of "Your Transformer is Secretly Linear" in sample and held out.
 
     With them the identity's score and the chance floor; `suffix` ends all names. A block that adds only a constant

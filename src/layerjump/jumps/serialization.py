@@ -18,27 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    PlainValidator,
-    Strict,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainValidator, Strict, ValidationError
 from torch import Tensor
 
 from layerjump import io
-from layerjump.errors import (
-    BadArtifact,
-    BadJumps,
-    LayerjumpError,
-    NewerFormat,
-    WrongModel,
-    argument,
-    one_line,
-)
+from layerjump.errors import BadArtifact, BadJumps, LayerjumpError, NewerFormat, WrongModel, argument, one_line
 from layerjump.jumps.jumps import JumpInfo, Jumps, Lands, Provenance
 from layerjump.jumps.maps import Affine, FeatureKind, to_affine
 from layerjump.models.fingerprint import fingerprint
@@ -47,11 +31,7 @@ from layerjump.models.structure import Pair, Site
 
 FORMAT_VERSION = 1
 TENSORS, TEXT = "jumps.safetensors", "jumps.json"
-_FORMS: tuple[list[str], ...] = (
-    [],
-    ["weight"],
-    ["down", "up"],
-)  # tensors of a map: identity, full, two thin factors
+_FORMS: tuple[list[str], ...] = ([], ["weight"], ["down", "up"])  # tensors of a map: identity, full, two thin factors
 _LONGEST_SITE = 32
 
 
@@ -61,11 +41,7 @@ def save(jumps: Jumps, folder: str | Path) -> None:
     tensor_file, json_file = folder / TENSORS, folder / TEXT
     maps = {pair: to_affine(jumps[pair]) for pair in jumps}
     parts = {pair: _name_parts(affine) for pair, affine in maps.items()}
-    tensors = {
-        _tensor_name(pair, part): tensor.float()
-        for pair in maps
-        for part, tensor in parts[pair].items()
-    }
+    tensors = {_tensor_name(pair, part): tensor.float() for pair in maps for part, tensor in parts[pair].items()}
     _check_finite(tensors, "these jumps cannot be saved", "fit them again")
     # Sorted: the order in which settings were passed makes no difference.
     settings = io.dump_json(jumps.provenance.settings, json_file, sort_keys=True)
@@ -96,9 +72,7 @@ def save(jumps: Jumps, folder: str | Path) -> None:
     io.write_json(json_file, description | {"sha256": io.file_sha256(tensor_file)})
 
 
-def load(
-    folder: str | Path, *, model: Model | None = None, allow_other_weights: bool = False
-) -> Jumps:
+def load(folder: str | Path, *, model: Model | None = None, allow_other_weights: bool = False) -> Jumps:
     """Read a jumps folder; with a model, check that the jumps were fitted on its weights."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -163,9 +137,7 @@ def read_record(kind: type[AnyRecord], data: Mapping[str, Any], path: Path) -> A
             raise BadArtifact(f"{path} lacks {name!r}; write it again") from error
         message = first["msg"].removeprefix("Value error, ")
         value = reprlib.repr(first["input"])
-        raise BadArtifact(
-            f"{path}: {name} is {value}: {one_line(ValueError(message))}; write it again"
-        ) from error
+        raise BadArtifact(f"{path}: {name} is {value}: {one_line(ValueError(message))}; write it again") from error
 
 
 def _parse_site(name: Any) -> Site:
@@ -261,9 +233,7 @@ def _check_version(data: Mapping[str, Any], path: Path) -> None:
         raise BadArtifact(f"{path} has the unknown format version {version}; write it again")
 
 
-def _read_description(
-    data: Mapping[str, Any], path: Path
-) -> tuple[Provenance, dict[Pair, _JumpRecord]]:
+def _read_description(data: Mapping[str, Any], path: Path) -> tuple[Provenance, dict[Pair, _JumpRecord]]:
     """Return the provenance and the record of every jump."""
     _check_version(data, path)
     description = read_record(_Description, data, path)
@@ -293,12 +263,8 @@ def _load(folder: Path) -> Jumps:
         _check_version(data, json_file)  # first, because all else may differ in a newer format
     tensors, metadata = io.read_tensors(tensor_file)
     if "description" not in metadata:
-        raise BadArtifact(
-            f"{tensor_file} holds no jumps, but other tensors; expected a jumps folder"
-        )
-    description = _read_description(
-        io.parse_json(metadata["description"], tensor_file), tensor_file
-    )
+        raise BadArtifact(f"{tensor_file} holds no jumps, but other tensors; expected a jumps folder")
+    description = _read_description(io.parse_json(metadata["description"], tensor_file), tensor_file)
     if data is not None:
         copy = _read_description(data, json_file)
         remedy = f"save the jumps again, or remove {TEXT}: {TENSORS} is complete without it"
@@ -345,9 +311,7 @@ def _tensor_name(pair: Pair, part: str) -> str:
     return f"{pair[0]}>{pair[1]}.{part}"
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], records: Mapping[Pair, _JumpRecord], path: Path
-) -> None:
+def _check_tensors(tensors: Mapping[str, Tensor], records: Mapping[Pair, _JumpRecord], path: Path) -> None:
     """Check that the file holds exactly the tensors that are listed, in the shapes that are listed."""
     listed = {
         _tensor_name(pair, part): tuple(shape)
@@ -436,6 +400,4 @@ def _one_line_errors(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise BadArtifact(
-            f"{problem} ({one_line(error)}); check the name, the network and your token"
-        ) from error
+        raise BadArtifact(f"{problem} ({one_line(error)}); check the name, the network and your token") from error

@@ -114,18 +114,14 @@ class Moments:
         widened = {site: upcast(states[site]) for site in self.sites}
         n_rows = {len(rows) for rows in widened.values()}
         if len(n_rows) != 1:
-            raise BadMoments(
-                f"expected the same number of rows at every site, got {sorted(n_rows)}"
-            )
+            raise BadMoments(f"expected the same number of rows at every site, got {sorted(n_rows)}")
         for site, rows in widened.items():
             # Checked before anything is added: one NaN or infinite value makes the column sum non-finite.
             if not torch.isfinite(rows.sum(dtype=torch.float64)):
                 raise BadMoments(f"the states at site {site} hold NaN or infinite values")
         if self.sums is None:
             self.set_shift(self.shift_for(widened))
-        self._check_widths(
-            {s: self._features(s, rows[:1]).shape[-1] for s, rows in widened.items()}
-        )
+        self._check_widths({s: self._features(s, rows[:1]).shape[-1] for s, rows in widened.items()})
         if self.products == torch.float64:
             self._add_products(lambda site: self._shifted(site, widened[site]))
         else:
@@ -404,15 +400,11 @@ class Reservoir:
             rows[: self._filled] = rows[order]
 
 
-def sampling_keys(
-    document: Tensor, position: Tensor, sequence: Tensor | None = None, *, seed: int
-) -> Tensor:
+def sampling_keys(document: Tensor, position: Tensor, sequence: Tensor | None = None, *, seed: int) -> Tensor:
     """Return a 63-bit hash of (seed, document, sequence, position): two rounds of SplitMix64's mixing."""
 
     def shift_right(x: Tensor, bits: int) -> Tensor:
-        return (x >> bits) & (
-            2 ** (64 - bits) - 1
-        )  # of the bits as unsigned: torch's own keeps the sign
+        return (x >> bits) & (2 ** (64 - bits) - 1)  # of the bits as unsigned: torch's own keeps the sign
 
     def mix(x: Tensor) -> Tensor:
         x = x + (0x9E3779B97F4A7C15 - 2**64)
@@ -471,9 +463,7 @@ def pool(pairs: Sequence[tuple[Source, Target]]) -> tuple[Source, Target]:
     )
 
 
-def recentre(
-    source: Source, target: Target, mean_x: Tensor, mean_y: Tensor
-) -> tuple[Source, Target]:
+def recentre(source: Source, target: Target, mean_x: Tensor, mean_y: Tensor) -> tuple[Source, Target]:
     """Return the same moments about other centres than the rows' means: that adds n δδᵀ."""
     dx, dy = source.mean - mean_x, target.mean - mean_y
     scatter = None if target.scatter is None else target.scatter + source.n * torch.outer(dy, dy)
@@ -499,10 +489,7 @@ def check_moments(source: Source, targets: Sequence[Target]) -> None:
             f"these moments hold {source.n} rows, at least one is needed; collect them over some text first"
         )
     dx = source.mean.numel()
-    expected = [
-        ("the source's mean", source.mean, (dx,)),
-        ("the source's scatter", source.scatter, (dx, dx)),
-    ]
+    expected = [("the source's mean", source.mean, (dx,)), ("the source's scatter", source.scatter, (dx, dx))]
     for i, target in enumerate(targets):
         dy = target.mean.numel()
         expected += [

@@ -92,35 +92,23 @@ def evaluate_lenses(
     return LensScores(lenses=tuple(lenses), **columns)
 
 
-def _score_batches(
-    model: Model, lenses: Mapping[str, Lens], captured: list[States], n_rows: int
-) -> list[LensScores]:
+def _score_batches(model: Model, lenses: Mapping[str, Lens], captured: list[States], n_rows: int) -> list[LensScores]:
     """Score several batches together: a product with the unembedding costs as much for few rows as for many."""
     if not captured:
         return []
-    levels = [
-        torch.cat([states[level] for states in captured]) for level in range(model.n_blocks + 1)
-    ]
-    picks = torch.cat(
-        [torch.stack([s.batch.document, s.batch.position, s.batch.token]) for s in captured], 1
-    )
+    levels = [torch.cat([states[level] for states in captured]) for level in range(model.n_blocks + 1)]
+    picks = torch.cat([torch.stack([s.batch.document, s.batch.position, s.batch.token]) for s in captured], 1)
     return [
         _score_rows(model, lenses, [states[rows] for states in levels], picks[:, rows])
         for rows in chunks(picks.shape[1], n_rows)
     ]
 
 
-def _score_rows(
-    model: Model, lenses: Mapping[str, Lens], levels: list[Tensor], picks: Tensor
-) -> LensScores:
+def _score_rows(model: Model, lenses: Mapping[str, Lens], levels: list[Tensor], picks: Tensor) -> LensScores:
     reference = reference_logits(upcast(model.logits(levels[-1])))
     of_model = agreement(reference.logits, reference)
     cells = [
-        [
-            agreement(upcast(lens.logits(i, states)), reference)
-            for i, states in enumerate(levels[:-1])
-        ]
-        + [of_model]
+        [agreement(upcast(lens.logits(i, states)), reference) for i, states in enumerate(levels[:-1])] + [of_model]
         for lens in lenses.values()
     ]
     return LensScores(

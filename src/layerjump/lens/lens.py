@@ -160,9 +160,7 @@ class Lens:
 
         It shows what level i already holds of level j. With the last level as the target it equals this lens.
         """
-        return CrossLevelLens(
-            self.model, self.jumps, source=Site.parse(source), target=Site.parse(target)
-        )
+        return CrossLevelLens(self.model, self.jumps, source=Site.parse(source), target=Site.parse(target))
 
     def direction(self, token: str | int, site: SiteName) -> Tensor:
         """The unit vector at a site along which the lens' logit of a token grows."""
@@ -219,9 +217,7 @@ class CrossLevelLens(Lens):
         last = Site(self.model.n_blocks)
         pairs = [(self.source, self.target), (self.target, last)]
         missing = ",".join(f"{a}:{b}" for a, b in pairs if a != b)
-        raise BadJumps(
-            f"{self.jumps} has no jump {self.source} → {self.target}; fit with {argument('pairs', missing)}"
-        )
+        raise BadJumps(f"{self.jumps} has no jump {self.source} → {self.target}; fit with {argument('pairs', missing)}")
 
 
 @torch.no_grad()
@@ -244,9 +240,7 @@ def read_trajectories(
         raise BadText(f"expected {argument('k')} of 1 or more, got {k}")
     model = next(iter(lenses.values())).model
     if levels is None:
-        sites = tuple(
-            sorted(set.intersection(*(set(lens.default_sites) for lens in lenses.values())))
-        )
+        sites = tuple(sorted(set.intersection(*(set(lens.default_sites) for lens in lenses.values()))))
     else:
         sites = tuple(dict.fromkeys(Site.parse(site) for site in levels))
     if not sites:

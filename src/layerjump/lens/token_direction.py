@@ -91,9 +91,7 @@ def ablate_directions(
     for prompt in tokenize_prompts(model, texts):
         at_once = max(1, BATCH_TOKENS // len(prompt.ids) - 1)
         chunks = [
-            _logit_changes(
-                model, readout, prompt, directions[i : i + at_once], ids[i : i + at_once]
-            )
+            _logit_changes(model, readout, prompt, directions[i : i + at_once], ids[i : i + at_once])
             for i in range(0, len(ids), at_once)
         ]
         predicted.append(torch.cat([by_lens for by_lens, _ in chunks]))

@@ -236,19 +236,14 @@ class Trajectory:
     def to_dict(self) -> dict[str, Any]:
         """The trajectory as JSON values: lists by level, then position, then k; five digits, null for NaN."""
         top = self.top.tolist()
-        ids = sorted(
-            {token for level in top for row in level for token in row} | {*self.query.tracked}
-        )
+        ids = sorted({token for level in top for row in level for token in row} | {*self.query.tracked})
         return {
             "model": self.model.name,
             "lens": self.name,
             "task": self.model.task,
             "levels": list(self.levels),
             "n_blocks": self.model.n_blocks,
-            "tokens": [
-                {"id": token, "text": text}
-                for token, text in zip(self.prompt.ids, self.tokens, strict=True)
-            ],
+            "tokens": [{"id": token, "text": text} for token, text in zip(self.prompt.ids, self.tokens, strict=True)],
             "positions": list(self.positions),
             "fitted_from": self.fitted_from,
             "k": self.query.k,
@@ -476,16 +471,12 @@ def _chunk_stats(
     per_product = max(1, n_rows // n_positions)
     for batch in chunks(len(pending), per_product):
         group = pending[batch]
-        final = torch.cat(
-            [readouts[name][index].to_final(states.states[index][chunk]) for name, index in group]
-        )
+        final = torch.cat([readouts[name][index].to_final(states.states[index][chunk]) for name, index in group])
         logits = upcast(model.structure.decode(final)).split(n_positions)
         for cell, cell_logits in zip(group, logits, strict=True):
             cells[cell] = measure(cell_logits)
     return model_stats, {
-        name: LogitStats(
-            *map(torch.stack, zip(*(cells[name, index] for index in indices), strict=True))
-        )
+        name: LogitStats(*map(torch.stack, zip(*(cells[name, index] for index in indices), strict=True)))
         for name in readouts
     }
 

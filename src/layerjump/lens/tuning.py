@@ -38,15 +38,7 @@ from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.serialization import check_model
 from layerjump.metrics.logits import chunk_rows, chunks
 from layerjump.models.model import Model, capture_states
-from layerjump.models.structure import (
-    FINAL,
-    Pair,
-    Site,
-    Structure,
-    can_restrict,
-    unembedding_rows,
-    with_unembedding,
-)
+from layerjump.models.structure import FINAL, Pair, Site, Structure, can_restrict, unembedding_rows, with_unembedding
 
 CHECKPOINT_NAME = "unfinished-refine.pt"
 _FORMAT = "layerjump refine 3"
@@ -102,14 +94,9 @@ def refine(
     objective = KLObjective(model, jumps, tunable_pairs(jumps, model))
     batches, validation_batches = objective.make_batches(corpus, seed, tokens)
     validation_rows = objective.validation_rows(validation_batches)
-    maps = {
-        pair: TrainableMap(jumps[pair], validation_rows.states[pair[0]]) for pair in objective.pairs
-    }
+    maps = {pair: TrainableMap(jumps[pair], validation_rows.states[pair[0]]) for pair in objective.pairs}
     tuner = Tuner(maps, learning_rate, steps)
-    run_id = (
-        f"{_FORMAT} {_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions_per_step} "
-        f"{learning_rate} {seed}"
-    )
+    run_id = f"{_FORMAT} {_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions_per_step} {learning_rate} {seed}"
 
     def validate() -> None:
         tuner.record_validation(objective.mean_kl(validation_rows, maps))
@@ -220,9 +207,7 @@ class KLObjective:
     jumps: Jumps
     pairs: list[Pair]
 
-    def make_batches(
-        self, corpus: Corpus, seed: int, tokens: int | None
-    ) -> tuple[Batches, Batches]:
+    def make_batches(self, corpus: Corpus, seed: int, tokens: int | None) -> tuple[Batches, Batches]:
         """Batches to train on and to validate on: the documents that the jumps were fitted on, and others.
 
         A text other than the one of the fit is split in the default ratio.
@@ -254,9 +239,7 @@ class KLObjective:
     def sample_rows(self, batches: Batches, step: int, count: int) -> TrainingRows:
         """`count` positions of one batch; those of a step are the same in every run."""
         epoch, index = divmod(step, len(batches))
-        return self._capture(
-            batches, [_permutation(len(batches), batches.seed, epoch)[index]], count, step
-        )
+        return self._capture(batches, [_permutation(len(batches), batches.seed, epoch)[index]], count, step)
 
     def validation_rows(self, batches: Batches) -> TrainingRows:
         """A few positions of each of many batches."""
@@ -336,10 +319,7 @@ class SampledTarget:
 
     @torch.no_grad()
     def sample(
-        self,
-        generator: np.random.Generator,
-        n_likely: int = LIKELY_TOKENS,
-        n_sampled: int = SAMPLED_TOKENS,
+        self, generator: np.random.Generator, n_likely: int = LIKELY_TOKENS, n_sampled: int = SAMPLED_TOKENS
     ) -> SampledTarget:
         """The distribution over a sample of tokens; itself if that is not smaller or not possible."""
         vocab_size, unembedding = self.probabilities.shape[1], self.structure.unembedding
@@ -453,10 +433,7 @@ class _Checkpoint(BaseModel):
 
     def to_disk(self) -> dict[str, Any]:
         fields = type(self).model_fields
-        return {
-            str(field.validation_alias or name): getattr(self, name)
-            for name, field in fields.items()
-        }
+        return {str(field.validation_alias or name): getattr(self, name) for name, field in fields.items()}
 
     def check(self, n_maps: int, steps: int) -> None:
         """Raise ValueError for values with which a run could not go on."""
@@ -520,13 +497,9 @@ class Tuner:
         if self.step >= self.steps or len(self.history) <= patience:
             return self.step >= self.steps
         # The best KL of each map, because a map whose KL rose has returned to its best parameters.
-        earlier_best = [
-            _finite_min(values) for values in zip(*self.history[:-patience], strict=True)
-        ]
+        earlier_best = [_finite_min(values) for values in zip(*self.history[:-patience], strict=True)]
         pairs = list(self.maps)
-        now, earlier = (
-            _finite_mean(kl_by_level(values, pairs)) for values in (self.best_kl, earlier_best)
-        )
+        now, earlier = (_finite_mean(kl_by_level(values, pairs)) for values in (self.best_kl, earlier_best))
         return now > (1 - _MIN_IMPROVEMENT) * earlier
 
     def best_maps(self) -> dict[Pair, Affine]:
@@ -570,9 +543,7 @@ class Tuner:
         except BadArtifact:
             raise
         except Exception as error:  # torch's readers raise all kinds of errors for damaged bytes
-            raise BadArtifact(
-                f"{path} is damaged ({one_line(error)}); remove it to start anew"
-            ) from error
+            raise BadArtifact(f"{path} is damaged ({one_line(error)}); remove it to start anew") from error
 
     def _load(self, checkpoint: _Checkpoint) -> None:
         self.step, self.history = checkpoint.step, checkpoint.history
@@ -583,8 +554,7 @@ class Tuner:
             trainable.load_state_dict(checkpoint.parameters[_key(pair)])
         # Take the moments from the file, but keep this run's hyperparameters.
         hyperparameters = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups
         ]
         self._optimizer.load_state_dict(checkpoint.optimizer)
         for group, values in zip(self._optimizer.param_groups, hyperparameters, strict=True):

@@ -28,11 +28,7 @@ def mean_interval(
 
 
 def statistic_interval(
-    statistic: Callable[[Floats], float],
-    documents: ArrayLike,
-    *,
-    draws: int = 200,
-    seed: int = 0,
+    statistic: Callable[[Floats], float], documents: ArrayLike, *, draws: int = 200, seed: int = 0
 ) -> tuple[float, float]:
     """The 95 % bootstrap interval of a statistic, a function of the weight of each example in a draw."""
     of, inverse = np.unique(np.asarray(documents), return_inverse=True)

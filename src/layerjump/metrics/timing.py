@@ -49,9 +49,7 @@ def describe_machine() -> str:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            names = [
-                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-            ]
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         return names[0]
     except (OSError, IndexError):
         return platform.machine()

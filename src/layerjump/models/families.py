@@ -187,9 +187,7 @@ _BERT = Family(
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
     "gpt_neo": replace(_GPT2, attn_out_proj="attn.attention.out_proj"),
-    "gptj": replace(
-        _GPT2, kind="parallel", ln2=None, attn_out_proj="attn.out_proj", before="token embedding"
-    ),
+    "gptj": replace(_GPT2, kind="parallel", ln2=None, attn_out_proj="attn.out_proj", before="token embedding"),
     "gpt_neox": Family(
         blocks="gpt_neox.layers",
         kind="parallel",
@@ -242,11 +240,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
     "phi": replace(
-        _LLAMA,
-        kind="parallel",
-        ln2=None,
-        attn_out_proj="self_attn.dense",
-        to_final=("model.final_layernorm",),
+        _LLAMA, kind="parallel", ln2=None, attn_out_proj="self_attn.dense", to_final=("model.final_layernorm",)
     ),
     "phi3": _LLAMA,
     "olmo2": replace(

@@ -57,10 +57,7 @@ def fingerprint(hf: PreTrainedModel, *, attached: bool = True) -> str:
     parameters: dict[str, Tensor] = dict(hf.named_parameters())
     if attached:
         for module, attachment in attached_maps(hf):
-            parameters |= {
-                f"{module}/attached.{name}": tensor
-                for name, tensor in attachment.state_dict().items()
-            }
+            parameters |= {f"{module}/attached.{name}": tensor for name, tensor in attachment.state_dict().items()}
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
         if parameter.is_meta:
@@ -88,11 +85,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """The sha256 of a tokenizer's vocabulary, special tokens and rules; None for no tokenizer."""
     if tokenizer is None:
         return None
-    content = [
-        sorted(tokenizer.get_vocab().items()),
-        tokenizer.special_tokens_map,
-        _rules(tokenizer),
-    ]
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, _rules(tokenizer)]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 

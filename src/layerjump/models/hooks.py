@@ -120,12 +120,7 @@ class Capture(Hooks):
     """
 
     def __init__(
-        self,
-        structure: Structure,
-        sites: Sequence[Site],
-        *,
-        buffer_rows: int = 0,
-        entries: Iterable[nn.Module] = (),
+        self, structure: Structure, sites: Sequence[Site], *, buffer_rows: int = 0, entries: Iterable[nn.Module] = ()
     ) -> None:
         self.sites = list(sites)
         self._sites_at: dict[Tap, list[Site]] = defaultdict(list)
@@ -162,9 +157,7 @@ class Capture(Hooks):
         self._stops_early = not hasattr(model.hf, "hf_device_map")
         try:
             with suppress(_AllCaptured):
-                model.run_body(
-                    batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask
-                )
+                model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
         finally:
             self._stops_early = False
         return self.take()

@@ -14,32 +14,17 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
 from layerjump.models import bundled_model
 from layerjump.models.families import family_of
 from layerjump.models.model import Model
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_BLOCKS = 10_000
 """More blocks than any model has."""
-CLASSES = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-}
+CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 
 
 LINEAR = "linear.json"
@@ -101,11 +86,7 @@ def _load_checkpoint(
         hf, report = _attempt(
             name,
             lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
-                path,
-                dtype=_dtype(dtype, device),
-                device_map=device_map,
-                output_loading_info=True,
-                **options,
+                path, dtype=_dtype(dtype, device), device_map=device_map, output_loading_info=True, **options
             ),
         )
         tokenizer = _load_tokenizer(path, options)
@@ -120,9 +101,7 @@ def _resolve(name: str, options: dict[str, Any]) -> str:
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise BadModel(
-                f"expected a model folder, a .gguf file or a hub id, got the file {name}"
-            )
+            raise BadModel(f"expected a model folder, a .gguf file or a hub id, got the file {name}")
         _attempt(name, lambda: check_sizes(path))
         options["gguf_file"] = path.name
         return str(path.parent)
@@ -135,9 +114,7 @@ def _resolve(name: str, options: dict[str, Any]) -> str:
     if name in bundled_model.NAMES:
         return str(bundled_model.bundled_folder(name))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(
-            f"there is no folder or file {name}; pass a model folder, a GGUF file or a hub id"
-        )
+        raise ModelNotFound(f"there is no folder or file {name}; pass a model folder, a GGUF file or a hub id")
     return name
 
 
@@ -155,9 +132,7 @@ def _attempt(name: str, action: Any) -> Any:
                 f"{name} is neither a local folder nor a model on the hub ({one_line(error)}); {hint} the name and the "
                 f"network, or pass a local folder"
             ) from error
-        raise BadModel(
-            f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}"
-        ) from error
+        raise BadModel(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}") from error
 
 
 def _require_few_blocks(name: str, config: PretrainedConfig) -> None:
@@ -182,9 +157,7 @@ def _load_tokenizer(path: str, options: dict[str, Any]) -> PreTrainedTokenizerBa
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception:
-        return (
-            None  # many checkpoints have none; `Model.tokenization` raises when text is first used
-        )
+        return None  # many checkpoints have none; `Model.tokenization` raises when text is first used
     # Without tokenizer files, transformers may return a tokenizer that has no words.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
@@ -196,8 +169,7 @@ def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None
     inside = [
         key
         for key in missing
-        if key.startswith(f"{hf.base_model_prefix}.")
-        or (bodiless and not key.startswith("lm_head."))
+        if key.startswith(f"{hf.base_model_prefix}.") or (bodiless and not key.startswith("lm_head."))
     ]
     if inside:
         raise BadModel(
@@ -257,8 +229,7 @@ def check_sizes(path: Path) -> None:
         stated = _stated(reader, f"{family}.{name}", path)
         if stated != size:
             raise BadModel(
-                f"{path} states {family}.{name} {stated!r}, but its tensors have {size}: it is incomplete; "
-                f"get it again"
+                f"{path} states {family}.{name} {stated!r}, but its tensors have {size}: it is incomplete; get it again"
             )
     # transformers builds a table of this size before it compares anything.
     rope = reader.get_field(f"{family}.rope.dimension_count")
@@ -331,9 +302,7 @@ class _Header:
 def _stated(reader: object, key: str, path: Path) -> object:
     field = reader.get_field(key)  # type: ignore[attr-defined]
     if field is None:
-        raise BadModel(
-            f"{path} does not state {key}: it is incomplete, or holds no language model; give another file"
-        )
+        raise BadModel(f"{path} does not state {key}: it is incomplete, or holds no language model; give another file")
     return field.contents()
 
 

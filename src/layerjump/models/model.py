@@ -125,14 +125,10 @@ class Model:
         """
         if self.task == "seq2seq":
             if source_ids is None or source_mask is None:
-                raise BadModel(
-                    f"{self.name} is an encoder–decoder; pass source_ids and source_mask for its encoder"
-                )
+                raise BadModel(f"{self.name} is an encoder–decoder; pass source_ids and source_mask for its encoder")
             # The two stacks one by one: T5 has no base model, and as a whole it runs its unembedding too.
             mask = self._mask(source_mask)
-            encoded = self.hf.get_encoder()(
-                input_ids=source_ids.to(self.device), attention_mask=mask
-            )
+            encoded = self.hf.get_encoder()(input_ids=source_ids.to(self.device), attention_mask=mask)
             self.stack(
                 input_ids=input_ids.to(self.device),
                 attention_mask=self._mask(attention_mask),

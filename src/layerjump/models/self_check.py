@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from layerjump.models.model import Model
 
 # Largest difference allowed, as a share of the compared tensor's largest entry.
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.bfloat16: 5e-2,
-    torch.float16: 1e-2,
-}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -103,9 +98,7 @@ def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
     return replace(batch, source_ids=ids.to(model.device), source_mask=mask.to(model.device))
 
 
-def _padded(
-    model: Model, generator: torch.Generator, rows: int, length: int, padding: int
-) -> tuple[Tensor, Tensor]:
+def _padded(model: Model, generator: torch.Generator, rows: int, length: int, padding: int) -> tuple[Tensor, Tensor]:
     vocab_size = model.hf.config.vocab_size
     ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
     pad = getattr(model.hf.config, "pad_token_id", None) or 0
@@ -126,17 +119,11 @@ def _states_checks(model: Model) -> list[Check]:
         capture.start(row * batch.input_ids.shape[1] + position)
         hidden, logits = _hugging_face(model, batch)
         states = capture.take()
-    levels = [
-        (states[Site(level)], hidden[level][row, position]) for level in range(model.n_blocks)
-    ]
+    levels = [(states[Site(level)], hidden[level][row, position]) for level in range(model.n_blocks)]
     checks = [
         _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
-        _compare(
-            "blocks", "the parts of each block add up to the next level", reassembly(model, states)
-        ),
-        _compare(
-            "inputs", "attention and feed-forward read what the row says", readings(model, states)
-        ),
+        _compare("blocks", "the parts of each block add up to the next level", reassembly(model, states)),
+        _compare("inputs", "attention and feed-forward read what the row says", readings(model, states)),
     ]
     if logits is None:
         return checks

@@ -99,9 +99,7 @@ class Structure:
         self.d_model: int = hf.config.hidden_size
         self.unembedding: nn.Module = hf.get_submodule(self.family.unembedding)
         self.final_steps = [_final_step(hf, path) for path in self.family.to_final]
-        self._softcap: float | None = (
-            getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
-        )
+        self._softcap: float | None = getattr(hf.config, self.family.softcap, None) if self.family.softcap else None
 
     @property
     def vocab_size(self) -> int:
@@ -138,9 +136,7 @@ class Structure:
         """The tap of a site; `BadModel` if this model does not have the site."""
         if site == FINAL:
             if self.family.task == "encoder":
-                raise BadModel(
-                    "the encoder of an encoder–decoder has no unembedding, so no site final"
-                )
+                raise BadModel("the encoder of an encoder–decoder has no unembedding, so no site final")
             return Tap(self.unembedding, "in")
         if site.part == "level":
             if site.index > self.n_blocks:
@@ -311,9 +307,7 @@ def parse_pairs(text: str, structure: Structure) -> list[Pair]:
             if site not in present:
                 structure.tap(site)  # raises, and names the sites of the model
         if pair[0] == pair[1]:
-            raise BadModel(
-                f"the pair {item} maps a site to itself, which is the identity; leave it out"
-            )
+            raise BadModel(f"the pair {item} maps a site to itself, which is the identity; leave it out")
         pairs.append(pair)
     return list(dict.fromkeys(pairs))
 

@@ -27,9 +27,7 @@ from layerjump.pruning.replace import METHODS, attach_maps, level_after_pruning
 RECORD_FILE = "pruning.json"
 BASE = "base"
 """Subfolder of the checkpoint without its maps: a plain loader must not mistake it for the pruned model."""
-_REPLACEMENTS = METHODS | {
-    "truncate": "a jump to the state after the final norm, folded into an untied unembedding"
-}
+_REPLACEMENTS = METHODS | {"truncate": "a jump to the state after the final norm, folded into an untied unembedding"}
 
 
 class ParameterCounts(BaseModel):
@@ -156,9 +154,7 @@ def load_linear(folder: Path, load_base: Callable[[Path], Model]) -> Model:
         raise BadArtifact(f"{path} is damaged: {error.errors()[0]['msg']}; prune again") from error
     model = load_base(folder / BASE)
     if header.fingerprint != fingerprint(model.hf):
-        raise WrongModel(
-            f"{folder / BASE} holds other weights than those the jumps were saved with; prune again"
-        )
+        raise WrongModel(f"{folder / BASE} holds other weights than those the jumps were saved with; prune again")
     jumps = Jumps.from_pretrained(folder)
     for i, j in header.cuts:
         if (Site(i), Site(j)) not in jumps:

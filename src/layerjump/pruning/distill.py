@@ -89,9 +89,7 @@ def distill(
             seed=seed,
             disable_tqdm=True,  # it prints to standard output
         ),
-        train_dataset=cast(
-            Dataset[dict[str, Batch]], batches
-        ),  # a list has all that a Dataset needs
+        train_dataset=cast(Dataset[dict[str, Batch]], batches),  # a list has all that a Dataset needs
         data_collator=lambda examples: examples[0],
     )
     start = time.perf_counter()
@@ -176,9 +174,7 @@ def _capture_levels(model: Model, batch: Batch, levels: list[int]) -> dict[Site,
 def _matching_levels(pruned: Pruned) -> list[tuple[int, int]]:
     """Levels of the pruned model after its first span, each with the original model's level that it approximates."""
     first_source, first_target = pruned.spans[0]
-    remaining = [
-        block for block in range(1, pruned.original.n_blocks + 1) if block not in pruned.dropped
-    ]
+    remaining = [block for block in range(1, pruned.original.n_blocks + 1) if block not in pruned.dropped]
     targets = dict(pruned.spans)
     pairs = [(new, targets.get(old, old)) for new, old in enumerate(remaining, start=1)]
     start = [(0, first_target)] if first_source == 0 else []
@@ -191,8 +187,5 @@ def _replacement_parameters(pruned: Pruned) -> list[nn.Parameter]:
         return list(pruned.jumps.parameters())
     if pruned.method not in FOLDING_METHODS:
         return []
-    layers = [
-        ffn_output_layer(pruned.model, level_after_pruning(i, pruned.spans))
-        for i, _ in pruned.spans
-    ]
+    layers = [ffn_output_layer(pruned.model, level_after_pruning(i, pruned.spans)) for i, _ in pruned.spans]
     return [parameter for layer in layers for parameter in layer.parameters()]

@@ -41,9 +41,7 @@ class Projections:
 
 
 _GATED = Projections(
-    "mlp.down_proj",
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 )
 PROJECTIONS: dict[str, Projections] = {
     "gpt2": Projections("mlp.c_proj"),
@@ -93,9 +91,7 @@ def cannot_rotate(model: Model) -> str | None:
         return reason
     model_type = model.hf.config.model_type
     if not PROJECTIONS[model_type].read_ln1 or not model.structure.family.to_final:
-        return (
-            f"the norms of {model_type} subtract the mean, so its residual stream cannot be rotated"
-        )
+        return f"the norms of {model_type} subtract the mean, so its residual stream cannot be rotated"
     return None
 
 
@@ -123,9 +119,7 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
     _shorten_config(hf.config, remaining, model.n_blocks)
     for new, old in enumerate(remaining, start=1):
         _renumber_block(modules[old - 1], hf.config, old, new)
-    return Model(
-        hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision
-    )
+    return Model(hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
 
 
 def _shorten_config(config: Any, remaining: list[int], n_blocks: int) -> None:

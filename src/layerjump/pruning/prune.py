@@ -25,19 +25,8 @@ from layerjump.jumps.collect import plan_run
 from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
-from layerjump.pruning.edit_model import (
-    cannot_drop,
-    cannot_fold,
-    cannot_rotate,
-    count_parameters,
-    without_blocks,
-)
-from layerjump.pruning.replace import (
-    ReplacementFitter,
-    StreamTransform,
-    check_method,
-    check_spans,
-)
+from layerjump.pruning.edit_model import cannot_drop, cannot_fold, cannot_rotate, count_parameters, without_blocks
+from layerjump.pruning.replace import ReplacementFitter, StreamTransform, check_method, check_spans
 from layerjump.pruning.select import (
     BlockSelector,
     Span,
@@ -232,9 +221,7 @@ def prepare_calibration(
     """Split a text and batch it for a pruning."""
     corpus = text if isinstance(text, Corpus) else load_text(text)
     positions = MASKED_POSITIONS if model.masked else ALL_POSITIONS
-    plan = plan_run(
-        model, corpus, pairs="adjacent", positions=positions, tokens=tokens, split=split, seed=seed
-    )
+    plan = plan_run(model, corpus, pairs="adjacent", positions=positions, tokens=tokens, split=split, seed=seed)
     for name in ("fit", "validation", "test"):
         if name not in plan.batches:
             raise TextTooShort(
@@ -263,9 +250,7 @@ def _first_documents(batches: Batches, tokens: int) -> list[int]:
     return list(lengths)
 
 
-def drop_and_replace(
-    model: Model, spans: Sequence[Span], method: str, calibration: CalibrationData
-) -> Pruned:
+def drop_and_replace(model: Model, spans: Sequence[Span], method: str, calibration: CalibrationData) -> Pruned:
     """Return a copy of the model without the blocks of these spans, with replacements, not measured yet."""
     dropped = blocks_in_spans(spans)
     shorter = without_blocks(model, dropped)
@@ -320,9 +305,7 @@ def _best_method(model: Model, shorter: Model, spans: Sequence[Span]) -> str:
     return "rotation" if n_untied <= count_parameters(model.hf) else "fold"
 
 
-def _protected_blocks(
-    model: Model, calibration: CalibrationData, protect: Sequence[int] | None
-) -> Sequence[int]:
+def _protected_blocks(model: Model, calibration: CalibrationData, protect: Sequence[int] | None) -> Sequence[int]:
     if protect is None:
         required = required_blocks(model, calibration.fit)
         reasons = "; ".join(f"block {block}, {why}" for block, why in sorted(required.items()))
@@ -330,9 +313,7 @@ def _protected_blocks(
         return list(required)
     for block in protect:
         if not 1 <= block <= model.n_blocks:
-            raise BadPruning(
-                f"expected {argument('protect')} among blocks 1 to {model.n_blocks}, got {block}"
-            )
+            raise BadPruning(f"expected {argument('protect')} among blocks 1 to {model.n_blocks}, got {block}")
     return protect
 
 
@@ -344,24 +325,16 @@ def _prune_count(
     if criterion == "loss" and not selector.contiguous and selector.spans(count):
         selectors.append(replace(selector, contiguous=True))
     selections = {tuple(contiguous_spans(way.select(criterion, count))) for way in selectors}
-    candidates = [
-        drop_and_replace(selector.model, spans, method, calibration) for spans in sorted(selections)
-    ]
+    candidates = [drop_and_replace(selector.model, spans, method, calibration) for spans in sorted(selections)]
     return candidates[0] if len(candidates) == 1 else lowest_loss(candidates, calibration)
 
 
 def _prune_within(
-    selector: BlockSelector,
-    calibration: CalibrationData,
-    method: str,
-    criterion: str,
-    max_loss: float,
+    selector: BlockSelector, calibration: CalibrationData, method: str, criterion: str, max_loss: float
 ) -> Pruned:
     """Drop as many blocks as keep the validation loss below the limit, by bisection."""
     if not max_loss > 1:
-        raise BadPruning(
-            f"expected {argument('max_loss')} of more than 1 (times the original loss), got {max_loss}"
-        )
+        raise BadPruning(f"expected {argument('max_loss')} of more than 1 (times the original loss), got {max_loss}")
     limit = max_loss * token_losses(selector.model, calibration.validation).mean
     best, fits, too_many = None, 0, len(selector.candidates) + 1
     while too_many - fits > 1:

@@ -61,9 +61,7 @@ PAIRS: list[Pair] = [(FFN_OUT, RESIDUAL), (FFN_OUT, TARGET), (RESIDUAL, TARGET)]
 def check_method(model: Model, method: str) -> None:
     """Raise `BadPruning` for an unknown method, or one that the model's family does not allow."""
     if method not in METHODS:
-        raise BadPruning(
-            f"expected {argument('method')} to be one of {', '.join(METHODS)}, got {method!r}"
-        )
+        raise BadPruning(f"expected {argument('method')} to be one of {', '.join(METHODS)}, got {method!r}")
     if method in FOLDING_METHODS and (reason := cannot_fold(model)):
         raise BadPruning(f"{method} is not possible: {reason}; use linear or remove")
     if method == "rotation" and (reason := cannot_rotate(model)):
@@ -142,9 +140,7 @@ class ReplacementFitter:
         moments = Moments(PAIRS, reservoir=0, products=product_dtype(self._model))
         for states, targets in self._paired_states([Site(level), ffn_out], span, is_first=is_first):
             residual = states[Site(level)] - states[ffn_out]
-            moments.add(
-                fold_rows(states[ffn_out], residual, targets, bias=bias, weighted=not is_replaceme)
-            )
+            moments.add(fold_rows(states[ffn_out], residual, targets, bias=bias, weighted=not is_replaceme))
         folded = solve_fold(
             moments,
             bias=bias,
@@ -211,9 +207,7 @@ class _Products:
     trace_yy: float
 
 
-def fold_rows(
-    ffn_out: Tensor, residual: Tensor, target: Tensor, *, bias: bool, weighted: bool
-) -> dict[Site, Tensor]:
+def fold_rows(ffn_out: Tensor, residual: Tensor, target: Tensor, *, bias: bool, weighted: bool) -> dict[Site, Tensor]:
     """Return the rows of one batch for the moments of a fold; a bias is one more coordinate of m that is always 1."""
     if bias:
         ffn_out = torch.cat([ffn_out, torch.ones_like(ffn_out[:, :1])], -1)
@@ -235,10 +229,7 @@ def solve_fold(moments: Moments, *, bias: bool, fit_scale: bool, fit_rotation: b
         a, weight = _solve_map(products, rotation, fit_scale)
     weight = weight / a
     return Fold(
-        weight[:, :-1] if bias else weight,
-        weight[:, -1] if bias else None,
-        1 / a,
-        rotation if fit_rotation else None,
+        weight[:, :-1] if bias else weight, weight[:, -1] if bias else None, 1 / a, rotation if fit_rotation else None
     )
 
 

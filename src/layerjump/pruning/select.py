@@ -51,9 +51,7 @@ def parse_drop_count(drop: int | str, n_blocks: int) -> int:
             f"expected {argument('drop')} to be a number of blocks (8) or a share of them (25%), got {drop!r}"
         ) from None
     if count >= n_blocks:
-        raise BadPruning(
-            f"dropping {drop} of {n_blocks} blocks leaves none; drop at most {n_blocks - 1}"
-        )
+        raise BadPruning(f"dropping {drop} of {n_blocks} blocks leaves none; drop at most {n_blocks - 1}")
     if count < 1:
         raise BadPruning(f"{drop} of {n_blocks} blocks is less than one; drop at least 1")
     return count
@@ -100,9 +98,7 @@ def find_sink_blocks(model: Model, batches: Batches) -> list[int]:
 def check_criterion(criterion: str) -> None:
     """Raise `BadPruning` for an unknown criterion."""
     if criterion not in CRITERIA:
-        raise BadPruning(
-            f"expected {argument('criterion')} to be one of {', '.join(CRITERIA)}, got {criterion!r}"
-        )
+        raise BadPruning(f"expected {argument('criterion')} to be one of {', '.join(CRITERIA)}, got {criterion!r}")
 
 
 @dataclass(frozen=True)
@@ -208,9 +204,7 @@ class BlockSelector:
         while len(dropped) < count:
             candidates = [
                 block
-                for block in sorted(
-                    set(loss) - set(dropped), key=lambda block: (loss[block], block)
-                )
+                for block in sorted(set(loss) - set(dropped), key=lambda block: (loss[block], block))
                 if trials.covers(contiguous_spans([*dropped, block]))
             ][:N_RETRIED]
             if not candidates:
@@ -264,8 +258,7 @@ class SpanTrials:
         """Return the mean loss with these spans dropped."""
         model = self._selector.model
         losses = [
-            token_losses_at(model, rerun.batch, rerun.pick(self._last_level(rerun, spans)))[0]
-            for rerun in self._reruns
+            token_losses_at(model, rerun.batch, rerun.pick(self._last_level(rerun, spans)))[0] for rerun in self._reruns
         ]
         return float(torch.cat(losses).mean())
 
@@ -284,11 +277,7 @@ class SpanTrials:
         lengths = [self._max_span] if selector.contiguous else range(1, self._max_span + 1)
         spans = [span for length in lengths for span in selector.spans(length)]
         # The maps apply to all positions, so they are fitted on all, the first included.
-        moments = Moments(
-            [(Site(i), Site(j)) for i, j in spans],
-            reservoir=0,
-            products=product_dtype(selector.model),
-        )
+        moments = Moments([(Site(i), Site(j)) for i, j in spans], reservoir=0, products=product_dtype(selector.model))
         for states in capture_states(selector.model, selector.fit, moments.sites):
             moments.add(states.at)
         maps: dict[Span, torch.nn.Module] = {}

@@ -54,9 +54,7 @@ class Drawer:
         """Return the sentence, the legend, the figures, the CSV files (`files` starts their names) and the command."""
         columns = {1: "single", 2: "pairs", 4: "pairs"}.get(len(panel.figures), "")
         figures = "".join(self._figure(figure, panel) for figure in panel.figures)
-        links = "".join(
-            csv_link(tables[table], f"{files}-{slug(table)}.csv") for table in panel.tables
-        )
+        links = "".join(csv_link(tables[table], f"{files}-{slug(table)}.csv") for table in panel.tables)
         return (
             f'<div class="block"><p class="reading">{safe(panel.reading)}</p>{_legend(panel.figures)}'
             + (f'<div class="figures {columns}">{figures}</div>' if figures else "")
@@ -107,9 +105,7 @@ def _legend(figures: Sequence[go.Figure]) -> str:
         f"{_swatch(first[name])}{name}</button>"
         for name in names
     )
-    return (
-        f'<div class="keys" role="group" aria-label="Legend: press to hide or show">{buttons}</div>'
-    )
+    return f'<div class="keys" role="group" aria-label="Legend: press to hide or show">{buttons}</div>'
 
 
 def _swatch(trace: go.Scatter | go.Bar) -> str:
@@ -142,9 +138,7 @@ def page(title: str, about: str, findings: str, sections: Sequence[Section]) -> 
         f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    contents = "".join(
-        f'<li><a href="#{section.anchor}">{safe(section.label)}</a></li>' for section in sections
-    )
+    contents = "".join(f'<li><a href="#{section.anchor}">{safe(section.label)}</a></li>' for section in sections)
     return Template(_template("report.html")).substitute(
         policy=policy,
         version=__version__,

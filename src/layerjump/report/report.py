@@ -10,23 +10,8 @@ from typing import Any
 from layerjump.errors import BadArtifact, LayerjumpError, one_line
 from layerjump.io import write_text, writing
 from layerjump.report.page import Drawer, Section, cards, command_html, page, slug
-from layerjump.report.summary import (
-    comparison_summary,
-    describe_run,
-    findings,
-    headline_rows,
-    model_name,
-    summary,
-)
-from layerjump.studies.charts import (
-    Panel,
-    html_cell,
-    html_table,
-    number,
-    plain_words,
-    safe,
-    unique,
-)
+from layerjump.report.summary import comparison_summary, describe_run, findings, headline_rows, model_name, summary
+from layerjump.studies.charts import Panel, html_cell, html_table, number, plain_words, safe, unique
 from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, from_json, to_json
 from layerjump.studies.runner import STUDIES, study_named
 from layerjump.studies.training_dynamics import Tables as TrainingTables
@@ -132,10 +117,7 @@ def _study_section(outcome: Outcome, run: RunInfo, drawer: Drawer) -> str:
         if isinstance(outcome, Skipped):
             return _section(outcome.study, _skipped(outcome))
         files, tables = f"{slug(model_name(run))}-{slug(outcome.study)}", to_json(outcome.tables)
-        articles = "".join(
-            drawer.article(panel, tables, files=files, command=run.command)
-            for panel in panels(outcome)
-        )
+        articles = "".join(drawer.article(panel, tables, files=files, command=run.command) for panel in panels(outcome))
         return _section(outcome.study, _facts(outcome) + articles + _notes(outcome.notes))
 
 
@@ -143,9 +125,7 @@ def _section(name: str, inner: str) -> str:
     study = STUDIES.get(name)
     title = study.question[:1].upper() + study.question[1:] if study else plain_words(name)
     label = f'<p class="label">{safe(name)}</p>' if study else ""
-    return (
-        f'<section class="study" id="{slug(name)}">{label}<h2>{safe(title)}</h2>{inner}</section>'
-    )
+    return f'<section class="study" id="{slug(name)}">{label}<h2>{safe(title)}</h2>{inner}</section>'
 
 
 def _skipped(outcome: Skipped) -> str:
@@ -153,10 +133,7 @@ def _skipped(outcome: Skipped) -> str:
 
 
 def _facts(result: Result[Any, Any]) -> str:
-    facts = [
-        f"{safe(_FACTS.get(key, plain_words(key)))}: {_value(value)}"
-        for key, value in result.settings.items()
-    ]
+    facts = [f"{safe(_FACTS.get(key, plain_words(key)))}: {_value(value)}" for key, value in result.settings.items()]
     facts.append(f"took {number(result.seconds)}\u00a0s")
     return f'<p class="facts">{" · ".join(facts)}</p>'
 
@@ -185,9 +162,7 @@ def _value(value: Any) -> str:
     return "not set" if value is None else html_cell(value)
 
 
-def _compared_section(
-    name: str, runs: Sequence[Results], labels: Sequence[str], drawer: Drawer
-) -> str:
+def _compared_section(name: str, runs: Sequence[Results], labels: Sequence[str], drawer: Drawer) -> str:
     """Return the section of a study with the panels of all runs, matched by their titles."""
     outcomes = [results.studies.get(name) for results in runs]
     drawn = [{panel.title: panel for panel in panels(outcome)} for outcome in outcomes]
@@ -207,9 +182,7 @@ def _compared_section(
     return _section(name, inner + _notes(unique(note for result in done for note in result.notes)))
 
 
-def _run_block(
-    label: str, panel: Panel | None, outcome: Outcome | None, run: RunInfo, drawer: Drawer
-) -> str:
+def _run_block(label: str, panel: Panel | None, outcome: Outcome | None, run: RunInfo, drawer: Drawer) -> str:
     inner = '<p class="quiet">Not measured in this run.</p>'
     if panel and isinstance(outcome, Result):
         files, tables = f"{slug(label)}-{slug(outcome.study)}", to_json(outcome.tables)
@@ -221,8 +194,7 @@ def share_y_axes(compared: Sequence[Panel]) -> None:
     """Give line charts that are shown side by side the same range of y, unless the study set one."""
     for figures in zip(*[panel.figures for panel in compared], strict=False):
         free = all(
-            {trace.type for trace in figure.data} == {"scatter"}
-            and figure.layout.yaxis.range is None
+            {trace.type for trace in figure.data} == {"scatter"} and figure.layout.yaxis.range is None
             for figure in figures
         )
         values = [y for figure in figures for trace in figure.data for y in trace.y] if free else []
@@ -236,10 +208,7 @@ def share_y_axes(compared: Sequence[Panel]) -> None:
 def _headlines(runs: Sequence[Results], labels: Sequence[str]) -> str:
     """Return the main findings in words, one row each, and then every headline number."""
     head = ["", *[safe(label) for label in labels]]
-    sentences = [
-        {item.title: f"{item.answer} {item.detail}" for item in findings(results)}
-        for results in runs
-    ]
+    sentences = [{item.title: f"{item.answer} {item.detail}" for item in findings(results)} for results in runs]
     words = [
         [safe(title), *[safe(of_run.get(title, "–")) for of_run in sentences]]
         for title in unique(title for of_run in sentences for title in of_run)
@@ -263,8 +232,7 @@ def _how_made(runs: Sequence[RunInfo], labels: Sequence[str]) -> Section:
             **{f"model: {key}": _value(value) for key, value in to_json(run.model).items()},
             **{f"text: {key}": _value(value) for key, value in to_json(run.text).items()},
             "other texts": _value([text.name for text in run.other_texts] or None),
-            "differs from the paper": "<br>".join(map(safe, run.differs_from_paper))
-            or "another protocol",
+            "differs from the paper": "<br>".join(map(safe, run.differs_from_paper)) or "another protocol",
             **{f"setting: {key}": _value(value) for key, value in run.settings.items()},
             "machine": safe(run.machine),
             "layerjump": safe(run.layerjump),

@@ -91,8 +91,7 @@ def _headline_table(runs: Sequence[Results], labels: Sequence[str]) -> list[str]
         return []
     head = ["study", "number", *[_one_line(label) for label in labels]]
     body = [
-        [study, plain_words(key), *[_one_line(number(value, 4)) for value in values]]
-        for study, key, values in rows
+        [study, plain_words(key), *[_one_line(number(value, 4)) for value in values]] for study, key, values in rows
     ]
     lines = [head, ["---", "---", *["---:"] * len(labels)], *body]
     return ["| " + " | ".join(line) + " |" for line in lines]

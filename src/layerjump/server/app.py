@@ -39,14 +39,7 @@ from layerjump.server.schemas import (
     UnfittedProblem,
 )
 from layerjump.server.security import LocalOnlyMiddleware, RequestTimeoutProtocol
-from layerjump.server.worker import (
-    INTERNAL_ERROR,
-    Answer,
-    EventQueue,
-    EventStreamResponse,
-    encode,
-    error_answer,
-)
+from layerjump.server.worker import INTERNAL_ERROR, Answer, EventQueue, EventStreamResponse, encode, error_answer
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 2.0
@@ -79,9 +72,7 @@ def make_app(registry: ModelRegistry) -> FastAPI:
         openapi_url="/api/openapi.json",
         docs_url=None,  # FastAPI's pages load scripts from the network; /api/docs is our own
         redoc_url=None,
-        responses={
-            status: {"description": text, "model": Problem} for status, text in ERRORS.items()
-        },
+        responses={status: {"description": text, "model": Problem} for status, text in ERRORS.items()},
     )
     app.add_middleware(LocalOnlyMiddleware)
     _add_error_handlers(app)
@@ -121,9 +112,7 @@ def _add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
         return await _answer_or_position(served, body, served.load_and_describe)
 
 
-async def _answer_or_position(
-    served: ServedModel, key: Hashable, work: Callable[[], Answer]
-) -> Response:
+async def _answer_or_position(served: ServedModel, key: Hashable, work: Callable[[], Answer]) -> Response:
     """The answer if it is cached or ready within `POLL_SECONDS`, otherwise the position in the queue."""
     cached = served.worker.cache.get(key)
     if cached is not None:
@@ -181,19 +170,12 @@ def _add_generate(app: FastAPI, registry: ModelRegistry) -> None:
 def _add_fit(app: FastAPI, registry: ModelRegistry) -> None:
     jobs = Jobs()
 
-    @app.post(
-        "/api/fit",
-        status_code=202,
-        summary="Fit jumps on the built-in text",
-        response_model=JobStatus,
-    )
+    @app.post("/api/fit", status_code=202, summary="Fit jumps on the built-in text", response_model=JobStatus)
     async def fit(body: FitRequest) -> Response:
         served = _find_model(registry, body.model)
         for name in body.estimators:
             if name not in SERVED:
-                raise HTTPException(
-                    422, f"unknown estimator {name!r}; choose from {', '.join(SERVED)}"
-                )
+                raise HTTPException(422, f"unknown estimator {name!r}; choose from {', '.join(SERVED)}")
         estimators = tuple(name for name in SERVED if name in body.estimators)
         job = jobs.find_unfinished(served.name, estimators)
         if job is None:
@@ -283,9 +265,7 @@ def _response(answer: Answer, headers: Mapping[str, str] | None = None) -> Respo
     return Response(answer.body, answer.status, dict(headers or {}), "application/json")
 
 
-def serve(
-    registry: ModelRegistry, *, port: int, browser: bool, log: Callable[[str], None] = print
-) -> None:
+def serve(registry: ModelRegistry, *, port: int, browser: bool, log: Callable[[str], None] = print) -> None:
     """Serve the page until Ctrl-C; port 0 takes any free one."""
     with _listen(port) as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}/"
@@ -294,10 +274,7 @@ def serve(
             log(f"layerjump is at {address} (Ctrl-C stops it)")
             first = next(iter(registry.models.values()))  # loads while the browser opens
             first.worker.submit(
-                LoadRequest(model=first.name),
-                first.load_and_describe,
-                label="loading",
-                is_persistent=True,
+                LoadRequest(model=first.name), first.load_and_describe, label="loading", is_persistent=True
             )
             if browser:
                 # In a thread: a browser in a terminal returns when it is closed.
@@ -318,12 +295,7 @@ def serve(
 class _Server(uvicorn.Server):
     """uvicorn's server, with callbacks for start and shutdown."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        on_started: Callable[[], None],
-        on_shutdown: Callable[[], None],
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], on_shutdown: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started, self._on_shutdown = on_started, on_shutdown
 

@@ -18,21 +18,8 @@ from layerjump.generation.generate import MAX_DRAFT_TOKENS, Generated, generate
 from layerjump.generation.rules import ExitConfig
 from layerjump.models.model import Model
 from layerjump.server.model_registry import ServedModel
-from layerjump.server.schemas import (
-    MAX_PROMPT_TOKENS,
-    DoneEvent,
-    GenerateRequest,
-    GenerationSummary,
-    TokenEvent,
-)
-from layerjump.server.worker import (
-    Answer,
-    ClientDisconnected,
-    EventQueue,
-    Worker,
-    encode,
-    error_answer,
-)
+from layerjump.server.schemas import MAX_PROMPT_TOKENS, DoneEvent, GenerateRequest, GenerationSummary, TokenEvent
+from layerjump.server.worker import Answer, ClientDisconnected, EventQueue, Worker, encode, error_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,9 +40,7 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
     lens = served.get_lenses([request.lens])[request.lens]
     exit_config, max_draft_tokens = _choose_exit(served, model, request)
     _check_length(model, request)
-    streamer = _Streamer(
-        model.tokenization.tokenizer, served.worker, events, is_verified=request.verify
-    )
+    streamer = _Streamer(model.tokenization.tokenizer, served.worker, events, is_verified=request.verify)
     start = time.perf_counter()
     try:
         generated = generate(
@@ -77,9 +62,7 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
     return Answer(200, encode(DoneEvent(done=_summarise(generated, streamer.text, seconds))))
 
 
-def _choose_exit(
-    served: ServedModel, model: Model, request: GenerateRequest
-) -> tuple[ExitConfig, int]:
+def _choose_exit(served: ServedModel, model: Model, request: GenerateRequest) -> tuple[ExitConfig, int]:
     """The exit rule of the request, and the largest number of draft tokens before verification."""
     if request.exit != CALIBRATED:
         return ExitConfig.of(request.exit), MAX_DRAFT_TOKENS
@@ -97,9 +80,7 @@ def _check_length(model: Model, request: GenerateRequest) -> None:
     length = len(tokenization.wrap(tokenization.encode([request.prompt])[0]))
     longest = min(MAX_PROMPT_TOKENS, tokenization.max_length)
     if length > longest:
-        raise BadText(
-            f"the prompt has {length:,} tokens, and at most {longest:,} are read; shorten it"
-        )
+        raise BadText(f"the prompt has {length:,} tokens, and at most {longest:,} are read; shorten it")
     if request.max_new_tokens > tokenization.max_length - length:
         raise BadText(
             f"{request.max_new_tokens} new tokens do not fit: the model takes {tokenization.max_length:,} tokens, and "
@@ -111,12 +92,7 @@ class _Streamer:
     """The streamer of one generation: sends every token, then runs one short task that waits."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        worker: Worker,
-        events: EventQueue,
-        *,
-        is_verified: bool,
+        self, tokenizer: PreTrainedTokenizerBase, worker: Worker, events: EventQueue, *, is_verified: bool
     ) -> None:
         self._tokenizer, self._worker, self._events = tokenizer, worker, events
         self._is_verified = is_verified

@@ -36,15 +36,7 @@ from layerjump.server.schemas import (
     ModelStatus,
     UnfittedProblem,
 )
-from layerjump.server.worker import (
-    INTERNAL_ERROR,
-    NOT_FITTED,
-    Answer,
-    AnswerCache,
-    Worker,
-    encode,
-    error_answer,
-)
+from layerjump.server.worker import INTERNAL_ERROR, NOT_FITTED, Answer, AnswerCache, Worker, encode, error_answer
 
 MAX_FINISHED_JOBS = 50
 _NAME = re.compile(r"[\w.+-]{1,60}")
@@ -110,12 +102,7 @@ class ServedModel:
         _check_length(model, request.text)
         start = time.perf_counter()
         (trajectories,) = read_trajectories(
-            lenses,
-            [request.text],
-            k=request.k,
-            tokens=request.tokens,
-            jensen_shannon=request.js,
-            last=MAX_POSITIONS,
+            lenses, [request.text], k=request.k, tokens=request.tokens, jensen_shannon=request.js, last=MAX_POSITIONS
         )
         answer = LensAnswer(
             model=self.name,
@@ -129,9 +116,7 @@ class ServedModel:
         states = {name: self.lens_state(name) for name in lenses}
         for name, state in states.items():
             if state == "other weights":
-                return error_answer(
-                    422, f"the jumps {name} were fitted on another model than {self.name}"
-                )
+                return error_answer(422, f"the jumps {name} were fitted on another model than {self.name}")
         unfitted = [name for name, state in states.items() if state == "not fitted"]
         if not unfitted:
             return None

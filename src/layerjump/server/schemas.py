@@ -69,12 +69,8 @@ class GenerateRequest(Request):
         description="never, fixed:3, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; at given levels: gap:0.9@8,16; or "
         "calibrated, if /api/models lists the lens as calibrated.",
     )
-    cache: CacheKind = Field(
-        default="exact", description="KV cache of skipped blocks: exact, jump or copy."
-    )
-    verify: bool = Field(
-        default=False, strict=True, description="Lossless: the full model verifies the drafts."
-    )
+    cache: CacheKind = Field(default="exact", description="KV cache of skipped blocks: exact, jump or copy.")
+    verify: bool = Field(default=False, strict=True, description="Lossless: the full model verifies the drafts.")
     max_new_tokens: int = Field(default=48, ge=1, le=MAX_NEW_TOKENS, strict=True)
 
 

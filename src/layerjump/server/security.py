@@ -75,8 +75,7 @@ def _check(scope: Scope) -> None:
     host = headers.get("host", "")
     if not _LOCAL_HOST.fullmatch(host):
         raise HTTPException(
-            400,
-            f"the Host header is {host[:80]!r}; this server answers only to localhost and 127.0.0.1",
+            400, f"the Host header is {host[:80]!r}; this server answers only to localhost and 127.0.0.1"
         )
     origin = headers.get("origin")
     is_foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
@@ -84,9 +83,7 @@ def _check(scope: Scope) -> None:
         raise HTTPException(403, "requests from pages of other sites are refused")
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-        raise HTTPException(
-            413, f"the body has {length[:20]} bytes; at most {MAX_BODY_BYTES:,} are allowed"
-        )
+        raise HTTPException(413, f"the body has {length[:20]} bytes; at most {MAX_BODY_BYTES:,} are allowed")
 
 
 def _is_cross_site(scope: Scope, headers: Headers) -> bool:

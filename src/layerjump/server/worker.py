@@ -161,18 +161,14 @@ class Worker:
         """Run the first short task in the queue, if there is one; long work calls this between two steps."""
         with self._changed:
             self._drop_abandoned()
-            short = next(
-                ((key, task) for key, task in self._queue.items() if not task.is_long), None
-            )
+            short = next(((key, task) for key, task in self._queue.items() if not task.is_long), None)
         if short is not None:
             self._run(*short)
 
     def position(self, key: Hashable) -> int:
         """How many tasks come before this one; 0 while it runs, the queue's length if it is not queued."""
         with self._changed:
-            return next(
-                (index for index, other in enumerate(self._queue) if other == key), len(self._queue)
-            )
+            return next((index for index, other in enumerate(self._queue) if other == key), len(self._queue))
 
     @property
     def current_label(self) -> str | None:
@@ -267,12 +263,7 @@ class EventStreamResponse(StreamingResponse):
     media_type = "application/x-ndjson"
 
     def __init__(
-        self,
-        first: Answer | None,
-        events: EventQueue,
-        describe_position: Callable[[], Answer],
-        *,
-        interval: float,
+        self, first: Answer | None, events: EventQueue, describe_position: Callable[[], Answer], *, interval: float
     ) -> None:
         self._events = events
         super().__init__(_lines(first, events, describe_position, interval))
@@ -286,10 +277,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 async def _lines(
-    first: Answer | None,
-    events: EventQueue,
-    describe_position: Callable[[], Answer],
-    interval: float,
+    first: Answer | None, events: EventQueue, describe_position: Callable[[], Answer], interval: float
 ) -> AsyncIterator[bytes]:
     event, has_started = first, first is not None
     while True:

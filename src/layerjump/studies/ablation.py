@@ -17,14 +17,7 @@ from layerjump.data.batches import Batches
 from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.metrics.logits import (
-    Agreement,
-    ReferenceLogits,
-    agreement,
-    chunk_rows,
-    reference_logits,
-    upcast,
-)
+from layerjump.metrics.logits import Agreement, ReferenceLogits, agreement, chunk_rows, reference_logits, upcast
 from layerjump.models.model import Model
 from layerjump.studies.results import Column, Interval
 from layerjump.studies.setup import Setup
@@ -65,9 +58,7 @@ class Variants:
         """Compute the model's own predictions of a batch."""
         states = rerun.pick(rerun.levels[-1])
         chunks = [slice(start, start + self._chunk) for start in range(0, len(states), self._chunk)]
-        self._references = [
-            (chunk, reference_logits(upcast(self.model.logits(states[chunk])))) for chunk in chunks
-        ]
+        self._references = [(chunk, reference_logits(upcast(self.model.logits(states[chunk])))) for chunk in chunks]
         self._documents.append(rerun.batch.document)
 
     def add(self, name: Hashable, states: Tensor) -> None:
@@ -116,11 +107,7 @@ class Variants:
 
 
 def small_batches(
-    setup: Setup,
-    share: float = 1.0,
-    *,
-    part: str = "test",
-    positions: Positions | None = None,
+    setup: Setup, share: float = 1.0, *, part: str = "test", positions: Positions | None = None
 ) -> Batches:
     """Return small batches with a share of the run's `score_tokens` and of its `score_positions`."""
     return setup.batches(
@@ -157,9 +144,7 @@ class Cost:
     expected_seconds: float
 
 
-def announce_cost(
-    study: str, model: Model, batches: Batches, *, block_runs: int, unembeddings: int
-) -> Cost:
+def announce_cost(study: str, model: Model, batches: Batches, *, block_runs: int, unembeddings: int) -> Cost:
     """Time one batch, log the expected time of all of them, and return it."""
     rerun = Rerun(model, batches[0])
     variants = Variants(model)

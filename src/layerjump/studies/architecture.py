@@ -118,8 +118,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     headline = Headline(
         gain={row.variant.replace(" ", "_"): row.gain.mean for row in tables.variants},
         without_residual_held_out={
-            row.variant.replace(" ", "_"): row.without_residual_held_out.mean
-            for row in tables.variants
+            row.variant.replace(" ", "_"): row.without_residual_held_out.mean for row in tables.variants
         },
     )
     notes = [

@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from layerjump.interventions.patching import (
-    Change,
-    replace_by_constant,
-    replace_by_map,
-    restrict_to,
-)
+from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.jumps.memory import site_width
@@ -72,9 +67,7 @@ def cannot_run(setup: Setup) -> str | None:
         return model.no_predictions
     width, heads = site_width(model, Site(1, "heads")), model.hf.config.num_attention_heads
     if width % heads:
-        return (
-            f"the input of the output projection has width {width}, not a multiple of {heads} heads"
-        )
+        return f"the input of the output projection has width {width}, not a multiple of {heads} heads"
     return None
 
 
@@ -98,11 +91,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             states = rerun.from_level(block - 1, changes={pair: change})
             variants.add((block, head, replacement), rerun.pick(states))
     rows = _rank(variants, list(changes))
-    facts = to_json(cost) | {
-        "budget_share": TOKEN_SHARE,
-        "estimator": "affine",
-        "n_fit": jumps.provenance.n_fit,
-    }
+    facts = to_json(cost) | {"budget_share": TOKEN_SHARE, "estimator": "affine", "n_fit": jumps.provenance.n_fit}
     return Result("heads", Tables(rows), _headline(rows), settings=facts)
 
 
@@ -143,9 +132,7 @@ def _rank(variants: Variants, names: Sequence[tuple[int, int, Replacement]]) -> 
 
 
 def _headline(rows: Sequence[HeadRow]) -> Headline:
-    by_replacement = {
-        name: [row for row in rows if row.replacement == name] for name in REPLACEMENTS
-    }
+    by_replacement = {name: [row for row in rows if row.replacement == name] for name in REPLACEMENTS}
     worst = {name: group[0] for name, group in by_replacement.items()}
     kl = {(row.replacement, row.block, row.head): row.kl for row in rows}
     linear = by_replacement["linear"]
@@ -153,9 +140,7 @@ def _headline(rows: Sequence[HeadRow]) -> Headline:
         mean_kl={name: mean(row.kl for row in group) for name, group in by_replacement.items()},
         most_harmful={name: f"block {row.block}, head {row.head}" for name, row in worst.items()},
         heads=len(linear),
-        heads_where_linear_halves_kl_of_mean=sum(
-            row.kl < kl["mean", row.block, row.head] / 2 for row in linear
-        ),
+        heads_where_linear_halves_kl_of_mean=sum(row.kl < kl["mean", row.block, row.head] / 2 for row in linear),
     )
 
 
@@ -167,14 +152,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     for replacement in REPLACEMENTS:
         cells = {(row.block, row.head): row.kl for row in rows if row.replacement == replacement}
         charts.append(
-            draw_heat_map(
-                cells,
-                title=NAMES[replacement],
-                x="block",
-                y="head",
-                span=(0.0, highest),
-                unit=" nats",
-            )
+            draw_heat_map(cells, title=NAMES[replacement], x="block", y="head", span=(0.0, highest), unit=" nats")
         )
     worst = next(row for row in rows if row.replacement == "linear" and row.rank == 1)
     reading = (

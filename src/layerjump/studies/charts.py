@@ -152,14 +152,7 @@ def line_chart(
     return figure
 
 
-def draw_bars(
-    figure: go.Figure,
-    labels: Sequence[str],
-    values: Sequence[Value],
-    *,
-    name: str,
-    colour: str,
-) -> None:
+def draw_bars(figure: go.Figure, labels: Sequence[str], values: Sequence[Value], *, name: str, colour: str) -> None:
     """Draw horizontal bars, with 95 % intervals where the values have them. Bars without a number are left out."""
     bars = [pair for pair in zip(labels, values, strict=True) if _mean(pair[1]) == _mean(pair[1])]
     ends = [value for _, value in bars if isinstance(value, Interval)]
@@ -187,13 +180,7 @@ def draw_bars(
 
 
 def draw_heat_map(
-    cells: Mapping[Cell, float],
-    *,
-    title: str,
-    x: str,
-    y: str,
-    span: tuple[float, float] | None = None,
-    unit: str = "",
+    cells: Mapping[Cell, float], *, title: str, x: str, y: str, span: tuple[float, float] | None = None, unit: str = ""
 ) -> go.Figure:
     """Return a heat map of (x, y) → value; colours are clipped to `span`, the numbers shown are not."""
     values: dict[tuple[Any, Any], float] = {key: v for key, v in cells.items() if math.isfinite(v)}
@@ -341,9 +328,7 @@ MAX_ROWS = 40
 """Rows of a table that a page shows; the CSV file has all."""
 
 
-def html_table(
-    head: Sequence[str], body: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()
-) -> str:
+def html_table(head: Sequence[str], body: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()) -> str:
     """Return a table of cells that are HTML already; `numeric` columns are aligned to the right."""
     right = set(numeric)
 
@@ -388,9 +373,7 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     for row in records:
         writer.writerow(
             {
-                key: json.dumps(value, ensure_ascii=False)
-                if isinstance(value, list | dict)
-                else value
+                key: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
                 for key, value in row.items()
             }
         )

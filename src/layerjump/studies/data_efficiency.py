@@ -383,13 +383,9 @@ def _variant_panel(rows: Sequence[VariantRow]) -> Panel:
         figure.update_traces(showlegend=False)
         charts.append(figure.update_yaxes(autorange="reversed", showgrid=False))
     clean = next(row for row in rows if row.variant == CLEAN)
-    losses = [
-        f"{number(clean.p1 - r.p1)} if the text is {r.variant}" for r in rows if r is not clean
-    ]
+    losses = [f"{number(clean.p1 - r.p1)} if the text is {r.variant}" for r in rows if r is not clean]
     reading = f"Maps fitted on the clean text reach a precision@1 of {number(clean.p1)}; they lose {listed(losses)}."
     return Panel("Clean and corrupted text", reading, ("variants",), charts)
 
 
-STUDY = Study(
-    "data", "how much text does a map need, and of what kind?", run, Tables, Headline, figures
-)
+STUDY = Study("data", "how much text does a map need, and of what kind?", run, Tables, Headline, figures)

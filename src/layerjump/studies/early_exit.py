@@ -138,11 +138,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
 def headline_of(saved: Sequence[SavedRow]) -> Headline:
     """Return the blocks saved at every target."""
     return Headline(
-        {
-            f"{row.kind}_{row.lens}_at_{row.target:g}": row.blocks_saved
-            for row in saved
-            if row.target is not None
-        }
+        {f"{row.kind}_{row.lens}_at_{row.target:g}": row.blocks_saved for row in saved if row.target is not None}
     )
 
 
@@ -155,12 +151,7 @@ def _fixed_position(setup: Setup) -> int | None:
 
 
 def _curve(
-    lens: str,
-    kind: str,
-    grid: Sequence[float],
-    exits: Sequence[Exits],
-    scores: LensScores,
-    setup: Setup,
+    lens: str, kind: str, grid: Sequence[float], exits: Sequence[Exits], scores: LensScores, setup: Setup
 ) -> list[CurveRow]:
     right = np.stack([point.right.double().numpy() for point in exits])
     _, low, high = mean_interval(right, scores.document.numpy(), seed=setup.settings.seed)
@@ -170,9 +161,7 @@ def _curve(
             kind,
             at=float(at),
             blocks=float(point.level.double().mean()),
-            agreement=Interval(
-                float(point.right.double().mean()), float(low[index]), float(high[index])
-            ),
+            agreement=Interval(float(point.right.double().mean()), float(low[index]), float(high[index])),
         )
         for index, (at, point) in enumerate(zip(grid, exits, strict=True))
     ]
@@ -192,14 +181,7 @@ def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> flo
     return float(cost[index - 1] + share * (cost[index] - cost[index - 1]))
 
 
-def saved_row(
-    lens: str,
-    kind: str,
-    exits: Sequence[Exits],
-    target: float,
-    documents: Tensor,
-    setup: Setup,
-) -> SavedRow:
+def saved_row(lens: str, kind: str, exits: Sequence[Exits], target: float, documents: Tensor, setup: Setup) -> SavedRow:
     """Return the blocks that a rule saves at a target agreement, from its exits under every threshold."""
     levels = np.stack([point.level.double().numpy() for point in exits])
     right = np.stack([point.right.double().numpy() for point in exits])
@@ -220,9 +202,7 @@ def _oracle_row(scores: LensScores, index: int, setup: Setup) -> SavedRow:
     right[0] = False
     first = right.int().argmax(0).double().numpy()
     n_blocks = setup.model.n_blocks
-    saved, low, high = mean_interval(
-        n_blocks - first, scores.document.numpy(), seed=setup.settings.seed
-    )
+    saved, low, high = mean_interval(n_blocks - first, scores.document.numpy(), seed=setup.settings.seed)
     share = float(saved) / n_blocks
     lens = scores.lenses[index]
     return SavedRow(lens, "oracle", None, float(saved), float(low), float(high), share)
@@ -391,6 +371,4 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     )
 
 
-STUDY = Study(
-    "exits", "how many blocks does early exit save?", run, Tables, Headline, figures, finding
-)
+STUDY = Study("exits", "how many blocks does early exit save?", run, Tables, Headline, figures, finding)

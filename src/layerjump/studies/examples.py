@@ -58,13 +58,9 @@ def run(setup: Setup) -> Result[Tables, Empty]:
                 for level in levels:
                     state = states[level][pick : pick + 1]
                     best = {
-                        name: lens.logits(level, state)[0].topk(BEST).indices.tolist()
-                        for name, lens in lenses.items()
+                        name: lens.logits(level, state)[0].topk(BEST).indices.tolist() for name, lens in lenses.items()
                     }
-                    tokens = {
-                        name: [token_text(tokenizer, token) for token in ids]
-                        for name, ids in best.items()
-                    }
+                    tokens = {name: [token_text(tokenizer, token) for token in ids] for name, ids in best.items()}
                     rows.append(ExampleRow(text, level, tokens))
             if sentences == SENTENCES:
                 break
@@ -78,9 +74,7 @@ def spaced_levels(n_blocks: int) -> list[int]:
     return sorted({round(index * (n_blocks - 1) / max(1, count - 1)) for index in range(count)})
 
 
-def context(
-    model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT, gap: str | None = None
-) -> str:
+def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT, gap: str | None = None) -> str:
     """Return the text around a pick: what a causal model has read, or both sides of the gap of a masked model.
 
     The gap shows the masked token, unless `gap` replaces it. Of an encoder–decoder: the end of the encoder's text, and
@@ -114,10 +108,7 @@ def figures(result: Result[Tables, Empty]) -> list[Panel]:
     sentences = _by_sentence(result.tables.examples)
     lenses = list(sentences[0][0].tokens)
     last = sentences[0][-1].level
-    settled = [
-        f"{number(mean(settled_level(rows, lens) for rows in sentences))} ({lens})"
-        for lens in lenses
-    ]
+    settled = [f"{number(mean(settled_level(rows, lens) for rows in sentences))} ({lens})" for lens in lenses]
     reading = (
         f"In these {len(sentences)} sentences, of the levels shown, the best token is the model's from level "
         f"{listed(settled)} of {last} on, on average."
@@ -170,6 +161,4 @@ def _sentence_table(rows: Sequence[ExampleRow], lenses: Sequence[str]) -> str:
     return f'<div class="sentence"><p class="context">… {safe(rows[0].context)}</p>{table}</div>'
 
 
-STUDY: Study[Tables, Empty] = Study(
-    "examples", "which tokens does each level predict?", run, Tables, Empty, figures
-)
+STUDY: Study[Tables, Empty] = Study("examples", "which tokens does each level predict?", run, Tables, Empty, figures)

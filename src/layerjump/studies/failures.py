@@ -147,12 +147,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         errors=_error_rows(_measure_errors(setup, jumps, setup.test_batches())),
         worst=_worst_rows(setup, scores, middle),
     )
-    facts = {
-        "n_examples": scores.n_examples,
-        "levels": levels,
-        "map": estimator,
-        "worst_at_level": middle,
-    }
+    facts = {"n_examples": scores.n_examples, "levels": levels, "map": estimator, "worst_at_level": middle}
     notes = [
         "Frequency counts how often the token at the position occurs in the fit documents; entropy is that of the "
         "model's own prediction. First token: position 0 of every sequence, special tokens included, nothing masked."
@@ -196,9 +191,7 @@ def bin_quarters(values: Tensor) -> Bins:
     return np.searchsorted(ends, values.numpy()), names
 
 
-def _bin_rows(
-    scores: LensScores, levels: Sequence[int], bins: np.ndarray, names: Sequence[str]
-) -> list[BinRow]:
+def _bin_rows(scores: LensScores, levels: Sequence[int], bins: np.ndarray, names: Sequence[str]) -> list[BinRow]:
     hits, kl = scores.hits(1).double().numpy(), scores.kl.double().numpy()
     members = {name: bins == index for index, name in enumerate(names) if (bins == index).any()}
     return [
@@ -315,11 +308,7 @@ def _contexts(setup: Setup, examples: set[int]) -> dict[int, str]:
 
 def _headline(tables: Tables, level: int, estimator: str) -> Headline:
     entropy = [row for row in tables.by_entropy if (row.level, row.lens) == (level, estimator)]
-    first = {
-        row.at: row.relative_error
-        for row in tables.first_token
-        if (row.level, row.map) == (level, estimator)
-    }
+    first = {row.at: row.relative_error for row in tables.first_token if (row.level, row.map) == (level, estimator)}
     (tail,) = (row.relative for row in tables.errors if (row.level, row.map) == (level, estimator))
     return Headline(
         p1_where_model_is_sure=entropy[0].p1,
@@ -351,18 +340,12 @@ def _bin_panel(rows: Sequence[BinRow], axis: str, table: str) -> Panel:
     charts = []
     for level in levels:
         lines = {
-            lens: [
-                (names.index(row.bin), row.p1)
-                for row in rows
-                if (row.level, row.lens) == (level, lens)
-            ]
+            lens: [(names.index(row.bin), row.p1) for row in rows if (row.level, row.lens) == (level, lens)]
             for lens in lenses
         }
         figure = line_chart(f"level {level}", lines, x=axis, y="precision@1")
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
-        figure.update_traces(
-            hovertemplate="<b>%{fullData.name}</b><br>%{x}: %{y:.3f}<extra></extra>"
-        )
+        figure.update_traces(hovertemplate="<b>%{fullData.name}</b><br>%{x}: %{y:.3f}<extra></extra>")
         charts.append(unit_axis(figure))
     middle, lens = levels[len(levels) // 2], lenses[0]
     group = [row for row in rows if (row.level, row.lens) == (middle, lens)]
@@ -380,16 +363,12 @@ def _bin_panel(rows: Sequence[BinRow], axis: str, table: str) -> Panel:
 def _first_token_panel(rows: Sequence[FirstTokenRow]) -> Panel:
     levels, maps = sorted({row.level for row in rows}), identity_last(row.map for row in rows)
     errors = {
-        f"{name}, {at}": [
-            (row.level, row.relative_error) for row in rows if (row.map, row.at) == (name, at)
-        ]
+        f"{name}, {at}": [(row.level, row.relative_error) for row in rows if (row.map, row.at) == (name, at)]
         for name in maps
         for at in (FIRST, OTHERS)
     }
     norms = {
-        f"state at {at}": [
-            (row.level, row.state_norm) for row in rows if (row.map, row.at) == (maps[0], at)
-        ]
+        f"state at {at}": [(row.level, row.state_norm) for row in rows if (row.map, row.at) == (maps[0], at)]
         for at in (FIRST, OTHERS)
     }
     paint = colours([*errors, *norms])

@@ -22,14 +22,7 @@ from layerjump.studies.charts import Panel, level_axis, line_chart, number
 from layerjump.studies.results import Column, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
-from layerjump.training.finetune import (
-    BATCH_SIZE,
-    LEARNING_RATE,
-    ChoiceItem,
-    accuracy,
-    finetune,
-    load_task,
-)
+from layerjump.training.finetune import BATCH_SIZE, LEARNING_RATE, ChoiceItem, accuracy, finetune, load_task
 from layerjump.training.monitor import BlockProfile, Profile, measure_profile
 
 DEFAULT_STEPS = 150
@@ -144,16 +137,10 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         tuned = finetune(model, learnt, steps=steps, seed=settings.seed + index)
         after.append(measure_profile(tuned, setup.corpus, seed=settings.seed))
         scored = held_out[:MAX_SCORED]
-        sizes, accuracies = (
-            (len(learnt), len(scored)),
-            (accuracy(model, scored), accuracy(tuned, scored)),
-        )
-        rows.append(
-            _run_row(index + 1, sizes, accuracies, ProfileRow.of(before), ProfileRow.of(after[-1]))
-        )
+        sizes, accuracies = ((len(learnt), len(scored)), (accuracy(model, scored), accuracy(tuned, scored)))
+        rows.append(_run_row(index + 1, sizes, accuracies, ProfileRow.of(before), ProfileRow.of(after[-1])))
     blocks = [
-        _block_row(block, [profile.blocks[index] for profile in after])
-        for index, block in enumerate(before.blocks)
+        _block_row(block, [profile.blocks[index] for profile in after]) for index, block in enumerate(before.blocks)
     ]
     facts = {
         "task": Path(str(settings.finetune_task)).name,
@@ -171,29 +158,20 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     return Result("finetune", Tables(rows, blocks), _headline(rows), notes, facts)
 
 
-def folds(
-    items: Sequence[ChoiceItem], n_runs: int, seed: int
-) -> list[tuple[list[ChoiceItem], list[ChoiceItem]]]:
+def folds(items: Sequence[ChoiceItem], n_runs: int, seed: int) -> list[tuple[list[ChoiceItem], list[ChoiceItem]]]:
     """Return (items to learn, items held out) for each run: n-fold cross-validation; one run holds out a fifth."""
     bits = np.random.PCG64(seed).random_raw(len(items))
     order = np.argsort(bits, kind="stable").tolist()
     n_folds = n_runs if n_runs > 1 else 5
     parts = [order[start::n_folds] for start in range(n_folds)]
     return [
-        (
-            [items[i] for other in range(n_folds) if other != fold for i in parts[other]],
-            [items[i] for i in parts[fold]],
-        )
+        ([items[i] for other in range(n_folds) if other != fold for i in parts[other]], [items[i] for i in parts[fold]])
         for fold in range(n_runs)
     ]
 
 
 def _run_row(
-    run: int,
-    sizes: tuple[int, int],
-    accuracies: tuple[float, float],
-    before: ProfileRow,
-    after: ProfileRow,
+    run: int, sizes: tuple[int, int], accuracies: tuple[float, float], before: ProfileRow, after: ProfileRow
 ) -> RunRow:
     def change(score: Callable[[ProfileRow], float]) -> Change:
         return Change(score(before), score(after), score(after) - score(before))
@@ -245,9 +223,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
             "before": [(row.block, score(row).before) for row in rows],
             "after, mean over runs": [(row.block, score(row).after) for row in rows],
         }
-        figure = line_chart(
-            title, lines, x="block", y="R², weighted by variance", dashed=("before",)
-        )
+        figure = line_chart(title, lines, x="block", y="R², weighted by variance", dashed=("before",))
         return level_axis(figure, [row.block for row in rows])
 
     charts = [

@@ -45,10 +45,7 @@ CONTEXT_CHARACTERS = 200
 """Characters of context on each side of the position."""
 GAP = "____"
 """Shown at the position of a masked model."""
-MARKS = {
-    **dict.fromkeys(("1", "yes", "y", "true"), True),
-    **dict.fromkeys(("0", "no", "n", "false"), False),
-}
+MARKS = {**dict.fromkeys(("1", "yes", "y", "true"), True), **dict.fromkeys(("0", "no", "n", "false"), False)}
 
 
 @dataclass(frozen=True)
@@ -166,9 +163,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         f"annotator marked 85.4 % of the map's and 52.8 % of the identity's readings as plausible (bert-large)."
     ]
     files = {SHEET: write_sheet(items), KEY: write_key(items, setup.model.name)}
-    return Result(
-        "plausibility", Tables([info]), Headline(len(items)), notes, to_json(info), files=files
-    )
+    return Result("plausibility", Tables([info]), Headline(len(items)), notes, to_json(info), files=files)
 
 
 @torch.no_grad()
@@ -243,9 +238,7 @@ def read_marks(sheet: Path, key: Path | None = None) -> list[Mark]:
         mark = row.plausible.strip()
         if mark.lower() not in MARKS:
             problem = f"has the mark {mark[:20]!r}" if mark else "is not marked"
-            raise BadArtifact(
-                f"{where}: item {number} {problem}; write 1 or 0 (or yes, no, true, false)"
-            )
+            raise BadArtifact(f"{where}: item {number} {problem}; write 1 or 0 (or yes, no, true, false)")
         marks[number] = Mark(item.lens, item.level, item.sentence, MARKS[mark.lower()])
     missing = [number for number in items if number not in marks]
     if missing:
@@ -264,9 +257,7 @@ def _load_sheet(sheet: Path) -> list[tuple[int, SheetRow]]:
     except OSError as error:
         raise BadArtifact(f"{sheet} cannot be read: {one_line(error)}") from error
     header = text.partition("\n")[0]
-    reader = csv.DictReader(
-        io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count), restval=""
-    )
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count), restval="")
     try:
         columns = reader.fieldnames or ()
         lines = [(reader.line_num, cells) for cells in reader]
@@ -294,9 +285,7 @@ def _load_key(path: Path) -> dict[str, KeyItem]:
     except ValidationError as error:
         problem = error.errors()[0]
         location = ".".join(map(str, problem["loc"]))
-        raise BadArtifact(
-            f"{path} is damaged: {location}: {problem['msg']}; run the study again"
-        ) from error
+        raise BadArtifact(f"{path} is damaged: {location}: {problem['msg']}; run the study again") from error
     # Lenses are compared case by case, so every lens must have read every sentence at every level once.
     cases = {(item.sentence, item.level) for item in items}
     readings = {(item.sentence, item.level, item.lens) for item in items}
@@ -347,8 +336,7 @@ def comparison(marks: Sequence[Mark]) -> dict[str, Share]:
     for mark in marks:
         cases.setdefault((mark.sentence, mark.level), {})[mark.lens] = mark.is_plausible
     outcomes = {
-        f"{lens} only": [case[lens] and sum(case.values()) == 1 for case in cases.values()]
-        for lens in _by_lens(marks)
+        f"{lens} only": [case[lens] and sum(case.values()) == 1 for case in cases.values()] for lens in _by_lens(marks)
     }
     outcomes["both"] = [all(case.values()) for case in cases.values()]
     outcomes["neither"] = [not any(case.values()) for case in cases.values()]
@@ -373,10 +361,5 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 
 STUDY = Study(
-    "plausibility",
-    "are the readings plausible to a human? (a blinded sheet)",
-    run,
-    Tables,
-    Headline,
-    figures,
+    "plausibility", "are the readings plausible to a human? (a blinded sheet)", run, Tables, Headline, figures
 )

@@ -31,14 +31,7 @@ from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.jumps.scoring import r2
-from layerjump.studies.ablation import (
-    Cost,
-    Variants,
-    VariantScores,
-    announce_cost,
-    rerun_batches,
-    small_batches,
-)
+from layerjump.studies.ablation import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 from layerjump.studies.charts import (
     Panel,
     Value,
@@ -92,9 +85,7 @@ class Schedule:
     def from_json(cls, saved: object) -> Schedule:
         """Read what `to_json` wrote."""
         if not isinstance(saved, str) or not re.fullmatch(r"\d+(-\d+)?( → \d+(-\d+)?)*", saved):
-            raise BadArtifact(
-                f"expected a schedule such as 0-4 → 6-9 → 12, got {str(saved)[:50]!r}"
-            )
+            raise BadArtifact(f"expected a schedule such as 0-4 → 6-9 → 12, got {str(saved)[:50]!r}")
         legs = [[int(level) for level in leg.split("-")] for leg in saved.split(" → ")]
         jumps = [(leg[-1], after[0]) for leg, after in zip(legs, legs[1:], strict=False)]
         return cls(tuple(jumps), legs[-1][-1])
@@ -222,9 +213,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     for schedule in sorted(candidates, key=selected.mean_kl):
         best.setdefault(schedule.blocks_run, schedule)
     rules["ours"] = [best[count] for count in sorted(best)]
-    tested, test_cost = _run_schedules(
-        setup, jumps, candidates, small_batches(setup), "every schedule"
-    )
+    tested, test_cost = _run_schedules(setup, jumps, candidates, small_batches(setup), "every schedule")
     rows = _rows(rules, tested, setup.settings.seed)
     pairs = [JumpRow(*jump, explained[jump], costs[jump]) for jump in sorted(costs)]
     facts = {
@@ -352,9 +341,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
         ("schedules",),
         [
             unit_axis(_rule_chart(rows, "precision@1", lambda row: row.scores.p1)),
-            _rule_chart(rows, "KL from the model, nats", lambda row: row.scores.kl).update_yaxes(
-                rangemode="tozero"
-            ),
+            _rule_chart(rows, "KL from the model, nats", lambda row: row.scores.kl).update_yaxes(rangemode="tozero"),
         ],
     )
     cheap, dear = (end(pairs, key=lambda row: row.kl) for end in (min, max))
@@ -383,9 +370,7 @@ _JUMP_CHARTS: list[tuple[str, Callable[[JumpRow], float], tuple[float, float] | 
 ]
 
 
-def _rule_chart(
-    rows: Sequence[ScheduleRow], title: str, score: Callable[[ScheduleRow], Value]
-) -> go.Figure:
+def _rule_chart(rows: Sequence[ScheduleRow], title: str, score: Callable[[ScheduleRow], Value]) -> go.Figure:
     """Draw, for every rule and number of blocks run, the schedule with the highest precision@1."""
     lines: dict[str, list[tuple[float, Value]]] = {}
     for rule in unique(row.rule for row in rows):

@@ -68,12 +68,8 @@ class LaterScores:
 
     with_residual: Annotated[float, Column("with residual without position 0")]
     without_residual: Annotated[float, Column("without residual without position 0")]
-    with_residual_held_out: Annotated[
-        Interval, Column("with residual held out without position 0{}")
-    ]
-    without_residual_held_out: Annotated[
-        Interval, Column("without residual held out without position 0{}")
-    ]
+    with_residual_held_out: Annotated[Interval, Column("with residual held out without position 0{}")]
+    without_residual_held_out: Annotated[Interval, Column("without residual held out without position 0{}")]
     identity: Annotated[float, Column("identity without position 0")]
     chance_floor: Annotated[float, Column("chance floor without position 0")]
 
@@ -213,11 +209,7 @@ def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object
         )
         for level in range(setup.model.n_blocks)
     ]
-    angle_rows = [
-        AngleRow(a, b, float(angles[a, b]))
-        for a in range(len(angles))
-        for b in range(a + 1, len(angles))
-    ]
+    angle_rows = [AngleRow(a, b, float(angles[a, b])) for a in range(len(angles)) for b in range(a + 1, len(angles))]
     adjacent = [float(angles[level, level + 1]) for level in range(setup.model.n_blocks)]
     facts: dict[str, object] = {
         "n_fit": fit.moments.n,
@@ -321,16 +313,12 @@ def _headline(blocks: Sequence[BlockRow], jump_strength: float) -> StackHeadline
         mean_with_residual=over_blocks(lambda row: row.all.with_residual),
         mean_with_residual_without_position_0=over_blocks(lambda row: row.later.with_residual),
         mean_without_residual=over_blocks(lambda row: row.all.without_residual),
-        mean_without_residual_without_position_0=over_blocks(
-            lambda row: row.later.without_residual
-        ),
+        mean_without_residual_without_position_0=over_blocks(lambda row: row.later.without_residual),
         mean_identity=over_blocks(lambda row: row.all.identity),
         mean_identity_without_position_0=over_blocks(lambda row: row.later.identity),
         mean_chance_floor=over_blocks(lambda row: row.all.chance_floor),
         mean_chance_floor_without_position_0=over_blocks(lambda row: row.later.chance_floor),
-        mean_with_residual_held_out_without_position_0=over_blocks(
-            lambda row: row.later.with_residual_held_out.mean
-        ),
+        mean_with_residual_held_out_without_position_0=over_blocks(lambda row: row.later.with_residual_held_out.mean),
         mean_without_residual_held_out_without_position_0=over_blocks(
             lambda row: row.later.without_residual_held_out.mean
         ),
@@ -369,9 +357,7 @@ def _stack_panels(tables: StackTables, headline: StackHeadline, stack: str) -> l
     ]
 
 
-def _score_chart(
-    title: str, scores: Mapping[int, Scores | LaterScores], *, residual: bool
-) -> go.Figure:
+def _score_chart(title: str, scores: Mapping[int, Scores | LaterScores], *, residual: bool) -> go.Figure:
     """Draw the scores of all blocks, with or without the residual stream."""
     lines: dict[str, list[tuple[float, Value]]] = {
         name: [(block, value(of_block)) for block, of_block in scores.items()]
@@ -456,10 +442,7 @@ def _angle_panel(rows: Sequence[AngleRow], title: str, table: str) -> Panel:
 
 def _shape_panel(rows: Sequence[LevelRow], title: str, table: str) -> Panel:
     flattest = max(rows, key=lambda row: 0 if math.isnan(row.anisotropy) else row.anisotropy)
-    widest = max(
-        rows,
-        key=lambda row: 0 if math.isnan(row.intrinsic_dimension) else row.intrinsic_dimension,
-    )
+    widest = max(rows, key=lambda row: 0 if math.isnan(row.intrinsic_dimension) else row.intrinsic_dimension)
     reading = (
         f"The states are most anisotropic at level {flattest.level} ({number(flattest.anisotropy)}) and have the "
         f"highest intrinsic dimension at level {widest.level} ({number(widest.intrinsic_dimension)}). Their mean norm "
@@ -474,9 +457,7 @@ def _shape_panel(rows: Sequence[LevelRow], title: str, table: str) -> Panel:
     return Panel(title, reading, (table,), figures)
 
 
-def _single_line(
-    title: str, axis: str, points: Sequence[tuple[float, float]], colour: str
-) -> go.Figure:
+def _single_line(title: str, axis: str, points: Sequence[tuple[float, float]], colour: str) -> go.Figure:
     figure = line_chart(title, {title: points}, x=axis, paint={title: colour})
     figure.update_traces(showlegend=False)
     figure.update_yaxes(rangemode="tozero")

@@ -30,28 +30,14 @@ from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Pair, Site, unembedding_metric
 from layerjump.studies import layer_skipping
-from layerjump.studies.charts import (
-    Panel,
-    colours,
-    empty_figure,
-    line_chart,
-    number,
-    percent,
-    safe,
-    unique,
-    unit_axis,
-)
+from layerjump.studies.charts import Panel, colours, empty_figure, line_chart, number, percent, safe, unique, unit_axis
 from layerjump.studies.layer_skipping import Schedule
 from layerjump.studies.results import Column, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
 RANK_DIVISORS = (2, 4, 8, 16, 32, 100)
 """Low ranks are d_model divided by these."""
-FULL_RANK, LOW_RANK, LOW_RANK_METRIC = (
-    "full rank",
-    "low-rank",
-    "low-rank in the unembedding's metric",
-)
+FULL_RANK, LOW_RANK, LOW_RANK_METRIC = ("full rank", "low-rank", "low-rank in the unembedding's metric")
 POOLED, STORED = "one map for all levels", "full rank, stored in fewer bits"
 
 
@@ -211,13 +197,9 @@ def _map_kinds(setup: Setup, moments: SplitMoments) -> tuple[list[_MapKind], lis
     if has_select:
         kinds += [_pooled_kind(moments, pooling) for pooling in ("pooled", "best-level")]
     else:
-        notes.append(
-            "ridge and ojfa are left out: they are tuned on validation documents, and this split has none."
-        )
+        notes.append("ridge and ojfa are left out: they are tuned on validation documents, and this split has none.")
     del full["affine"]  # stored in fewer bits it is much like mat
-    kinds += [
-        _stored_kind(name, maps, storage) for name, maps in full.items() for storage in STORAGES[1:]
-    ]
+    kinds += [_stored_kind(name, maps, storage) for name, maps in full.items() for storage in STORAGES[1:]]
     return kinds, notes
 
 
@@ -294,9 +276,7 @@ def _schedule_rows(setup: Setup, scored: Sequence[layer_skipping.ScheduleRow]) -
     rows = []
     for row in scored:
         legs, n_jumps = row.schedule.legs, len(row.schedule.jumps)
-        flops = (
-            sum(sum(blocks[start:end]) for start, end in legs) + n_jumps * jump_flops(jump) + head
-        )
+        flops = sum(sum(blocks[start:end]) for start, end in legs) + n_jumps * jump_flops(jump) + head
         rows.append(
             ScheduleRow(
                 row.rule,
@@ -384,11 +364,4 @@ def _flops_panel(exits: Sequence[ExitRow], schedules: Sequence[ScheduleRow]) -> 
     return Panel("Quality and operations of shortcuts", reading, tables, [unit_axis(figure)])
 
 
-STUDY = Study(
-    "size",
-    "what do maps and shortcuts cost, and what do they give?",
-    run,
-    Tables,
-    Headline,
-    figures,
-)
+STUDY = Study("size", "what do maps and shortcuts cost, and what do they give?", run, Tables, Headline, figures)

@@ -15,16 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.studies.charts import (
-    Panel,
-    identity_last,
-    level_axis,
-    line_chart,
-    listed,
-    mean,
-    number,
-    unit_axis,
-)
+from layerjump.studies.charts import Panel, identity_last, level_axis, line_chart, listed, mean, number, unit_axis
 from layerjump.studies.results import Column, Finding, Interval, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -74,11 +65,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         for index, lens in enumerate(scores.lenses)
         for level in range(scores.n_levels)
     ]
-    facts = {
-        "n_examples": scores.n_examples,
-        "n_documents": len(np.unique(documents)),
-        "lenses": list(scores.lenses),
-    }
+    facts = {"n_examples": scores.n_examples, "n_documents": len(np.unique(documents)), "lenses": list(scores.lenses)}
     headline = _headline(rows, setup.settings.estimators[0])
     return Result("predictions", Tables(rows), headline, settings=facts)
 
@@ -91,12 +78,10 @@ def _headline(rows: Sequence[LevelRow], estimator: str) -> Headline:
     return Headline(
         mean_p1={lens: sum(values) / max(1, len(values)) for lens, values in below.items()},
         half_right_from_level={
-            lens: next(level for level, value in enumerate(values) if value >= 0.5)
-            for lens, values in p1.items()
+            lens: next(level for level, value in enumerate(values) if value >= 0.5) for lens, values in p1.items()
         },
         levels_where_map_beats_identity=sum(
-            fitted > identity
-            for fitted, identity in zip(below[estimator], below["identity"], strict=True)
+            fitted > identity for fitted, identity in zip(below[estimator], below["identity"], strict=True)
         ),
     )
 
@@ -135,9 +120,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [precision, distance]
 
 
-def _chart(
-    rows: Sequence[LevelRow], title: str, score: Callable[[LevelRow], Interval]
-) -> go.Figure:
+def _chart(rows: Sequence[LevelRow], title: str, score: Callable[[LevelRow], Interval]) -> go.Figure:
     lenses = identity_last(row.lens for row in rows)
     lines = {lens: [(row.level, score(row)) for row in rows if row.lens == lens] for lens in lenses}
     # Fitted lenses are often so close that one would hide the other if both were solid.
@@ -157,12 +140,4 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     )
 
 
-STUDY = Study(
-    "predictions",
-    "what does each level already predict?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    finding,
-)
+STUDY = Study("predictions", "what does each level already predict?", run, Tables, Headline, figures, finding)

@@ -17,13 +17,7 @@ import torch
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
-from layerjump.generation.calibration.search import (
-    THRESHOLDS,
-    FittedProbes,
-    RuleCandidate,
-    RuleType,
-    fit_probes,
-)
+from layerjump.generation.calibration.search import THRESHOLDS, FittedProbes, RuleCandidate, RuleType, fit_probes
 from layerjump.studies.charts import (
     Panel,
     colours,
@@ -35,14 +29,7 @@ from layerjump.studies.charts import (
     unique,
     unit_axis,
 )
-from layerjump.studies.early_exit import (
-    Exits,
-    Headline,
-    SavedRow,
-    headline_of,
-    saved_chart,
-    saved_row,
-)
+from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of, saved_chart, saved_row
 from layerjump.studies.results import Result, Study
 from layerjump.studies.setup import Setup
 
@@ -104,8 +91,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
                 for threshold, point in zip(THRESHOLDS, points, strict=True)
             )
             tables.saved.extend(
-                saved_row(lens, kind, points, target, test.documents, setup)
-                for target in setup.settings.targets
+                saved_row(lens, kind, points, target, test.documents, setup) for target in setup.settings.targets
             )
     facts = {"n_select": len(select), "n_test": len(test)}
     notes = [
@@ -130,9 +116,7 @@ def every_second_document(documents: torch.Tensor) -> torch.Tensor:
     return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
-def _replay(
-    setup: Setup, rule: RuleType, probes: FittedProbes, examples: CalibrationSet
-) -> list[Exits]:
+def _replay(setup: Setup, rule: RuleType, probes: FittedProbes, examples: CalibrationSet) -> list[Exits]:
     """Return where the examples exit under every threshold."""
     n_blocks = setup.model.n_blocks
     replay = RuleCandidate(rule, tuple(range(1, n_blocks)), probes).replay(examples, n_blocks)

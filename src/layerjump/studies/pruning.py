@@ -23,22 +23,8 @@ from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.edit_model import cannot_drop, cannot_fold, cannot_rotate, count_parameters
 from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, prepare_calibration
-from layerjump.pruning.select import (
-    BlockSelector,
-    contiguous_spans,
-    required_blocks,
-)
-from layerjump.studies.charts import (
-    Panel,
-    colours,
-    empty_figure,
-    level_axis,
-    line_chart,
-    mean,
-    number,
-    safe,
-    unique,
-)
+from layerjump.pruning.select import BlockSelector, contiguous_spans, required_blocks
+from layerjump.studies.charts import Panel, colours, empty_figure, level_axis, line_chart, mean, number, safe, unique
 from layerjump.studies.layer_skipping import with_validation_documents
 from layerjump.studies.results import Column, Interval, Result, Study
 from layerjump.studies.setup import Setup
@@ -158,9 +144,7 @@ def _prepare_calibration(setup: Setup) -> CalibrationData:
     settings = setup.settings
 
     def prepare(tokens: int | None) -> CalibrationData:
-        return prepare_calibration(
-            setup.model, setup.corpus, tokens=tokens, split=settings.split, seed=settings.seed
-        )
+        return prepare_calibration(setup.model, setup.corpus, tokens=tokens, split=settings.split, seed=settings.seed)
 
     try:
         return prepare(min(MAX_TOKENS, settings.tokens or MAX_TOKENS))
@@ -201,14 +185,7 @@ def _score_tasks(setup: Setup, model: Model, method: str, n_dropped: int) -> lis
         return []
     result = evaluate(model, settings.eval_tasks, settings.eval_data, limit=settings.eval_limit)
     return [
-        TaskRow(
-            method,
-            n_dropped,
-            row.task,
-            row.metric,
-            Interval(row.value, row.low, row.high),
-            row.items,
-        )
+        TaskRow(method, n_dropped, row.task, row.metric, Interval(row.value, row.low, row.high), row.items)
         for row in result.scores
     ]
 
@@ -247,10 +224,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 def _loss_panel(rows: Sequence[PrunedRow]) -> Panel:
     methods = [name for name in unique(row.method for row in rows) if name != WHOLE]
-    lines = {
-        name: [(row.n_dropped, row.ratio) for row in rows if row.method in (WHOLE, name)]
-        for name in methods
-    }
+    lines = {name: [(row.n_dropped, row.ratio) for row in rows if row.method in (WHOLE, name)] for name in methods}
     paint = colours([*methods, WHOLE])
     title = "perplexity relative to the whole model"
     ratios = line_chart(title, lines, x="blocks dropped", paint=paint)
@@ -330,12 +304,4 @@ def _task_panel(rows: Sequence[TaskRow]) -> Panel:
     return Panel("Tasks", f"{reading}.", ("tasks",), charts)
 
 
-STUDY = Study(
-    "pruning",
-    "what is lost when blocks are dropped?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    cannot_run=cannot_run,
-)
+STUDY = Study("pruning", "what is lost when blocks are dropped?", run, Tables, Headline, figures, cannot_run=cannot_run)

@@ -19,15 +19,7 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.scoring import r2
 from layerjump.models.structure import Site
-from layerjump.studies.charts import (
-    Panel,
-    draw_heat_map,
-    level_axis,
-    line_chart,
-    mean,
-    number,
-    unit_axis,
-)
+from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unit_axis
 from layerjump.studies.results import Column, Finding, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -155,27 +147,16 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     panels = []
     for estimator, rows in result.tables.pairs.items():
         panels += [
+            _pairs_panel(rows, estimator, "averaged over coordinates", lambda row: (row.r2, row.r2_identity)),
             _pairs_panel(
-                rows,
-                estimator,
-                "averaged over coordinates",
-                lambda row: (row.r2, row.r2_identity),
-            ),
-            _pairs_panel(
-                rows,
-                estimator,
-                "weighted by variance",
-                lambda row: (row.r2_weighted, row.r2_weighted_identity),
+                rows, estimator, "weighted by variance", lambda row: (row.r2_weighted, row.r2_weighted_identity)
             ),
         ]
     return panels + [_composed_panel(*item) for item in result.tables.composed.items()]
 
 
 def _pairs_panel(
-    rows: Sequence[PairRow],
-    estimator: str,
-    average: str,
-    scores: Callable[[PairRow], tuple[float, float]],
+    rows: Sequence[PairRow], estimator: str, average: str, scores: Callable[[PairRow], tuple[float, float]]
 ) -> Panel:
     figures = [
         draw_heat_map(
@@ -209,9 +190,7 @@ def _composed_panel(estimator: str, rows: Sequence[ComposedRow]) -> Panel:
             name: list(zip(levels, values, strict=True))
             for name, values in (("direct", direct), ("composed", composed))
         }
-        figure = line_chart(
-            title, lines, x="from level", y="R² at the last level", dashed=["composed"]
-        )
+        figure = line_chart(title, lines, x="from level", y="R² at the last level", dashed=["composed"])
         return unit_axis(level_axis(figure, levels), direct + composed)
 
     worst = max(rows, key=lambda row: row.r2_direct - row.r2_composed)
@@ -225,15 +204,9 @@ def _composed_panel(estimator: str, rows: Sequence[ComposedRow]) -> Panel:
             f"is largest."
         )
     figures = [
+        chart("averaged over coordinates", [row.r2_direct for row in rows], [row.r2_composed for row in rows]),
         chart(
-            "averaged over coordinates",
-            [row.r2_direct for row in rows],
-            [row.r2_composed for row in rows],
-        ),
-        chart(
-            "weighted by variance",
-            [row.r2_weighted_direct for row in rows],
-            [row.r2_weighted_composed for row in rows],
+            "weighted by variance", [row.r2_weighted_direct for row in rows], [row.r2_weighted_composed for row in rows]
         ),
     ]
     title = f"Direct {estimator} jumps and products of adjacent ones"

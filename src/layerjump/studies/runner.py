@@ -89,9 +89,7 @@ def select_studies(names: str | None) -> list[AnyStudy]:
     selected = list(STUDIES) if names == "all" else [name.strip() for name in names.split(",")]
     for name in selected:
         if name not in STUDIES:
-            raise BadStudy(
-                f"there is no study {name!r}; expected one of {', '.join(STUDIES)}, or all"
-            )
+            raise BadStudy(f"there is no study {name!r}; expected one of {', '.join(STUDIES)}, or all")
     return [study for name, study in STUDIES.items() if name in selected]
 
 
@@ -187,9 +185,7 @@ def results_from_json(saved: Mapping[str, Any]) -> Results:
     """Read what `results_to_json` returns."""
     run = from_json(RunInfo, dict(saved))
     entries = from_json(dict[str, dict[str, Any]], saved.get("studies"))
-    return Results(
-        run, {name: study_named(name).from_json(saved) for name, saved in entries.items()}
-    )
+    return Results(run, {name: study_named(name).from_json(saved) for name, saved in entries.items()})
 
 
 def load_results(path: Path) -> Results:
@@ -197,14 +193,10 @@ def load_results(path: Path) -> Results:
     path = path / FILE if path.is_dir() else path
     saved = read_json(path)
     if saved.get("kind") != KIND or not isinstance(saved.get("studies"), dict):
-        raise BadArtifact(
-            f"{path} does not hold results of `layerjump study`; pass a folder that it wrote"
-        )
+        raise BadArtifact(f"{path} does not hold results of `layerjump study`; pass a folder that it wrote")
     version = saved.get("format", 0)
     if type(version) is not int:
-        raise BadArtifact(
-            f"{path}: expected a number as format, got {str(version)[:50]!r}; run the study again"
-        )
+        raise BadArtifact(f"{path}: expected a number as format, got {str(version)[:50]!r}; run the study again")
     if version > FORMAT:
         raise NewerFormat(
             f"{path} has format {str(version)[:50]}, but this version reads up to {FORMAT}; update layerjump"

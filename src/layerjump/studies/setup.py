@@ -108,9 +108,7 @@ def make_settings(
     """Return the checked settings of a protocol, `ours` or `paper`; None keeps the value of the protocol."""
     keywords = {name: value for name, value in locals().items() if name != "protocol"}
     if protocol not in ("ours", "paper"):
-        raise BadStudy(
-            f"expected {argument('protocol', 'ours')} or {argument('protocol', 'paper')}, got {protocol!r}"
-        )
+        raise BadStudy(f"expected {argument('protocol', 'ours')} or {argument('protocol', 'paper')}, got {protocol!r}")
     base = PAPER_SETTINGS if protocol == "paper" else Settings()
     changes = {name: value for name, value in keywords.items() if value is not None}
     settings = replace(base, **changes)
@@ -137,9 +135,7 @@ def _check(settings: Settings) -> None:
         if value is not None and value < least:
             raise BadStudy(f"expected {argument(name)} of at least {least}, got {value}")
     if not all(0 < target <= 1 for target in settings.targets):
-        raise BadStudy(
-            f"expected {argument('targets')} above 0 and at most 1, got {settings.targets}"
-        )
+        raise BadStudy(f"expected {argument('targets')} above 0 and at most 1, got {settings.targets}")
     if settings.eval_tasks:
         if settings.eval_data is None:
             raise BadStudy(
@@ -253,13 +249,7 @@ class Setup:
 
         def cut(which: Positions, of: Sequence[int], limit: int | None = None) -> Batches:
             return make_batches(
-                text,
-                self.model.tokenization,
-                which,
-                documents=of,
-                seed=self.settings.seed,
-                tokens=limit,
-                budget=cells,
+                text, self.model.tokenization, which, documents=of, seed=self.settings.seed, tokens=limit, budget=cells
             )
 
         try:
@@ -305,12 +295,7 @@ class Setup:
     # Jumps between levels
 
     def plan(
-        self,
-        corpus: Corpus,
-        pairs: str,
-        *,
-        positions: Positions | None = None,
-        validation: bool | None = None,
+        self, corpus: Corpus, pairs: str, *, positions: Positions | None = None, validation: bool | None = None
     ) -> RunPlan:
         """Plan a pass over a text with the settings of this run."""
         return plan_run(
@@ -325,9 +310,7 @@ class Setup:
             features="both" if pairs == PREDICTIONS else "raw",
         )
 
-    def collect_moments(
-        self, corpus: Corpus, pairs: str, *, validation: bool | None = None
-    ) -> SplitMoments:
+    def collect_moments(self, corpus: Corpus, pairs: str, *, validation: bool | None = None) -> SplitMoments:
         """Collect the second moments of these pairs in one pass over a text."""
         return self.plan(corpus, pairs, validation=validation).run(progress=self.progress)
 
@@ -469,9 +452,7 @@ def paper_deviations(setup: Setup) -> list[str]:
     )
     splits = setup.splits()
     if len(splits.fit) != PAPER_FIT_SENTENCES:
-        sentences.append(
-            f"Maps are fitted on {len(splits.fit):,} sentences; in the paper on 9,000."
-        )
+        sentences.append(f"Maps are fitted on {len(splits.fit):,} sentences; in the paper on 9,000.")
     if len(splits.test) != PAPER_TEST_SENTENCES:
         sentences.append(
             f"Maps are tested on {len(splits.test):,} sentences; in the paper on 3,000 (1,000 of the news)."

@@ -30,12 +30,7 @@ from torch import Tensor
 
 from layerjump.data.batches import Batch, Batches
 from layerjump.interventions.linearize import PARTS, submodule_pairs
-from layerjump.interventions.patching import (
-    Changes,
-    add_noise,
-    replace_by_constant,
-    replace_by_map,
-)
+from layerjump.interventions.patching import Changes, add_noise, replace_by_constant, replace_by_map
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.models.hooks import Capture, watch_outputs
@@ -43,14 +38,7 @@ from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import TOLERANCE
 from layerjump.models.structure import SUBMODULES, Pair, Site
-from layerjump.studies.ablation import (
-    Cost,
-    Variants,
-    VariantScores,
-    announce_cost,
-    rerun_batches,
-    small_batches,
-)
+from layerjump.studies.ablation import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 from layerjump.studies.charts import (
     Panel,
     Value,
@@ -138,12 +126,8 @@ class Headline:
     most_tolerant: str | None = None
     """The kind of sub-module whose replacement costs least precision@1."""
     mean_p1: Annotated[dict[str, float], Column("mean_p@1_{}")] = field(default_factory=dict)
-    map_over_mean_kl: Annotated[dict[str, float], Column("map_over_mean_kl_{}")] = field(
-        default_factory=dict
-    )
-    map_over_noise_kl: Annotated[dict[str, float], Column("map_over_noise_kl_{}")] = field(
-        default_factory=dict
-    )
+    map_over_mean_kl: Annotated[dict[str, float], Column("map_over_mean_kl_{}")] = field(default_factory=dict)
+    map_over_noise_kl: Annotated[dict[str, float], Column("map_over_noise_kl_{}")] = field(default_factory=dict)
 
 
 def run(setup: Setup) -> Result[Tables, Headline]:
@@ -154,11 +138,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     suffix, suffix_cost = _replace_suffix(setup, jumps, levels)
     variants, batches, block_cost = _replace_one_block(setup, jumps)
     mass, note = attention_mass(model, batches)
-    tables = Tables(
-        suffix,
-        _block_rows(model, variants),
-        _why_rows(model, batches, jumps, variants, mass),
-    )
+    tables = Tables(suffix, _block_rows(model, variants), _why_rows(model, batches, jumps, variants, mass))
     notes = [note] if note else []
     if len(levels) <= model.n_blocks:
         notes.append(f"Only levels {', '.join(map(str, levels))}, to limit the cost.")
@@ -195,15 +175,10 @@ def changes_from_maps(model: Model, jumps: Jumps, part: str) -> Changes:
     }
 
 
-def _replace_suffix(
-    setup: Setup, jumps: Jumps, levels: Sequence[int]
-) -> tuple[list[SuffixRow], Cost]:
+def _replace_suffix(setup: Setup, jumps: Jumps, levels: Sequence[int]) -> tuple[list[SuffixRow], Cost]:
     model, batches = setup.model, small_batches(setup)
     parts = [part for part in PARTS if submodule_pairs(model, 1, part)]
-    lenses = {
-        JUMP: setup.lenses()[setup.settings.estimators[0]],
-        IDENTITY: setup.lenses()[IDENTITY],
-    }
+    lenses = {JUMP: setup.lenses()[setup.settings.estimators[0]], IDENTITY: setup.lenses()[IDENTITY]}
     cost = announce_cost(
         "submodules, from a level on",
         model,
@@ -297,11 +272,7 @@ def _block_rows(model: Model, variants: Variants) -> list[BlockRow]:
 
 
 def _why_rows(
-    model: Model,
-    batches: Batches,
-    jumps: Jumps,
-    variants: Variants,
-    mass: Sequence[AttentionMass] | None,
+    model: Model, batches: Batches, jumps: Jumps, variants: Variants, mass: Sequence[AttentionMass] | None
 ) -> list[WhyRow]:
     parts = _single_parts(model)
     norms = _relative_norms(model, batches, parts)
@@ -329,9 +300,7 @@ def _why_rows(
 
 
 @torch.no_grad()
-def _relative_norms(
-    model: Model, batches: Batches, parts: Sequence[str]
-) -> dict[tuple[str, int], float]:
+def _relative_norms(model: Model, batches: Batches, parts: Sequence[str]) -> dict[tuple[str, int], float]:
     """Return the mean over positions of ‖output of a sub-module‖ / ‖residual stream that it reads or writes‖."""
     kinds = {site.part for site in model.structure.sites()}
     after_attention = next((part for part in ("mid2", "mid") if part in kinds), None)
@@ -430,9 +399,7 @@ def _headline(tables: Tables, n_blocks: int) -> Headline:
         most_tolerant=max((part for part in precision if part in PARTS), key=precision.__getitem__),
         mean_p1={part.replace(" ", "_"): value for part, value in precision.items()},
         map_over_mean_kl={part: _kl_ratio(tables.why, part, lambda r: r.kl_mean) for part in parts},
-        map_over_noise_kl={
-            part: _kl_ratio(tables.why, part, lambda r: r.kl_noise) for part in parts
-        },
+        map_over_noise_kl={part: _kl_ratio(tables.why, part, lambda r: r.kl_noise) for part in parts},
     )
 
 
@@ -518,10 +485,7 @@ def _replacement_panel(rows: Sequence[WhyRow]) -> Panel:
         figure = line_chart(NAMES[part], lines, x="block", y="KL, nats")
         figure.update_yaxes(type="log", dtick="D2")
         figures.append(level_axis(figure, [row.block for row in rows]))
-    ratios = [
-        f"{number(_kl_ratio(rows, part, lambda row: row.kl_mean))} for {NAMES[part]}"
-        for part in parts
-    ]
+    ratios = [f"{number(_kl_ratio(rows, part, lambda row: row.kl_mean))} for {NAMES[part]}" for part in parts]
     reading = (
         f"Summed over blocks, the KL of the map relative to that of the mean output is {listed(ratios)}: near 0 a "
         f"sub-module is nearly linear, near 1 its map is no better than a constant."
@@ -563,9 +527,7 @@ def finding(result: Result[Tables, Headline]) -> Finding | None:
     means = {part: head.mean_p1[part] for part in PARTS if part in head.mean_p1}
     if head.most_tolerant not in means:
         return None
-    others = [
-        f"{NAMES[part]} {number(means[part])}" for part in means if part != head.most_tolerant
-    ]
+    others = [f"{NAMES[part]} {number(means[part])}" for part in means if part != head.most_tolerant]
     return Finding(
         "Most linear sub-module",
         NAMES[head.most_tolerant],

@@ -20,15 +20,7 @@ import plotly.graph_objects as go
 from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
-from layerjump.studies.charts import (
-    Panel,
-    colours,
-    draw_heat_map,
-    line_chart,
-    number,
-    unique,
-    unit_axis,
-)
+from layerjump.studies.charts import Panel, colours, draw_heat_map, line_chart, number, unique, unit_axis
 from layerjump.studies.results import Column, Result, Study, from_json
 from layerjump.studies.setup import Setup
 from layerjump.training.monitor import PROFILE_SPLIT, Profile, measure_profile
@@ -221,28 +213,15 @@ def _step_panel(rows: Sequence[StepRow]) -> Panel:
         "identity": points(lambda row: row.linearity.identity),
         "score of noise, in sample": points(lambda row: row.linearity.chance_floor),
     }
-    agreement = {
-        "map": points(lambda row: row.agreement_map),
-        "identity": points(lambda row: row.agreement_identity),
-    }
+    agreement = {"map": points(lambda row: row.agreement_map), "identity": points(lambda row: row.agreement_identity)}
     strength = {"jump strength": points(lambda row: row.jump_strength)}
     dashed = ("identity", "score of noise, in sample")
     paint = colours(unique([*linearity, *agreement]))
     charts = [
-        line_chart("held-out perplexity", perplexity, x="step").update_yaxes(
-            type="log", dtick="D2"
-        ),
-        line_chart(
-            "held-out linearity, mean over blocks", linearity, x="step", dashed=dashed, paint=paint
-        ),
+        line_chart("held-out perplexity", perplexity, x="step").update_yaxes(type="log", dtick="D2"),
+        line_chart("held-out linearity, mean over blocks", linearity, x="step", dashed=dashed, paint=paint),
         unit_axis(
-            line_chart(
-                "agreement with the model, mean over levels",
-                agreement,
-                x="step",
-                dashed=dashed,
-                paint=paint,
-            )
+            line_chart("agreement with the model, mean over levels", agreement, x="step", dashed=dashed, paint=paint)
         ),
         line_chart("jump strength", strength, x="step"),
     ]
@@ -278,9 +257,7 @@ def _block_panel(blocks: Sequence[BlockRow], levels: Sequence[LevelRow]) -> Pane
         ),
     ]
     final = [row for row in blocks if row.step == blocks[-1].step]
-    most, least = (
-        end(final, key=lambda row: row.linearity.without_residual_held_out) for end in (max, min)
-    )
+    most, least = (end(final, key=lambda row: row.linearity.without_residual_held_out) for end in (max, min))
     reading = (
         f"At the last step, block {least.block} is the least linear without the residual stream "
         f"({number(least.linearity.without_residual_held_out)}) and block {most.block} the most "

@@ -23,16 +23,7 @@ from layerjump.lens.evaluate import LensScores
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.structure import Pair
-from layerjump.studies.charts import (
-    Panel,
-    draw_heat_map,
-    level_axis,
-    line_chart,
-    mean,
-    number,
-    unique,
-    unit_axis,
-)
+from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unique, unit_axis
 from layerjump.studies.results import Column, Interval, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
@@ -102,11 +93,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         is_first = corpus is setup.corpus
         moments = setup.moments("to-last") if is_first else setup.collect_moments(corpus, "to-last")
         jumps = solve_jumps(moments, estimator, model=setup.model)
-        lenses[name], maps[name], tests[name] = (
-            Lens(setup.model, jumps),
-            maps_of(jumps),
-            moments.test,
-        )
+        lenses[name], maps[name], tests[name] = (Lens(setup.model, jumps), maps_of(jumps), moments.test)
         sizes[name] = {"n_fit": moments.fit.n, "n_test": moments.test.n, "text": corpus.name}
     tables = Tables([], [])
     for name, corpus in texts.items():
@@ -184,12 +171,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return heat maps of fit text × test text, then precision@1 by level for each test text."""
     matrix, head = result.tables.matrix, result.headline
     heat_maps = [
-        draw_heat_map(
-            {(row.test, row.fit): score(row) for row in matrix},
-            title=title,
-            x="tested on",
-            y="fitted on",
-        )
+        draw_heat_map({(row.test, row.fit): score(row) for row in matrix}, title=title, x="tested on", y="fitted on")
         for title, score in (
             ("precision@1, mean over levels", lambda row: row.p1),
             ("precision@1 lost", lambda row: row.p1_lost.mean),
@@ -212,9 +194,7 @@ def _level_panel(rows: Sequence[LevelRow]) -> Panel:
 
     def chart(test: str) -> go.Figure:
         lines = {
-            f"fitted on {fit}": [
-                (row.level, row.p1) for row in rows if (row.fit, row.test) == (fit, test)
-            ]
+            f"fitted on {fit}": [(row.level, row.p1) for row in rows if (row.fit, row.test) == (fit, test)]
             for fit in unique(row.fit for row in rows)
         }
         figure = line_chart(f"tested on {test}", lines, x="level", y="precision@1")

@@ -21,9 +21,7 @@ IGNORE_INDEX = -100
 """Label of a token that the loss leaves out."""
 N_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
-_CAUSAL_SPECIAL: dict[str, Any] = dict.fromkeys(
-    ("bos_token", "eos_token", "pad_token"), END_OF_TEXT
-)
+_CAUSAL_SPECIAL: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
 _MASKED_SPECIAL: dict[str, Any] = {
     "pad_token": "[PAD]",
     "cls_token": "[CLS]",
@@ -97,9 +95,7 @@ def pack_rows(documents: Sequence[str], tokenization: Tokenization, length: int)
             f"{argument('length')}"
         )
     body = torch.tensor(ids[: n_rows * inner], dtype=torch.int32).view(n_rows, inner)
-    left, right = (
-        torch.tensor(side, dtype=torch.int32).expand(n_rows, -1) for side in (prefix, suffix)
-    )
+    left, right = (torch.tensor(side, dtype=torch.int32).expand(n_rows, -1) for side in (prefix, suffix))
     return torch.cat([left, body, right], dim=1)
 
 
@@ -111,12 +107,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self,
-        rows: Tensor,
-        n_examples: int,
-        *,
-        seed: int,
-        masking_tokenizer: PreTrainedTokenizerBase | None = None,
+        self, rows: Tensor, n_examples: int, *, seed: int, masking_tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
         self._rows, self._n_examples, self._seed = rows, n_examples, seed
         self._tokenizer = masking_tokenizer
@@ -141,9 +132,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
             self._order = epoch, order
         return self._order[1]
 
-    def _mask(
-        self, ids: Tensor, index: int, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[Tensor, Tensor]:
+    def _mask(self, ids: Tensor, index: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
         """Return inputs and labels with BERT's masking, drawn from the seed and the example's index."""
         (seed,) = np.random.SeedSequence([self._seed, index]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))

@@ -128,11 +128,7 @@ def pad_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
 def accuracy(model: Model, items: Sequence[ChoiceItem]) -> float:
     """Return the share of items whose right answer has the highest mean log-likelihood per token."""
     tokenization = model.tokenization
-    examples = [
-        encode_example(tokenization, item.prompt, choice)
-        for item in items
-        for choice in item.choices
-    ]
+    examples = [encode_example(tokenization, item.prompt, choice) for item in items for choice in item.choices]
     scores: list[float] = []
     for start in range(0, len(examples), SCORING_BATCH_SIZE):
         batch = pad_examples(examples[start : start + SCORING_BATCH_SIZE], tokenization.pad)
@@ -151,21 +147,14 @@ def accuracy(model: Model, items: Sequence[ChoiceItem]) -> float:
 
 
 def finetune(
-    model: Model,
-    items: Sequence[ChoiceItem],
-    *,
-    steps: int,
-    learning_rate: float = LEARNING_RATE,
-    seed: int = 0,
+    model: Model, items: Sequence[ChoiceItem], *, steps: int, learning_rate: float = LEARNING_RATE, seed: int = 0
 ) -> Model:
     """Return a copy of the model, trained for `steps` batches of eight items to write the right answer.
 
     The loss is over the tokens of the answers alone.
     """
     tokenization = model.tokenization
-    examples = [
-        encode_example(tokenization, item.prompt, item.choices[item.gold]) for item in items
-    ]
+    examples = [encode_example(tokenization, item.prompt, item.choices[item.gold]) for item in items]
     hf = copy.deepcopy(model.hf)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         trainer = Trainer(

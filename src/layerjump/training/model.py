@@ -72,16 +72,9 @@ VARIANTS: dict[str, dict[str, Architecture]] = {
     "positions": {
         "learned": Architecture("gpt2"),
         "rotary": Architecture(
-            "gpt_neox",
-            {
-                "use_parallel_residual": False,
-                "rope_parameters": _ROTARY,
-                "tie_word_embeddings": True,
-            },
+            "gpt_neox", {"use_parallel_residual": False, "rope_parameters": _ROTARY, "tie_word_embeddings": True}
         ),
-        "ALiBi": Architecture(
-            "falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}
-        ),
+        "ALiBi": Architecture("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
     },
     # Both share rotary embeddings, RMSNorm and a gated feed-forward network.
     "attention": {
@@ -105,9 +98,7 @@ def build_model(
     architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
     """Build an untrained model for a tokenizer; the same seed gives the same weights."""
-    config = AutoConfig.for_model(
-        architecture.family, **_config_values(architecture, shape, tokenizer)
-    )
+    config = AutoConfig.for_model(architecture.family, **_config_values(architecture, shape, tokenizer))
     torch.manual_seed(seed)
     auto_class = getattr(transformers, CLASSES[FAMILIES[architecture.family].task])
     hf: PreTrainedModel = auto_class.from_config(config)
@@ -131,9 +122,7 @@ def _initialize_bert(hf: Any) -> None:
         attention.key.weight.copy_(attention.query.weight.normal_(std=1.8 * width**-0.5))
 
 
-def _config_values(
-    architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+def _config_values(architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     defaults = AutoConfig.for_model(architecture.family)
     head_dim = shape.hidden_size // shape.heads
     # Four times the width. A gated network has a third matrix, so two thirds of that, a multiple of eight.
@@ -160,9 +149,7 @@ def _config_values(
     }
     for name, value in where_settable.items():
         # Falcon computes head_dim in a property.
-        if hasattr(defaults, name) and not isinstance(
-            getattr(type(defaults), name, None), property
-        ):
+        if hasattr(defaults, name) and not isinstance(getattr(type(defaults), name, None), property):
             values[name] = value
     # Dropout would make a run depend on how its batches are split over processes.
     for name, value in vars(defaults).items():

@@ -111,11 +111,7 @@ class Profile:
 
     def tables(self, **labels: int | str) -> dict[str, list[Row]]:
         """Return the rows of the tables `steps`, `blocks` and `levels`; the labels become their first columns."""
-        rows = {
-            "steps": [self.summary_row()],
-            "blocks": self.block_rows(),
-            "levels": self.level_rows(),
-        }
+        rows = {"steps": [self.summary_row()], "blocks": self.block_rows(), "levels": self.level_rows()}
         return {name: [labels | _finite(row) for row in table] for name, table in rows.items()}
 
 
@@ -149,9 +145,7 @@ def measure_profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
         )
     r2 = {info.source.index: info.r2[0] for info in jumps.info.values() if info.r2}
     levels = [
-        LevelProfile(
-            level, r2.get(level, 1.0), float(agreement[0, level]), float(agreement[1, level])
-        )
+        LevelProfile(level, r2.get(level, 1.0), float(agreement[0, level]), float(agreement[1, level]))
         for level in range(model.n_blocks + 1)
     ]
     strength = jump_strength([block.angle for block in blocks])
@@ -186,14 +180,7 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
 def _loss_batches(model: Model, text: Corpus, seed: int) -> Batches:
     positions = _predicting_positions(model)
     try:
-        return make_batches(
-            text,
-            model.tokenization,
-            positions,
-            seed=seed,
-            tokens=MAX_LOSS_TOKENS,
-            budget=4096,
-        )
+        return make_batches(text, model.tokenization, positions, seed=seed, tokens=MAX_LOSS_TOKENS, budget=4096)
     except TextTooShort:
         return make_batches(text, model.tokenization, positions, seed=seed, budget=4096)
 
@@ -232,10 +219,7 @@ class Measurements(BaseModel):
     def until(self, step: int) -> Measurements:
         """Return the rows up to a step."""
         return Measurements(
-            **{
-                name: [row for row in rows if row["step"] <= step]
-                for name, rows in self.model_dump().items()
-            }
+            **{name: [row for row in rows if row["step"] <= step] for name, rows in self.model_dump().items()}
         )
 
 
@@ -253,21 +237,13 @@ class TrainingMonitor(TrainerCallback):
     """Measures the model before the first step, every `eval_every` steps and after the last, in the first process."""
 
     def __init__(
-        self,
-        hf: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        text: Corpus,
-        *,
-        eval_every: int,
-        folder: Path,
+        self, hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Corpus, *, eval_every: int, folder: Path
     ) -> None:
         self.measurements = Measurements(steps=[], blocks=[], levels=[])
         self._model = Model.wrap(hf, tokenizer, name="model")
         self._text, self._eval_every, self._path = text, eval_every, folder / MEASUREMENTS_FILE
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure the untrained model, or load what an earlier part of the run measured before its checkpoint."""
         if not state.is_world_process_zero:
             return
@@ -276,9 +252,7 @@ class TrainingMonitor(TrainerCallback):
         elif self._path.is_file():
             self.measurements = load_measurements(self._path, state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure if this step is due."""
         is_due = state.global_step % self._eval_every == 0 or state.global_step == state.max_steps
         if is_due and state.is_world_process_zero:

@@ -20,13 +20,7 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from layerjump import __version__
 from layerjump.data.corpus import Corpus, split_documents
@@ -40,12 +34,7 @@ from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
 from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model
 from layerjump.training.monitor import Measurements, TrainingMonitor
 from layerjump.training.regularizers import PENALTIES
-from layerjump.training.trainer import (
-    PenaltyTrainer,
-    find_checkpoint,
-    remove_training_folder,
-    silence_trainer,
-)
+from layerjump.training.trainer import PenaltyTrainer, find_checkpoint, remove_training_folder, silence_trainer
 
 NO_PENALTY = "none"
 RECORD_FILE, PAGE_FILE = "training.json", "training.html"
@@ -80,9 +69,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         penalties = [NO_PENALTY, *PENALTIES]
-        self._require(
-            "arch", self.arch in ARCHITECTURES, f"to be one of {', '.join(ARCHITECTURES)}"
-        )
+        self._require("arch", self.arch in ARCHITECTURES, f"to be one of {', '.join(ARCHITECTURES)}")
         self._require("penalty", self.penalty in penalties, f"to be one of {', '.join(penalties)}")
         for name in ("steps", "batch_size", "eval_every", "length"):
             self._require(name, getattr(self, name) >= 1, "of 1 or more")
@@ -236,12 +223,8 @@ def pretrain(
     )
     rows = pack_rows(text.documents, tokenization, recipe.length)
     hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed)
-    monitor = TrainingMonitor(
-        hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=training_folder
-    )
-    log = train_model(
-        hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint
-    )
+    monitor = TrainingMonitor(hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=training_folder)
+    log = train_model(hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint)
     if recipe.penalty == NO_PENALTY:
         settings = settings.model_copy(update={"penalty_weight": 0.0})
     record = PretrainingRecord(
@@ -298,10 +281,7 @@ def _split_held_out(text: Corpus, held_out: Corpus | None, seed: int) -> tuple[C
 
 def _write_tokenizer(folder: Path, text: Corpus, recipe: Recipe) -> None:
     tokenizer = train_tokenizer(
-        text.documents,
-        recipe.vocab_size,
-        recipe.shape.max_positions,
-        masked=recipe.architecture.masked,
+        text.documents, recipe.vocab_size, recipe.shape.max_positions, masked=recipe.architecture.masked
     )
 
     def write(new_folder: Path) -> None:
@@ -373,10 +353,7 @@ def train_model(
     """Train a model in place, from a checkpoint if one is passed; return the logged losses."""
     is_masked = family_of(hf.config).task == "masked"
     dataset = PackedRows(
-        rows,
-        recipe.steps * recipe.batch_size,
-        seed=recipe.seed,
-        masking_tokenizer=tokenizer if is_masked else None,
+        rows, recipe.steps * recipe.batch_size, seed=recipe.seed, masking_tokenizer=tokenizer if is_masked else None
     )
     trainer = PenaltyTrainer(
         hf,

@@ -27,36 +27,25 @@ class Penalty(Protocol):
     """A scalar penalty of the states of levels 0 to L, over the positions in `mask` and the levels in `levels`."""
 
     def __call__(
-        self,
-        states: Sequence[Tensor],
-        mask: Tensor | None = None,
-        levels: Sequence[int] | None = None,
+        self, states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None
     ) -> Tensor: ...
 
 
-def cosine(
-    states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None
-) -> Tensor:
+def cosine(states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None) -> Tensor:
     """Return Σ_l mean(1 − cos(h^l, h^{l−1})).
 
     The mean is over positions where `mask` (the states' shape without d) is nonzero; l runs over `levels`, by default
     1 to L.
     """
-    return _sum_over_levels(
-        states, mask, levels, lambda x, y, _: 1 - cosine_similarity(x, y, dim=-1)
-    )
+    return _sum_over_levels(states, mask, levels, lambda x, y, _: 1 - cosine_similarity(x, y, dim=-1))
 
 
-def mse(
-    states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None
-) -> Tensor:
+def mse(states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None) -> Tensor:
     """Return Σ_l mean ‖h^l − h^{l−1}‖², over the same positions and levels as `cosine`."""
     return _sum_over_levels(states, mask, levels, lambda x, y, _: (y - x).square().sum(-1))
 
 
-def jump(
-    states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None
-) -> Tensor:
+def jump(states: Sequence[Tensor], mask: Tensor | None = None, levels: Sequence[int] | None = None) -> Tensor:
     """Return Σ_l (l/L) mean angle(h^l, h^{l−1})/π, over the same positions and levels as `cosine`.
 
     The weight grows with depth over all levels: a penalty of the last level alone moves the angle to the level before.
@@ -82,26 +71,17 @@ def _sum_over_levels(
     """Sum over levels the mean distance of level l − 1 and level l; `distance` also gets the relative depth l/L."""
     last = len(states) - 1
     levels = _check(states, mask, levels)
-    ends = {
-        level: upcast(states[level])
-        for level in sorted({end for level in levels for end in (level - 1, level)})
-    }
+    ends = {level: upcast(states[level]) for level in sorted({end for level in levels for end in (level - 1, level)})}
     if mask is not None and not bool(mask.bool().all()):
         # Padding is selected out, not multiplied by zero: it may hold NaN.
         ends = {level: state[mask.bool().to(state.device)] for level, state in ends.items()}
-    return torch.stack(
-        [distance(ends[level - 1], ends[level], level / last).mean() for level in levels]
-    ).sum()
+    return torch.stack([distance(ends[level - 1], ends[level], level / last).mean() for level in levels]).sum()
 
 
-def _check(
-    states: Sequence[Tensor], mask: Tensor | None, levels: Sequence[int] | None
-) -> Sequence[int]:
+def _check(states: Sequence[Tensor], mask: Tensor | None, levels: Sequence[int] | None) -> Sequence[int]:
     last = len(states) - 1
     if last < 1:
-        raise BadTraining(
-            f"expected the states of levels 0 to L, two or more, got {len(states)}; pass all levels"
-        )
+        raise BadTraining(f"expected the states of levels 0 to L, two or more, got {len(states)}; pass all levels")
     if mask is not None and mask.shape != states[0].shape[:-1]:
         raise BadTraining(
             f"expected a mask of shape {tuple(states[0].shape[:-1])} (the states' shape without its last dimension), "

@@ -147,11 +147,7 @@ class PenaltyTrainer(ResumableTrainer):
     ) -> None:
         self._loss: LossFunction = _loss_function(model)
         super().__init__(
-            model,
-            args,
-            compute_loss_func=self._loss,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
+            model, args, compute_loss_func=self._loss, train_dataset=train_dataset, processing_class=processing_class
         )
         self._penalty = penalty if penalty_weight else None
         self._penalty_weight, self._penalised_levels = penalty_weight, levels
@@ -162,9 +158,7 @@ class PenaltyTrainer(ResumableTrainer):
         self._logged_sums = torch.zeros(3, dtype=torch.float64)
         """Sums of loss, penalty and number of batches since the last log."""
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss of one micro-batch, with the penalty."""
         self._last_inputs, mask = dict(inputs), inputs.get("attention_mask")
         with self._level_states or nullcontext():
@@ -177,9 +171,7 @@ class PenaltyTrainer(ResumableTrainer):
             self._stop_diverged(f"the loss is {loss_value:.3g}")
         if self._penalty is None or self._level_states is None:
             return loss
-        penalty = self._penalty_weight * self._penalty(
-            self._level_states.states, mask, self._penalised_levels
-        )
+        penalty = self._penalty_weight * self._penalty(self._level_states.states, mask, self._penalised_levels)
         self._level_states.clear()
         penalty_value = float(penalty.detach())
         self._logged_sums[1] += penalty_value

@@ -106,14 +106,10 @@ def calibrate(
         log(f"reading {len(indices)} documents ({role})")
         batches: Iterable[Batch]
         if self_generated_tokens is not None:
-            batches = generate_text(
-                model, text, indices, tokens=self_generated_tokens, picks=picks, seed=seed
-            )
+            batches = generate_text(model, text, indices, tokens=self_generated_tokens, picks=picks, seed=seed)
         else:
             positions = Positions("one") if picks == 1 else Positions("sample", picks)
-            batches = make_batches(
-                text, model.tokenization, positions, documents=indices, seed=seed
-            )
+            batches = make_batches(text, model.tokenization, positions, documents=indices, seed=seed)
         return build_calibration_set(model, jumps, batches, levels, shortlist)
 
     sets = ByRole(
@@ -125,8 +121,7 @@ def calibrate(
     n_blocks = model.n_blocks
     probes = fit_probes(sets.probes, sets.selection)
     searched = {
-        rule_type: search_rule(rule_type, probes, sets.selection, costs, n_blocks, target)
-        for rule_type in rule_types
+        rule_type: search_rule(rule_type, probes, sets.selection, costs, n_blocks, target) for rule_type in rule_types
     }
     rule_type = min(searched, key=lambda name: searched[name][1])
     candidate = searched[rule_type][0]
@@ -142,10 +137,7 @@ def calibrate(
         fingerprint=fingerprint(model.hf),
         rule_type="never" if threshold is None else rule_type,
         rule=RuleRecord(
-            rule_type=rule_type,
-            levels=candidate.levels,
-            threshold=threshold,
-            unembed_above=candidate.unembed_above,
+            rule_type=rule_type, levels=candidate.levels, threshold=threshold, unembed_above=candidate.unembed_above
         ),
         verified_rule=DraftRuleRecord(
             rule_type=drafts.candidate.rule_type,
@@ -159,10 +151,7 @@ def calibrate(
         text_sha256=text.sha256,
         shortlist_tokens=None if shortlist is None else len(shortlist.tokens),
         positions=PositionCounts(
-            probes=len(sets.probes),
-            selection=len(sets.selection),
-            thresholds=len(sets.thresholds),
-            test=len(sets.test),
+            probes=len(sets.probes), selection=len(sets.selection), thresholds=len(sets.thresholds), test=len(sets.test)
         ),
         seed=seed,
         self_generated_tokens=self_generated_tokens,
@@ -176,11 +165,7 @@ def calibrate(
 
 
 def loosest_threshold(
-    candidate: RuleCandidate,
-    calibration_set: CalibrationSet,
-    n_blocks: int,
-    target: float,
-    confidence: float,
+    candidate: RuleCandidate, calibration_set: CalibrationSet, n_blocks: int, target: float, confidence: float
 ) -> float | None:
     """The last threshold before the first that fails the binomial test; None if the strictest fails."""
     replay, passed = candidate.replay(calibration_set, n_blocks), None
@@ -217,19 +202,12 @@ def calibration_curve(probability: Tensor, correct: Tensor, bins: int = 10) -> l
 
 
 def _test_result(
-    candidate: RuleCandidate,
-    threshold: float | None,
-    test: CalibrationSet,
-    costs: Costs,
-    n_blocks: int,
-    seed: int,
+    candidate: RuleCandidate, threshold: float | None, test: CalibrationSet, costs: Costs, n_blocks: int, seed: int
 ) -> HeldOutResult:
     if threshold is None:
         candidate, threshold = RuleCandidate(candidate.rule_type, (), candidate.probes), 0.5
     replay = candidate.replay(test, n_blocks)(threshold)
-    mean, low, high = mean_interval(
-        replay.correct.double().numpy(), test.documents.numpy(), seed=seed
-    )
+    mean, low, high = mean_interval(replay.correct.double().numpy(), test.documents.numpy(), seed=seed)
     return HeldOutResult(
         agreement=float(mean),
         low=float(low),

@@ -28,19 +28,14 @@ def file_record(**keys: str) -> ConfigDict:
     """The pydantic configuration of a record in the calibration file: frozen, strict, with these fields' keys
     there."""
     return ConfigDict(
-        frozen=True,
-        strict=True,
-        populate_by_name=True,
-        alias_generator=lambda name: keys.get(name, name),
+        frozen=True, strict=True, populate_by_name=True, alias_generator=lambda name: keys.get(name, name)
     )
 
 
 class Costs(BaseModel):
     """Milliseconds at batch size 1."""
 
-    model_config = file_record(
-        queued_token="waiting", unembedding="head", probe="gate", shortlist_unembedding="short"
-    )
+    model_config = file_record(queued_token="waiting", unembedding="head", probe="gate", shortlist_unembedding="short")
 
     block: float
     """One block, one token."""
@@ -55,9 +50,7 @@ class Costs(BaseModel):
     @property
     def early_unembedding(self) -> float:
         """One reading of a level before the last."""
-        return (
-            self.unembedding if self.shortlist_unembedding is None else self.shortlist_unembedding
-        )
+        return self.unembedding if self.shortlist_unembedding is None else self.shortlist_unembedding
 
     def full_model(self, n_blocks: int) -> float:
         """One token for which the full model runs."""
@@ -123,11 +116,7 @@ def _run_all_blocks(runner: BlockRunner, ids: Tensor) -> None:
 
 
 def exit_cost(
-    costs: Costs,
-    n_blocks: int,
-    exit_levels: Tensor,
-    unembeddings: Tensor,
-    probe_evaluations: Tensor,
+    costs: Costs, n_blocks: int, exit_levels: Tensor, unembeddings: Tensor, probe_evaluations: Tensor
 ) -> Tensor:
     """The cost of each token, in milliseconds; the blocks that it skips run later, as a queued token.
 

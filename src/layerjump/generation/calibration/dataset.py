@@ -114,9 +114,7 @@ def build_calibration_set(
                     tokens = shortlist.tokens.to(tokens.device)[tokens]
                 features = probe_features(reading.states, positions).float()
                 columns.append((tokens == full_model, reading.gap, features))
-            correct, gap, features = (
-                torch.stack(part).cpu() for part in zip(*columns, strict=True)
-            )
+            correct, gap, features = (torch.stack(part).cpu() for part in zip(*columns, strict=True))
             parts.append((correct, gap, features, batch.document[rows]))
     correct, gap, features = (torch.cat([part[i] for part in parts], 1) for i in range(3))
     documents = torch.cat([part[3] for part in parts])
@@ -178,13 +176,7 @@ def build_shortlist(model: Model, corpus: Corpus, documents: Sequence[int]) -> S
 
 
 def generate_text(
-    model: Model,
-    corpus: Corpus,
-    documents: Sequence[int],
-    *,
-    tokens: int,
-    picks: int,
-    seed: int = 0,
+    model: Model, corpus: Corpus, documents: Sequence[int], *, tokens: int, picks: int, seed: int = 0
 ) -> list[Batch]:
     """Continue each document's opening greedily; batches with `picks` positions per document, where the model wrote.
 
@@ -196,34 +188,20 @@ def generate_text(
             f"{argument('self_generated_tokens')} must be 1 to {most}, which is what its context holds after an "
             f"opening of {OPENING}, got {tokens}"
         )
-    orders = {
-        index: np.random.default_rng([seed, index]).permutation(tokens) for index in documents
-    }
+    orders = {index: np.random.default_rng([seed, index]).permutation(tokens) for index in documents}
     lengths = {index: 1 + int(order[:picks].max()) for index, order in orders.items()}
     queue = sorted(documents, key=lambda index: lengths[index])
-    groups = [
-        queue[start : start + _GENERATION_BATCH]
-        for start in range(0, len(queue), _GENERATION_BATCH)
-    ]
+    groups = [queue[start : start + _GENERATION_BATCH] for start in range(0, len(queue), _GENERATION_BATCH)]
     return [
         _continue_documents(
-            model,
-            corpus,
-            {index: orders[index] for index in group},
-            new_tokens=lengths[group[-1]],
-            picks=picks,
+            model, corpus, {index: orders[index] for index in group}, new_tokens=lengths[group[-1]], picks=picks
         )
         for group in groups
     ]
 
 
 def _continue_documents(
-    model: Model,
-    corpus: Corpus,
-    orders: Mapping[int, NDArray[np.int64]],
-    *,
-    new_tokens: int,
-    picks: int,
+    model: Model, corpus: Corpus, orders: Mapping[int, NDArray[np.int64]], *, new_tokens: int, picks: int
 ) -> Batch:
     """One batch of continued openings; `orders` gives for each document the order in which positions are picked."""
     tokenization = model.tokenization

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from layerjump.generation.calibration.cost_model import Costs, exit_cost
 from layerjump.generation.calibration.dataset import CalibrationSet
-from layerjump.generation.probes import (
-    Probe,
-    TwoStage,
-    combination_features,
-    fit_logistic,
-    log_loss,
-    log_odds,
-)
+from layerjump.generation.probes import Probe, TwoStage, combination_features, fit_logistic, log_loss, log_odds
 from layerjump.generation.rules import ExitConfig, Never, Rule, Shortlist, constant_gap
 
 RuleType = Literal["gap", "probe", "two-stage"]
@@ -61,12 +54,7 @@ class Replay:
 
     def select(self, rows: Tensor) -> Replay:
         """The same for some of the positions."""
-        return Replay(
-            self.exit_levels[rows],
-            self.correct[rows],
-            self.unembeddings[rows],
-            self.probe_evaluations[rows],
-        )
+        return Replay(self.exit_levels[rows], self.correct[rows], self.unembeddings[rows], self.probe_evaluations[rows])
 
     def early_unembeddings(self, n_blocks: int) -> Tensor:
         """Readings of levels below L, (positions,)."""
@@ -90,10 +78,7 @@ def fit_probes(train: CalibrationSet, validation: CalibrationSet) -> FittedProbe
     probe, combination = {}, {}
     for index, level in enumerate(train.levels):
         features, correct = validation.features[index], validation.correct[index]
-        fits = [
-            fit_logistic(train.features[index], train.correct[index], strength)
-            for strength in _STRENGTHS
-        ]
+        fits = [fit_logistic(train.features[index], train.correct[index], strength) for strength in _STRENGTHS]
         losses = [log_loss(features, correct, weights) for weights in fits]
         probe[level] = fits[losses.index(min(losses))]
         odds = features.double() @ probe[level]
@@ -153,9 +138,7 @@ class RuleCandidate:
         features = calibration_set.features[calibration_set.levels.index(level)]
         return features.double() @ self.probes.probe[level]
 
-    def _exits(
-        self, score: Tensor, unembeds: Tensor, correct: Tensor, threshold: float, n_blocks: int
-    ) -> Replay:
+    def _exits(self, score: Tensor, unembeds: Tensor, correct: Tensor, threshold: float, n_blocks: int) -> Replay:
         always = torch.ones(1, correct.shape[1], dtype=torch.bool)  # level L always exits
         exits = torch.cat([score >= log_odds(threshold), always])
         first = exits.int().argmax(0)  # (positions,) index of the exit level
@@ -170,12 +153,7 @@ class RuleCandidate:
 
 
 def search_rule(
-    rule_type: RuleType,
-    probes: FittedProbes,
-    selection: CalibrationSet,
-    costs: Costs,
-    n_blocks: int,
-    target: float,
+    rule_type: RuleType, probes: FittedProbes, selection: CalibrationSet, costs: Costs, n_blocks: int, target: float
 ) -> tuple[RuleCandidate, float]:
     """The levels of a rule type that cost least at the target agreement, added greedily, and that cost."""
     best = RuleCandidate(rule_type, (), probes), costs.full_model(n_blocks)
@@ -184,8 +162,7 @@ def search_rule(
         cost = costs.full_model(n_blocks)
         while remaining := [level for level in selection.levels if level not in levels]:
             extended = [
-                RuleCandidate(rule_type, tuple(sorted((*levels, level))), probes, unembed_above)
-                for level in remaining
+                RuleCandidate(rule_type, tuple(sorted((*levels, level))), probes, unembed_above) for level in remaining
             ]
             tried = [_cost_at(rule, selection, costs, n_blocks, target) for rule in extended]
             if min(tried) >= cost:
@@ -202,9 +179,7 @@ def _unembed_above(rule_type: RuleType) -> tuple[float, ...]:
     return _UNEMBED_ABOVE if rule_type == "two-stage" else (0.0,)
 
 
-def _cost_at(
-    candidate: RuleCandidate, selection: CalibrationSet, costs: Costs, n_blocks: int, target: float
-) -> float:
+def _cost_at(candidate: RuleCandidate, selection: CalibrationSet, costs: Costs, n_blocks: int, target: float) -> float:
     """The least cost of the thresholds that reach the target agreement; the full model's if none does."""
     replays = map(candidate.replay(selection, n_blocks), THRESHOLDS)
     passing = [replay.cost(costs, n_blocks) for replay in replays if replay.agreement >= target]
@@ -271,10 +246,7 @@ def break_even_acceptance(costs: Costs, n_blocks: int, replay: Replay) -> float:
     """
     is_draft = replay.exit_levels < n_blocks
     level = float(replay.exit_levels[is_draft].double().mean())
-    checks = (
-        replay.early_unembeddings(n_blocks) * costs.early_unembedding
-        + replay.probe_evaluations * costs.probe
-    )
+    checks = replay.early_unembeddings(n_blocks) * costs.early_unembedding + replay.probe_evaluations * costs.probe
     blocks = level * costs.block + (n_blocks - level) * costs.queued_token
     per_draft = blocks + float(checks.double().sum()) / int(is_draft.sum())
     return per_draft / costs.full_model(n_blocks)

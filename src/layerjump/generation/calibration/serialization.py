@@ -193,9 +193,7 @@ def load_calibration(folder: str | Path, *, model: Model | None = None) -> Calib
     """Read the calibration file of a folder; with a model, check that it was calibrated for these weights."""
     path = Path(folder).expanduser() / FILE_NAME
     if not path.is_file():
-        raise BadArtifact(
-            f"{folder} holds no calibrated exit rule ({FILE_NAME}); make one with `layerjump calibrate`"
-        )
+        raise BadArtifact(f"{folder} holds no calibrated exit rule ({FILE_NAME}); make one with `layerjump calibrate`")
     tensors, metadata = io.read_tensors(path)
     if _METADATA_KEY not in metadata:
         raise BadArtifact(f"{path} is a file of layerjump, but holds no exit rule")
@@ -220,9 +218,7 @@ def load_calibration(folder: str | Path, *, model: Model | None = None) -> Calib
         report = CalibrationReport.model_validate_json(metadata[_METADATA_KEY])
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         return Calibration(
-            _exit_config("rule", report.rule, copies),
-            _exit_config("lossless", report.verified_rule, copies),
-            report,
+            _exit_config("rule", report.rule, copies), _exit_config("lossless", report.verified_rule, copies), report
         )
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BadArtifact(

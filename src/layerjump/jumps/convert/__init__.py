@@ -31,15 +31,10 @@ class Format:
 
 FORMATS = {
     "tuned-lens": Format(
-        "a folder with config.json and params.pt",
-        tuned_lens.recognises,
-        tuned_lens.read,
-        tuned_lens.write,
+        "a folder with config.json and params.pt", tuned_lens.recognises, tuned_lens.read, tuned_lens.write
     ),
     "mat": Format("a folder of files named like 0_12.pickle", mat.recognises, mat.read, mat.write),
-    "jacobian": Format(
-        "a .pt file", jacobian_lens.recognises, jacobian_lens.read, jacobian_lens.write
-    ),
+    "jacobian": Format("a .pt file", jacobian_lens.recognises, jacobian_lens.read, jacobian_lens.write),
 }
 
 

@@ -112,23 +112,17 @@ def check_tensor(tensor: Any, shape: tuple[int, ...], name: str, path: Path) -> 
     """Return a tensor of a file in float64; raise if it cannot be part of a map."""
     dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
     if not dense or tensor.device.type != "cpu":  # `meta` tensors have a shape and no numbers
-        raise BadForeignLens(
-            f"{path}: expected a dense tensor for {name}, got a {type(tensor).__name__}"
-        )
+        raise BadForeignLens(f"{path}: expected a dense tensor for {name}, got a {type(tensor).__name__}")
     if tuple(tensor.shape) != shape:
         raise WrongModel(
             f"{path}: expected shape {shape} for {name} of this model, got {tuple(tensor.shape)}; use the lens that "
             f"was fitted on it"
         )
     if not tensor.is_floating_point():
-        raise BadForeignLens(
-            f"{path}: expected floating-point numbers for {name}, got {tensor.dtype}"
-        )
+        raise BadForeignLens(f"{path}: expected floating-point numbers for {name}, got {tensor.dtype}")
     # Jumps are float32: a value that is finite in double precision only would not be usable.
     if not bool(torch.isfinite(tensor.float()).all()):
-        raise BadForeignLens(
-            f"{path}: {name} holds NaN, infinite or overlarge values; fit that lens again"
-        )
+        raise BadForeignLens(f"{path}: {name} holds NaN, infinite or overlarge values; fit that lens again")
     return tensor.detach().double()
 
 
@@ -199,9 +193,7 @@ class _TensorUnpickler(pickle.Unpickler):
         # A new function for every name: a pickle can set attributes of whatever it is handed.
         requested = f"{module}.{name}"
         if requested == "torch._utils._rebuild_tensor_v2":
-            return lambda storage, offset, size, stride, *_: self._tensor(
-                storage, offset, size, stride
-            )
+            return lambda storage, offset, size, stride, *_: self._tensor(storage, offset, size, stride)
         if requested == "torch.storage._load_from_bytes":
             return lambda data: self._storage(data)
         if requested == "collections.OrderedDict":  # a tensor's hooks, of which it has none
@@ -228,9 +220,7 @@ class _TensorUnpickler(pickle.Unpickler):
                 f"source you trust"
             ) from error
 
-    def _tensor(
-        self, storage: Any, offset: int, size: Sequence[int], stride: Sequence[int]
-    ) -> Tensor:
+    def _tensor(self, storage: Any, offset: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
         numbers = torch.empty(0, dtype=storage.dtype).set_(storage)
         return numbers.as_strided(tuple(size), tuple(stride), offset)  # raises if they are too few
 

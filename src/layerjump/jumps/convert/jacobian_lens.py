@@ -52,18 +52,14 @@ def read(path: Path, model: Model) -> ForeignLens:
     for key, matrix in matrices.items():
         level = _level(key, model, path)
         if (Site(level), last) in maps:
-            raise BadForeignLens(
-                f"{path} has two matrices for layer {level - 1}, expected one for each"
-            )
+            raise BadForeignLens(f"{path} has two matrices for layer {level - 1}, expected one for each")
         weight = check_tensor(matrix, (d, d), f"layer {key}", path)
         maps[Site(level), last] = Affine.of(weight / divisor)
     estimator, corpus = notes.get("estimator"), notes.get("corpus")
     skip_first = notes.get("skip_first_positions", notes.get("skip_first"))
     return ForeignLens(
         maps,
-        estimator
-        if isinstance(estimator, str) and estimator not in ("", _ESTIMATOR)
-        else "jacobian",
+        estimator if isinstance(estimator, str) and estimator not in ("", _ESTIMATOR) else "jacobian",
         corpus if isinstance(corpus, str) and corpus else UNKNOWN,
         skip_first if type(skip_first) is int and skip_first >= 0 else 0,
         notes,
@@ -74,9 +70,7 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
     """Write the jumps from levels 1, 2, … to the last; return those that were written."""
     last = Site(model.n_blocks)
     pairs = [
-        (source, target)
-        for source, target in jumps
-        if source.part == "level" and source.index > 0 and target == last
+        (source, target) for source, target in jumps if source.part == "level" and source.index > 0 and target == last
     ]
     if not pairs:
         raise BadForeignLens(
@@ -122,9 +116,7 @@ def _matrices(content: Any, path: Path) -> tuple[dict[Any, Any], int]:
         )
     n_prompts = record.get("n_prompts", 0) if "J" in record else record.get("n_done")
     if type(n_prompts) is not int or not ("J" not in record) <= n_prompts <= _MAX_PROMPTS:
-        raise BadForeignLens(
-            f"{path} does not record how many prompts its matrices come from (n_prompts, n_done)"
-        )
+        raise BadForeignLens(f"{path} does not record how many prompts its matrices come from (n_prompts, n_done)")
     return matrices, n_prompts
 
 

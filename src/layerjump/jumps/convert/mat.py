@@ -36,23 +36,15 @@ def read(path: Path, model: Model) -> ForeignLens:
     """Read the matrices in a folder, or in one file, as maps between levels."""
     files = _list_files(path)
     if not files:
-        raise BadForeignLens(
-            f"expected a folder with files named like 0_12.pickle, got {path}, which has none"
-        )
+        raise BadForeignLens(f"expected a folder with files named like 0_12.pickle, got {path}, which has none")
     return ForeignLens({pair: _read_map(files[pair], pair, model) for pair in sorted(files)}, "mat")
 
 
 def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     """Write the jumps from a level to a later one; return those that were written."""
-    pairs = [
-        (source, target)
-        for source, target in jumps
-        if source.part == target.part == "level" and source < target
-    ]
+    pairs = [(source, target) for source, target in jumps if source.part == target.part == "level" and source < target]
     if not pairs:
-        raise BadForeignLens(
-            f"{jumps} has no jump between levels to write; fit with {argument('pairs', 'all')}"
-        )
+        raise BadForeignLens(f"{jumps} has no jump between levels to write; fit with {argument('pairs', 'all')}")
     if _list_files(folder):
         raise BadForeignLens(
             f"{folder} holds matrices already, and the new ones would be mixed with them; use a new folder"
@@ -92,9 +84,7 @@ def _read_map(path: Path, pair: Pair, model: Model) -> Affine:
     content = read_pickle(path, max_bytes(model, 1))
     weight, *biases = content if isinstance(content, list) and content else [content]
     if len(biases) > 1:
-        raise BadForeignLens(
-            f"expected a matrix and perhaps an intercept, but {path} holds {1 + len(biases)} things"
-        )
+        raise BadForeignLens(f"expected a matrix and perhaps an intercept, but {path} holds {1 + len(biases)} things")
     d = model.d_model
     weight = check_tensor(weight, (d, d), "its matrix", path)
     bias = check_tensor(biases[0], (d,), "its intercept", path) if biases else None

@@ -53,17 +53,13 @@ def read(folder: Path, model: Model) -> ForeignLens:
     config = io.read_json(config_file)
     lens_type = config.get("lens_type", _LENS_TYPE)
     if lens_type != _LENS_TYPE:
-        raise BadForeignLens(
-            f"{config_file}: lens_type is {str(lens_type)[:50]!r}, expected {_LENS_TYPE}"
-        )
+        raise BadForeignLens(f"{config_file}: lens_type is {str(lens_type)[:50]!r}, expected {_LENS_TYPE}")
     check_size("d_model", config.get("d_model"), model.d_model, config_file)
     check_size("num_hidden_layers", config.get("num_hidden_layers"), model.n_blocks, config_file)
     expected_hash = config.get("unembed_hash")
     if expected_hash and expected_hash != unembedding_hash(model):
         # Not an error: the package's own hashes of one model are known to differ.
-        log.warning(
-            "%s has the hash of another unembedding than that of %s", config_file, model.name
-        )
+        log.warning("%s has the hash of another unembedding than that of %s", config_file, model.name)
     state = read_torch(parameter_file, max_bytes(model, model.n_blocks))
     _check_names(state, model.n_blocks, parameter_file)
     d, last = model.d_model, Site(model.n_blocks)
@@ -120,18 +116,12 @@ def unembedding_hash(model: Model) -> str:
 
 def _check_names(state: Any, n_blocks: int, path: Path) -> None:
     if not isinstance(state, dict):
-        raise BadForeignLens(
-            f"expected a dictionary of tensors, but {path} holds a {type(state).__name__}"
-        )
+        raise BadForeignLens(f"expected a dictionary of tensors, but {path} holds a {type(state).__name__}")
     weights = {f"{level}.weight" for level in range(n_blocks)}
     biases = {f"{level}.bias" for level in range(n_blocks)}
     missing = sorted((weights | biases if biases & state.keys() else weights) - state.keys())
     if missing:
-        raise BadForeignLens(
-            f"expected a translator for each of the {n_blocks} blocks, but {path} has no {missing[0]}"
-        )
+        raise BadForeignLens(f"expected a translator for each of the {n_blocks} blocks, but {path} has no {missing[0]}")
     unknown = sorted(str(name) for name in state.keys() - weights - biases)
     if unknown:
-        raise BadForeignLens(
-            f"{path} has a tensor {unknown[0][:50]!r}, which no tuned lens of {n_blocks} blocks has"
-        )
+        raise BadForeignLens(f"{path} has a tensor {unknown[0][:50]!r}, which no tuned lens of {n_blocks} blocks has")

@@ -89,14 +89,7 @@ def fit_jacobian(
     sources, last = [Site(level) for level in indices], Site(model.n_blocks)
     positions = Positions("all", skip_first=skip_first)
     info, batches = _fit_batches(
-        model,
-        text,
-        positions,
-        tokens=tokens,
-        split=split,
-        seed=seed,
-        max_length=max_length,
-        budget=_MAX_POSITIONS,
+        model, text, positions, tokens=tokens, split=split, seed=seed, max_length=max_length, budget=_MAX_POSITIONS
     )
     sums, n_sequences, n_sources = _sum_jacobians(model, batches, sources, progress)
     if n_sequences == 0:
@@ -195,13 +188,7 @@ def _make_jumps(
     rank: int | None = None,
 ) -> Jumps:
     provenance = Provenance(
-        **vars(info),
-        n_fit=n_fit,
-        n_select=0,
-        n_test=0,
-        estimator=estimator,
-        settings=settings,
-        layerjump=__version__,
+        **vars(info), n_fit=n_fit, n_select=0, n_test=0, estimator=estimator, settings=settings, layerjump=__version__
     )
     infos = {pair: JumpInfo(*pair, estimator, rank=rank) for pair in maps}
     return Jumps.of(maps, infos, provenance)
@@ -319,13 +306,7 @@ class LowRankBatchNorm(nn.Module):
 
 
 def _train(
-    model: Model,
-    batches: Batches,
-    steps: int,
-    rank: int,
-    rate: float,
-    seed: int,
-    progress: Progress | None,
+    model: Model, batches: Batches, steps: int, rank: int, rate: float, seed: int, progress: Progress | None
 ) -> tuple[dict[Site, LowRankBatchNorm], int]:
     """The trained map of every level, and the number of rows they were trained on."""
     last = Site(model.n_blocks)
@@ -342,10 +323,7 @@ def _train(
         target = states[last].float()
         if not jumps:
             generator, scale = torch.Generator().manual_seed(seed), target.std(0)
-            jumps = {
-                site: LowRankBatchNorm(model.d_model, rank, scale.cpu(), generator).to(scale)
-                for site in sites
-            }
+            jumps = {site: LowRankBatchNorm(model.d_model, rank, scale.cpu(), generator).to(scale) for site in sites}
             variance = float(scale.square().mean().clamp_min(1e-12))
             parameters = [p for jump in jumps.values() for p in jump.parameters()]
             optimiser = torch.optim.Adam(parameters, lr=rate)
@@ -362,7 +340,5 @@ def _train(
         if progress:
             progress(step + 1, steps)
     if not jumps:
-        raise TextTooShort(
-            "no batch has two positions, which batch normalisation needs; use longer text"
-        )
+        raise TextTooShort("no batch has two positions, which batch normalisation needs; use longer text")
     return jumps, n_rows

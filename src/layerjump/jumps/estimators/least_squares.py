@@ -33,9 +33,7 @@ def identity(source: Source, targets: Sequence[Target]) -> list[Affine]:
 
 def mean_shift(source: Source, targets: Sequence[Target]) -> list[Affine]:
     """x, shifted by the difference of the means."""
-    return [
-        Affine(_square_shape(source, target), bias=target.mean - source.mean) for target in targets
-    ]
+    return [Affine(_square_shape(source, target), bias=target.mean - source.mean) for target in targets]
 
 
 def mat(source: Source, targets: Sequence[Target]) -> list[Affine]:
@@ -87,21 +85,14 @@ def ridge(
     """
     if strength is not None and validation is None:
         if not (math.isfinite(strength) and strength >= 0):
-            raise BadEstimator(
-                f"expected a finite {argument('strength')} of at least 0, got {strength}"
-            )
+            raise BadEstimator(f"expected a finite {argument('strength')} of at least 0, got {strength}")
         strengths = [float(strength)] * len(targets)
     elif validation is not None and strength is None:
         _check_validation(validation, source, targets)
         strengths = choose_strengths(source, targets, *validation)
     else:
-        raise BadEstimator(
-            "ridge needs a strength or the moments of a validation split, and not both"
-        )
-    factors = {
-        value: factorise_centred(source, penalty=value * strength_unit(source))
-        for value in set(strengths)
-    }
+        raise BadEstimator("ridge needs a strength or the moments of a validation split, and not both")
+    factors = {value: factorise_centred(source, penalty=value * strength_unit(source)) for value in set(strengths)}
     maps = []
     for target, value in zip(targets, strengths, strict=True):
         weight = factors[value].solve(target.cross).mT
@@ -239,9 +230,7 @@ def _square_shape(source: Source, target: Target) -> tuple[int, int]:
     return dy, dx
 
 
-def _check_validation(
-    validation: tuple[Source, Sequence[Target]], source: Source, targets: Sequence[Target]
-) -> None:
+def _check_validation(validation: tuple[Source, Sequence[Target]], source: Source, targets: Sequence[Target]) -> None:
     held_source, held_targets = validation
     check_moments(held_source, held_targets)
     if len(held_targets) != len(targets):

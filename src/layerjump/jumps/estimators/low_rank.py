@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadEstimator, argument
-from layerjump.jumps.estimators.least_squares import (
-    Factor,
-    eigenvalue_cutoff,
-    factorise_centred,
-)
+from layerjump.jumps.estimators.least_squares import Factor, eigenvalue_cutoff, factorise_centred
 from layerjump.jumps.estimators.registry import Pooling, Settings
 from layerjump.jumps.maps import Affine, SolvedMap
 from layerjump.jumps.scoring import r2
@@ -24,13 +20,7 @@ if TYPE_CHECKING:
     from layerjump.models.model import Model
 
 
-def low_rank(
-    source: Source,
-    targets: Sequence[Target],
-    *,
-    rank: int,
-    metric: Tensor | None = None,
-) -> list[Affine]:
+def low_rank(source: Source, targets: Sequence[Target], *, rank: int, metric: Tensor | None = None) -> list[Affine]:
     """The maps of rank at most r, with an intercept, that minimise Σ‖G^½ (Wx + b − y)‖².
 
     W = G^-½ V Vᵀ G^½ W_ols, where V holds the r leading eigenvectors of G^½ (W_ols Σ W_olsᵀ) G^½.
@@ -66,9 +56,7 @@ def njtc_rank(d: int) -> int:
     return max(1, d // 100)
 
 
-def solve_ojfa(
-    moments: SplitMoments, settings: Settings, model: Model | None = None
-) -> Iterator[SolvedMap]:
+def solve_ojfa(moments: SplitMoments, settings: Settings, model: Model | None = None) -> Iterator[SolvedMap]:
     """Yield one low-rank map, shared by all pairs of a run, for each of its pairs."""
     (target,) = {target for _, target in moments.fit.pairs}
     fit, validation = (
@@ -110,28 +98,20 @@ def ojfa(
         source, target = pool(list(zip(sources, targets, strict=True)))
         return low_rank(source, [target], rank=rank)[0], None
     if pooling != "best-level":
-        raise BadEstimator(
-            f"expected {argument('pooling')} 'best-level' or 'pooled', got {pooling!r}"
-        )
+        raise BadEstimator(f"expected {argument('pooling')} 'best-level' or 'pooled', got {pooling!r}")
     if not validation:
         raise BadEstimator("best-level needs the moments of a validation split to choose the level")
     jumps = []
     for source, target in zip(sources, targets, strict=True):
         check_moments(source, [target])
         jumps += low_rank(source, [target], rank=rank)
-    scores = [
-        sum(r2(jump, *pair).uniform for pair in validation) / len(validation) for jump in jumps
-    ]
+    scores = [sum(r2(jump, *pair).uniform for pair in validation) / len(validation) for jump in jumps]
     best = max(range(len(jumps)), key=scores.__getitem__)
     return jumps[best], best
 
 
 def _reduce_rank(
-    factor: Factor,
-    source: Source,
-    target: Target,
-    rank: int,
-    roots: tuple[Tensor, Tensor] | None,
+    factor: Factor, source: Source, target: Target, rank: int, roots: tuple[Tensor, Tensor] | None
 ) -> Affine:
     weight = factor.solve(target.cross).mT
     explained = weight @ target.cross  # W Σ Wᵀ, because W Σ = crossᵀ at the optimum
@@ -167,9 +147,7 @@ def _square_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
 def _check_settings(rank: int, metric: Tensor | None, target: Target) -> None:
     dx, dy = target.cross.shape
     if not 1 <= rank <= min(dx, dy):
-        raise BadEstimator(
-            f"expected a {argument('rank')} from 1 to {min(dx, dy)} for a map {dx} → {dy}, got {rank}"
-        )
+        raise BadEstimator(f"expected a {argument('rank')} from 1 to {min(dx, dy)} for a map {dx} → {dy}, got {rank}")
     if metric is None:
         return
     if tuple(metric.shape) != (dy, dy):

@@ -45,9 +45,7 @@ MIN_GAIN = 2.0
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-def solve_calibrated(
-    moments: SplitMoments, settings: Settings, model: Model | None
-) -> Iterator[SolvedMap]:
+def solve_calibrated(moments: SplitMoments, settings: Settings, model: Model | None) -> Iterator[SolvedMap]:
     """Yield every level's map onto `final` at its best temperature, or the one to level L where its KL is lower."""
     if model is None:
         raise BadEstimator(
@@ -61,9 +59,7 @@ def solve_calibrated(
         solutions = [SolvedMap((source, FINAL), jump.times(factor), features, factor)]
         if (source, last) in pairs and judge.has_enough_rows:
             pair = (source, last)
-            solutions.append(
-                SolvedMap(pair, *fit_calibrated(moments.fit, moments.validation, pair))
-            )
+            solutions.append(SolvedMap(pair, *fit_calibrated(moments.fit, moments.validation, pair)))
             if not settings.keep_both_targets:
                 solutions = [min(solutions, key=judge.mean_loss)]
         yield from solutions
@@ -93,9 +89,7 @@ class HeldOutKL:
         self._states = {site: rows[:n_rows] for site, rows in states.items()}
         # The unembedding of zero: the factor scales the state, not the unembedding's bias.
         self._bias = self._unembed(self._weight.new_zeros(1, self._weight.shape[1]))
-        self._model_probabilities = (
-            self._logits(self._unembed(self._states[FINAL])).softmax(-1) if states else None
-        )
+        self._model_probabilities = self._logits(self._unembed(self._states[FINAL])).softmax(-1) if states else None
 
     @property
     def has_enough_rows(self) -> bool:
@@ -110,9 +104,7 @@ class HeldOutKL:
         unembedded = self._unembed(self._apply(site, jump, features)) - self._bias
         low, high = TEMPERATURE_RANGE
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        losses = {
-            factor: self._losses(self._bias + factor * unembedded) for factor in (left, right)
-        }
+        losses = {factor: self._losses(self._bias + factor * unembedded) for factor in (left, right)}
         for _ in range(SEARCH_STEPS - 2):
             if losses[left].mean() < losses[right].mean():
                 high, right = right, left

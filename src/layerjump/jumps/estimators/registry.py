@@ -140,24 +140,11 @@ class Estimator:
 
 
 _ROWS = (
+    Estimator("identity", "the state itself, unchanged (the logit lens)", "least_squares.identity", same_width=True),
     Estimator(
-        "identity",
-        "the state itself, unchanged (the logit lens)",
-        "least_squares.identity",
-        same_width=True,
+        "mean-shift", "the state, shifted by the difference of the means", "least_squares.mean_shift", same_width=True
     ),
-    Estimator(
-        "mean-shift",
-        "the state, shifted by the difference of the means",
-        "least_squares.mean_shift",
-        same_width=True,
-    ),
-    Estimator(
-        "mat",
-        "least squares without an intercept, as in Jump to Conclusions",
-        "least_squares.mat",
-        served=True,
-    ),
+    Estimator("mat", "least squares without an intercept, as in Jump to Conclusions", "least_squares.mat", served=True),
     Estimator("affine", "least squares with an intercept", "least_squares.affine", served=True),
     Estimator(
         "ridge",
@@ -168,10 +155,7 @@ _ROWS = (
         served=True,
     ),
     Estimator(
-        "orthogonal",
-        "the best rotation or reflection, and a shift",
-        "least_squares.orthogonal",
-        same_width=True,
+        "orthogonal", "the best rotation or reflection, and a shift", "least_squares.orthogonal", same_width=True
     ),
     Estimator(
         "low-rank",

@@ -74,8 +74,7 @@ def to_table(trajectory: Trajectory) -> str:
     top, hovers = _top_tokens(trajectory, rows), _hover_texts(trajectory, rows, separator="\n")
     tokens, probabilities = trajectory.tokens, trajectory.probability[:, rows, 0].tolist()
     head = "".join(
-        f"<th>{_escape(tokens[at])}{mark_unfitted(trajectory, at)}</th>"
-        for at in trajectory.positions[rows]
+        f"<th>{_escape(tokens[at])}{mark_unfitted(trajectory, at)}</th>" for at in trajectory.positions[rows]
     )
     body = []
     for level in reversed(spread(len(trajectory.levels), _TABLE_LEVELS)):
@@ -129,10 +128,7 @@ def _hover_texts(trajectory: Trajectory, rows: slice, separator: str = "<br>") -
         ]
 
     row_indices = range(len(trajectory.positions))[rows]
-    return [
-        [separator.join(lines(level, row)) for row in row_indices]
-        for level in range(len(trajectory.levels))
-    ]
+    return [[separator.join(lines(level, row)) for row in row_indices] for level in range(len(trajectory.levels))]
 
 
 def _title(trajectory: Trajectory, rows: slice) -> str:

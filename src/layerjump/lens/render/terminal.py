@@ -31,9 +31,7 @@ def render(trajectory: Trajectory) -> RenderableType:
     position = trajectory.positions[-1]
     preposition = "After" if trajectory.model.causal else "At"
     return Group(
-        Text(
-            f"{escape_token(trajectory.model.name)} through {trajectory.name}, {trajectory.model.n_blocks} blocks"
-        ),
+        Text(f"{escape_token(trajectory.model.name)} through {trajectory.name}, {trajectory.model.n_blocks} blocks"),
         _Grid(trajectory),
         Text(
             f"{preposition} position {position}{mark_unfitted(trajectory, position)}, "
