@@ -28,7 +28,7 @@ import layerjump as lj
 from layerjump.jumps.collect import plan_run
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.statistics import Moments
+from layerjump.jumps.moments import Moments
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 from layerjump.models.structure import Pair, parse_pairs
 

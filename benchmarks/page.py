@@ -32,7 +32,7 @@ import psutil
 import torch
 
 import layerjump as lj
-from layerjump.jumps.cache import cached_jumps
+from layerjump.jumps.default_jumps import cached_jumps
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories15M"

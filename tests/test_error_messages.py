@@ -29,8 +29,8 @@ from layerjump.models.structure import FINAL, Site
 from layerjump.studies import human_evaluation
 from layerjump.studies.setup import make_settings
 from layerjump.training.finetune import load_task
-from layerjump.training.monitor import load_measurements
 from layerjump.training.pretrain import Recipe, training_arguments
+from layerjump.training.profile import load_measurements
 
 model, text, jumps = fitted_gpt2.model, fitted_gpt2.text, fitted_gpt2.jumps  # fixtures
 

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from layerjump.jumps.collect import collect_moments as collect_moments
     from layerjump.jumps.convert import export_lens as export_lens
     from layerjump.jumps.convert import import_lens as import_lens
-    from layerjump.jumps.estimators.gradient import fit_jacobian as fit_jacobian
-    from layerjump.jumps.estimators.gradient import train_n_njtc as train_n_njtc
+    from layerjump.jumps.estimators.jacobian import fit_jacobian as fit_jacobian
+    from layerjump.jumps.estimators.low_rank import train_n_njtc as train_n_njtc
     from layerjump.jumps.fit import fit as fit
     from layerjump.jumps.jumps import Jumps as Jumps
-    from layerjump.jumps.statistics import Moments as Moments
+    from layerjump.jumps.moments import Moments as Moments
     from layerjump.lens.lens import Lens as Lens
     from layerjump.lens.trajectory import Trajectory as Trajectory
     from layerjump.lens.tuning import refine as refine
@@ -76,7 +76,7 @@ _HOME = {
     "Jumps": "jumps.jumps",
     "Lens": "lens.lens",
     "Model": "models.model",
-    "Moments": "jumps.statistics",
+    "Moments": "jumps.moments",
     "Positions": "data.positions",
     "Site": "models.structure",
     "Trajectory": "lens.trajectory",
@@ -88,7 +88,7 @@ _HOME = {
     "fit": "jumps.fit",
     "generate": "generation.generate",
     "import_lens": "jumps.convert",
-    "fit_jacobian": "jumps.estimators.gradient",
+    "fit_jacobian": "jumps.estimators.jacobian",
     "linearize": "interventions.linearize",
     "load": "models.loading",
     "batch_from_ids": "data.batches",
@@ -99,7 +99,7 @@ _HOME = {
     "split_documents": "data.corpus",
     "skip_blocks": "interventions.linearize",
     "capture_states": "models.model",
-    "train_n_njtc": "jumps.estimators.gradient",
+    "train_n_njtc": "jumps.estimators.low_rank",
     "make_draft_model": "pruning.draft_model",
 }
 

@@ -12,7 +12,7 @@ from helpers.task_data import LINES, write_questions
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation, LayerjumpError
-from layerjump.evaluation.early_exit import EarlyExitModel, LinearizedModel, WholeModel, make_variant, parse_blocks
+from layerjump.evaluation.model_variants import EarlyExitModel, LinearizedModel, WholeModel, make_variant, parse_blocks
 from layerjump.evaluation.tasks import TASKS, evaluate, load_items, select_tasks, wilson_interval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import layerjump as lj
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import LinearizedModel, make_variant
+from layerjump.evaluation.model_variants import LinearizedModel, make_variant
 from layerjump.evaluation.perplexity import perplexity, windows
 
 

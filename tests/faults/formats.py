@@ -30,7 +30,7 @@ from layerjump.jumps import serialization
 from layerjump.jumps.collect import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import RunInfo
-from layerjump.jumps.statistics import Moments
+from layerjump.jumps.moments import Moments
 from layerjump.lens.tuning import CHECKPOINT_NAME as UNFINISHED
 from layerjump.lens.tuning import TrainableMap, Tuner
 from layerjump.models.fingerprint import fingerprint

@@ -10,7 +10,7 @@ from layerjump import io
 from layerjump.data.batches import make_batches
 from layerjump.data.positions import Positions
 from layerjump.errors import BadArtifact, BadExit
-from layerjump.evaluation.early_exit import TeacherForcedExit
+from layerjump.evaluation.model_variants import TeacherForcedExit
 from layerjump.generation.calibration import dataset, serialization
 from layerjump.generation.calibration.calibrate import calibrate
 from layerjump.generation.calibration.cost_model import Costs, exit_cost, measure_costs

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from layerjump.jumps.estimators.registry import ESTIMATORS, solve
-from layerjump.jumps.statistics import Source, Target
+from layerjump.jumps.moments import Source, Target
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 BY_SOURCE = [name for name, row in ESTIMATORS.items() if row.scope == "source"]

@@ -15,7 +15,7 @@ from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site, Structure
-from layerjump.pruning.edit_model import cannot_drop, without_blocks
+from layerjump.pruning.surgery import cannot_drop, without_blocks
 
 EXACT = 1e-10
 

@@ -9,7 +9,7 @@ from helpers.tiny_models import CASES, tiny_model
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.interventions.patching import Rerun, add_noise, patch, replace_by_constant, replace_by_map, restrict_to
-from layerjump.jumps.memory import site_width
+from layerjump.jumps.cost_estimate import site_width
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Site, Structure, parse_pairs

@@ -22,8 +22,8 @@ from layerjump.errors import (
     WrongModel,
 )
 from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
+from layerjump.jumps.cost_estimate import CostEstimate, site_width
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.memory import CostEstimate, site_width
 from layerjump.models.structure import Site, parse_pairs
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layerjump.errors import BadEstimator, BadMoments
 from layerjump.jumps.estimators.registry import ESTIMATORS, solve
-from layerjump.jumps.statistics import Source, Target
+from layerjump.jumps.moments import Source, Target
 
 # ---- hard sums -----------------------------------------------------------------------------------
 

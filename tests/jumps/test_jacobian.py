@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 import layerjump as lj
 from layerjump.data.batches import batch_from_ids
 from layerjump.errors import BadModel, TextTooShort
-from layerjump.jumps.estimators import gradient
+from layerjump.jumps.estimators import jacobian
 from layerjump.models.model import Model
 
 TEXT = lj.Corpus(
@@ -153,7 +153,7 @@ def last_level(model: Model, ids: list[int], position: int, push: torch.Tensor) 
 def test_batches_and_copies_change_rounding_alone(tiny, monkeypatch):
     whole = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
     for cells in (40, 5000):
-        monkeypatch.setattr(gradient, "_MAX_POSITIONS", cells)
+        monkeypatch.setattr(jacobian, "_MAX_POSITIONS", cells)
         again = lj.fit_jacobian(tiny, TEXT, skip_first=2, **ALL)
         for pair in whole:
             torch.testing.assert_close(again[pair].weight, whole[pair].weight)

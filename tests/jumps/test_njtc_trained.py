@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import layerjump as lj
 from layerjump.cli.main import app
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.gradient import LowRankBatchNorm, train_n_njtc
+from layerjump.jumps.estimators.low_rank import LowRankBatchNorm, train_n_njtc
 from layerjump.models.structure import Site
 
 TEXT = stories(300)

@@ -5,7 +5,7 @@ from sklearn.linear_model import Ridge
 
 from layerjump.errors import BadEstimator, BadMoments
 from layerjump.jumps.estimators.least_squares import STRENGTHS, affine, ridge
-from layerjump.jumps.statistics import Source
+from layerjump.jumps.moments import Source
 
 
 def few_rows(seed=0):

@@ -11,7 +11,7 @@ from helpers.tiny_models import tiny_model
 
 import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
-from layerjump.jumps.estimators.post_norm import MIN_ROWS, HeldOutKL, fit_calibrated
+from layerjump.jumps.estimators.calibrated import MIN_ROWS, HeldOutKL, fit_calibrated
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine, compute_features
 from layerjump.models.model import Model

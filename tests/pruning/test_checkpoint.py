@@ -26,8 +26,8 @@ from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Structure
 from layerjump.pruning.checkpoint import PruningRecord, model_card, save
-from layerjump.pruning.edit_model import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned
+from layerjump.pruning.surgery import cannot_drop, without_blocks
 
 ALONE = """
 import sys, warnings

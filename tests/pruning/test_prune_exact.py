@@ -9,10 +9,11 @@ from helpers.tiny_models import CASES, silent_gpt2, tiny_model, wrapped
 
 import layerjump as lj
 from layerjump.errors import BadModel
-from layerjump.jumps.statistics import Moments
+from layerjump.jumps.moments import Moments
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
-from layerjump.pruning.edit_model import (
+from layerjump.pruning.replace import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
+from layerjump.pruning.surgery import (
     can_scale,
     cannot_drop,
     cannot_fold,
@@ -22,7 +23,6 @@ from layerjump.pruning.edit_model import (
     transform_stream,
     without_blocks,
 )
-from layerjump.pruning.replace import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))

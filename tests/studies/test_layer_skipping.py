@@ -17,9 +17,9 @@ from layerjump.errors import BadArtifact
 from layerjump.interventions.patching import Rerun
 from layerjump.report.report import panels
 from layerjump.studies import layer_skipping
-from layerjump.studies.ablation import small_batches
 from layerjump.studies.layer_skipping import Schedule, cheapest, most_explained, round_robins, single_jumps
 from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.variants import small_batches
 
 SETTINGS = Settings(tokens=12_000, score_positions=100, score_tokens=400)
 

@@ -6,9 +6,9 @@ import torch
 from helpers.regression_data import random
 from helpers.study_results import tables_of
 
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import block_map, block_scores
-from layerjump.jumps.statistics import Moments
-from layerjump.metrics import linearity as measure
+from layerjump.metrics import geometry as measure
 from layerjump.models.structure import Site
 from layerjump.studies import linearity
 

@@ -11,7 +11,7 @@ from helpers.study_results import tables_of
 
 import layerjump as lj
 from layerjump.jumps.collect import plan_run
-from layerjump.jumps.memory import estimate_cost
+from layerjump.jumps.cost_estimate import estimate_cost
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.studies import early_exit, examples, linearity, predictions, r2, submodules

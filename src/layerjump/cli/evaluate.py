@@ -62,7 +62,7 @@ def evaluate(
     [bold]layerjump eval smollm2 --tasks piqa --data eval --jumps jumps --exit gap:0.9[/]   with early exit
     [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]     perplexity
     """
-    from layerjump.evaluation.early_exit import make_variant
+    from layerjump.evaluation.model_variants import make_variant
     from layerjump.studies.results import to_json
 
     _check(tasks, data, limit, wikitext)

@@ -79,7 +79,7 @@ def _make_lenses(model: Model, compare: str | None, folder: Path | None, allow_o
 
 def _default_jumps(model: Model, estimators: list[str]) -> dict[str, Jumps]:
     """Jumps from the cache of default jumps; missing ones are fitted."""
-    from layerjump.jumps.cache import TEXT, TOKENS, cached_jumps, has_cached_jumps
+    from layerjump.jumps.default_jumps import TEXT, TOKENS, cached_jumps, has_cached_jumps
     from layerjump.jumps.estimators.registry import find_estimator
 
     for estimator in estimators:

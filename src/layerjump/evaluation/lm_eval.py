@@ -26,7 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from layerjump.errors import BadEvaluation
-from layerjump.evaluation.early_exit import EarlyExitModel, ModelVariant, make_variant
+from layerjump.evaluation.model_variants import EarlyExitModel, ModelVariant, make_variant
 from layerjump.evaluation.tasks import Progress, Task, TaskItem, macro_f1
 from layerjump.generation.generate import early_exit
 from layerjump.generation.rules import ExitConfig, Rule

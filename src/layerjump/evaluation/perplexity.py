@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from layerjump.errors import BadEvaluation, argument
-from layerjump.evaluation.early_exit import ModelVariant, TeacherForcedExit, WholeModel, require_causal
+from layerjump.evaluation.model_variants import ModelVariant, TeacherForcedExit, WholeModel, require_causal
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import upcast
 from layerjump.models.hooks import Capture

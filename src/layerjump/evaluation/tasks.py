@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from layerjump.data.corpus import json_rows, shorten
 from layerjump.errors import BadEvaluation, argument
-from layerjump.evaluation.early_exit import ModelVariant, require_causal
+from layerjump.evaluation.model_variants import ModelVariant, require_causal
 from layerjump.metrics.bootstrap import mean_interval, statistic_interval
 from layerjump.models.model import Model
 

@@ -20,7 +20,7 @@ from layerjump.errors import BadExit, argument
 from layerjump.generation.block_runner import BlockRunner, Counts
 from layerjump.generation.kv_cache import CacheKind
 from layerjump.generation.loop import Decoder, Sequences
-from layerjump.generation.packed_cpu import choose_blocks
+from layerjump.generation.packed_llama import choose_blocks
 from layerjump.generation.rules import ExitConfig, Rule, checked_levels
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.serialization import check_model

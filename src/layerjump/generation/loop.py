@@ -19,7 +19,7 @@ from torch import Tensor
 from layerjump.errors import BadJumps, argument
 from layerjump.generation.block_runner import BlockRunner
 from layerjump.generation.kv_cache import CacheKind
-from layerjump.generation.packed_cpu import pack_unembedding
+from layerjump.generation.packed_llama import pack_unembedding
 from layerjump.generation.rules import ExitConfig, LevelReading, checked_levels
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map

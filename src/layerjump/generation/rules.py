@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from layerjump.errors import BadExit, argument
-from layerjump.generation.packed_cpu import WeightCache, pack_unembedding
+from layerjump.generation.packed_llama import WeightCache, pack_unembedding
 from layerjump.metrics.logits import top_two
 from layerjump.models.model import Model
 from layerjump.models.structure import can_restrict, unembedding_rows, with_unembedding

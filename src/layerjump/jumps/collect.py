@@ -38,12 +38,12 @@ from layerjump.errors import (
     one_line,
 )
 from layerjump.io import parse_json, read_tensors, write_tensors, writing
+from layerjump.jumps.cost_estimate import CostEstimate, estimate_cost
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.maps import FEATURES, FeatureKind
-from layerjump.jumps.memory import CostEstimate, estimate_cost
+from layerjump.jumps.moments import Moments, Sums, sampling_keys
 from layerjump.jumps.serialization import Pairing, Record, RunInfoRecord, read_record
-from layerjump.jumps.statistics import Moments, Sums, sampling_keys
 from layerjump.models.fingerprint import identify_model
 from layerjump.models.model import Model, capture_states, require_model
 from layerjump.models.structure import Site, parse_pairs

@@ -16,8 +16,8 @@ from layerjump.jumps.collect import MAX_LENGTH, Progress, SplitMoments, plan_run
 from layerjump.jumps.estimators.registry import Estimator, Pooling, Settings, find_estimator
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine, FeatureKind, SolvedMap
+from layerjump.jumps.moments import check_moments
 from layerjump.jumps.scoring import r2, r2_identity
-from layerjump.jumps.statistics import check_moments
 from layerjump.models.model import Model
 from layerjump.models.structure import Pair, unembedding_metric
 

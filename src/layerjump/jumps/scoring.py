@@ -11,8 +11,8 @@ from torch import Tensor
 from layerjump.errors import BadMoments
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.statistics import Moments, Source, Target, check_moments, is_constant
-from layerjump.metrics.linearity import chance_floor
+from layerjump.jumps.moments import Moments, Source, Target, check_moments, is_constant
+from layerjump.metrics.geometry import chance_floor
 from layerjump.models.structure import Pair, Site
 
 NEGLIGIBLE = 1e-12

@@ -24,9 +24,9 @@ from layerjump.errors import BadPruning
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.pruning.edit_model import ffn_output_layer
 from layerjump.pruning.prune import CalibrationData, Distillation, Pruned, with_test_loss
 from layerjump.pruning.replace import FOLDING_METHODS, StreamTransform, level_after_pruning
+from layerjump.pruning.surgery import ffn_output_layer
 from layerjump.training.trainer import ResumableTrainer, find_checkpoint, silence_trainer
 
 

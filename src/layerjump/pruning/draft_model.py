@@ -15,17 +15,11 @@ from torch import nn
 from layerjump.data.corpus import Corpus
 from layerjump.errors import BadPruning
 from layerjump.jumps.estimators.registry import solve
-from layerjump.jumps.statistics import Moments
+from layerjump.jumps.moments import Moments
 from layerjump.models.model import Model, capture_states, require_model
 from layerjump.models.structure import FINAL, Site
-from layerjump.pruning.edit_model import (
-    absorb_norm_weight,
-    cannot_drop,
-    fold_input_map,
-    untie_unembedding,
-    without_blocks,
-)
 from layerjump.pruning.prune import Pruned, prepare_calibration, with_test_loss
+from layerjump.pruning.surgery import absorb_norm_weight, cannot_drop, fold_input_map, untie_unembedding, without_blocks
 
 
 def make_draft_model(

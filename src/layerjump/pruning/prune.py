@@ -25,7 +25,6 @@ from layerjump.jumps.collect import plan_run
 from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
-from layerjump.pruning.edit_model import cannot_drop, cannot_fold, cannot_rotate, count_parameters, without_blocks
 from layerjump.pruning.replace import ReplacementFitter, StreamTransform, check_method, check_spans
 from layerjump.pruning.select import (
     BlockSelector,
@@ -36,6 +35,7 @@ from layerjump.pruning.select import (
     parse_drop_count,
     required_blocks,
 )
+from layerjump.pruning.surgery import cannot_drop, cannot_fold, cannot_rotate, count_parameters, without_blocks
 
 log = logging.getLogger("layerjump")
 

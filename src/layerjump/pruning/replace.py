@@ -28,11 +28,12 @@ from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.statistics import Moments
+from layerjump.jumps.moments import Moments
 from layerjump.models.hooks import attach_map
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Pair, Site
-from layerjump.pruning.edit_model import (
+from layerjump.pruning.select import Span, blocks_in_spans
+from layerjump.pruning.surgery import (
     can_scale,
     cannot_fold,
     cannot_rotate,
@@ -40,7 +41,6 @@ from layerjump.pruning.edit_model import (
     fold_output_map,
     transform_stream,
 )
-from layerjump.pruning.select import Span, blocks_in_spans
 
 METHODS = {
     "remove": "nothing",

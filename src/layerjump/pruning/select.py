@@ -15,12 +15,12 @@ from layerjump.interventions.patching import Rerun
 from layerjump.jumps.collect import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import apply_map, to_module
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import block_map, block_pair, explained_share, residual
-from layerjump.jumps.statistics import Moments
 from layerjump.metrics.token_loss import token_losses_at
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Pair, Site
-from layerjump.pruning.edit_model import without_blocks
+from layerjump.pruning.surgery import without_blocks
 
 Span = tuple[int, int]
 """(i, j): blocks i + 1 to j are dropped, and a replacement maps level i to level j."""

@@ -16,7 +16,7 @@ from typing import Literal
 
 from layerjump.errors import BadText, CannotServe, LayerjumpError, argument, one_line
 from layerjump.generation.calibration.serialization import FILE_NAME as EXIT_RULE_FILE
-from layerjump.jumps.cache import cache_folder, cached_jumps, has_cached_jumps
+from layerjump.jumps.default_jumps import cache_folder, cached_jumps, has_cached_jumps
 from layerjump.jumps.estimators.registry import SERVED
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens, read_trajectories

@@ -26,8 +26,8 @@ from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.data import pack_rows
 from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
-from layerjump.training.monitor import measure_profile
 from layerjump.training.pretrain import Recipe, train_model, training_arguments
+from layerjump.training.profile import measure_profile
 
 MAX_LENGTH, BATCH_SIZE = 128, 16
 LEARNING_RATE = 1e-3

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
+from layerjump.jumps.cost_estimate import site_width
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine, to_module
-from layerjump.jumps.memory import site_width
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.studies.ablation import Variants, announce_cost, rerun_batches, small_batches
 from layerjump.studies.charts import Panel, draw_heat_map, mean, number
 from layerjump.studies.results import Column, Result, Study, to_json
 from layerjump.studies.setup import Setup
+from layerjump.studies.variants import Variants, announce_cost, rerun_batches, small_batches
 
 TOKEN_SHARE = 0.25
 """Share of the run's test tokens: every head of every block has three variants."""

@@ -23,7 +23,7 @@ from layerjump.studies.results import Column, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.finetune import BATCH_SIZE, LEARNING_RATE, ChoiceItem, accuracy, finetune, load_task
-from layerjump.training.monitor import BlockProfile, Profile, measure_profile
+from layerjump.training.profile import BlockProfile, Profile, measure_profile
 
 DEFAULT_STEPS = 150
 MAX_SCORED = 200

@@ -31,7 +31,6 @@ from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.jumps.scoring import r2
-from layerjump.studies.ablation import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 from layerjump.studies.charts import (
     Panel,
     Value,
@@ -45,6 +44,7 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Column, Result, Study, to_json
 from layerjump.studies.setup import Setup, maps_of
+from layerjump.studies.variants import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 
 Jump = tuple[int, int]
 

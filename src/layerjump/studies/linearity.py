@@ -19,11 +19,11 @@ from torch import Tensor
 
 from layerjump.data.positions import ALL_POSITIONS
 from layerjump.jumps.collect import product_dtype
+from layerjump.jumps.cost_estimate import estimate_cost
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.memory import estimate_cost
+from layerjump.jumps.moments import Moments, sampling_keys
 from layerjump.jumps.scoring import block_map, block_pair, block_scores
-from layerjump.jumps.statistics import Moments, sampling_keys
-from layerjump.metrics import linearity
+from layerjump.metrics import geometry
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.model import capture_states
 from layerjump.models.structure import Site, parse_pairs
@@ -191,13 +191,13 @@ def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object
         LevelRow(
             site.index,
             mean_norm=fit.moments.mean_norm(site),
-            anisotropy=linearity.anisotropy(fit.moments.source(site).scatter),
-            intrinsic_dimension=linearity.intrinsic_dimension(fit.moments.reservoir.states[site]),
+            anisotropy=geometry.anisotropy(fit.moments.source(site).scatter),
+            intrinsic_dimension=geometry.intrinsic_dimension(fit.moments.reservoir.states[site]),
         )
         for site in fit.moments.sites
     ]
     sampled = [test.moments.reservoir.states[site] for site in test.moments.sites]
-    angles = linearity.angles(sampled)
+    angles = geometry.angles(sampled)
     fit.add_position_0()
     test.add_position_0()
     blocks = [
@@ -217,7 +217,7 @@ def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object
         "sampled": len(test.documents),
         "positions": "all tokens, position 0 and special tokens included",
     }
-    headline = _headline(blocks, linearity.jump_strength(adjacent))
+    headline = _headline(blocks, geometry.jump_strength(adjacent))
     return StackTables(levels, blocks, angle_rows), headline, facts
 
 

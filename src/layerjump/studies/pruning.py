@@ -21,9 +21,9 @@ from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import ratio, time_alternately
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
-from layerjump.pruning.edit_model import cannot_drop, cannot_fold, cannot_rotate, count_parameters
 from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, prepare_calibration
 from layerjump.pruning.select import BlockSelector, contiguous_spans, required_blocks
+from layerjump.pruning.surgery import cannot_drop, cannot_fold, cannot_rotate, count_parameters
 from layerjump.studies.charts import Panel, colours, empty_figure, level_axis, line_chart, mean, number, safe, unique
 from layerjump.studies.layer_skipping import with_validation_documents
 from layerjump.studies.results import Column, Interval, Result, Study

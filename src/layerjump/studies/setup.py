@@ -26,8 +26,8 @@ from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import R2, r2
-from layerjump.jumps.statistics import Moments
 from layerjump.lens.evaluate import LensScores, evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model

@@ -38,7 +38,6 @@ from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import TOLERANCE
 from layerjump.models.structure import SUBMODULES, Pair, Site
-from layerjump.studies.ablation import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 from layerjump.studies.charts import (
     Panel,
     Value,
@@ -53,6 +52,7 @@ from layerjump.studies.charts import (
 )
 from layerjump.studies.results import Column, Finding, Result, Study
 from layerjump.studies.setup import Setup
+from layerjump.studies.variants import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 
 MAX_LEVELS = 12
 """A deeper model is replaced from this many evenly spaced levels on, and from the last."""

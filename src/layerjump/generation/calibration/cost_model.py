@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from layerjump.generation.block_runner import BlockRunner
-from layerjump.generation.packed_cpu import choose_blocks, pack_unembedding
+from layerjump.generation.packed_llama import choose_blocks, pack_unembedding
 from layerjump.generation.probes import Probe
 from layerjump.generation.rules import LevelReading, Shortlist
 from layerjump.jumps.jumps import Jumps

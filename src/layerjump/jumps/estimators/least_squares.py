@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerjump.errors import BadEstimator, BadMoments, argument
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.statistics import Source, Target, check_moments, is_constant
+from layerjump.jumps.moments import Source, Target, check_moments, is_constant
 
 # Half-decades. The low end is least squares for all practical purposes; it lies so low because a
 # few coordinates of huge variance raise the mean variance in which strengths are measured.

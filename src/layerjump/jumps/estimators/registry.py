@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from layerjump.jumps.maps import Affine, FeatureKind
-    from layerjump.jumps.statistics import Source, Target
+    from layerjump.jumps.moments import Source, Target
     from layerjump.models.structure import Pair
 
 Pooling = Literal["pooled", "best-level"]
@@ -190,7 +190,7 @@ _ROWS = (
     Estimator(
         "jacobian",
         "the mean Jacobian of the last level, by backward passes",
-        "gradient.fit_jacobian",
+        "jacobian.fit_jacobian",
         scope="gradients",
         needs_model=True,
         targets="one",
@@ -198,7 +198,7 @@ _ROWS = (
     Estimator(
         "n-njtc-trained",
         "N-NJTC as published, trained by gradient descent",
-        "gradient.train_n_njtc",
+        "low_rank.train_n_njtc",
         scope="gradients",
         settings=("rank",),
         needs_model=True,
@@ -240,7 +240,7 @@ def solve(
 
     `validation` holds the same sites' moments of the validation split, on which ridge chooses its strength.
     """
-    from layerjump.jumps.statistics import check_moments
+    from layerjump.jumps.moments import check_moments
 
     estimator = find_estimator(name, closed_form=True)
     if estimator.scope != "source":

@@ -7,16 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerjump.errors import BadMoments
-from layerjump.jumps.statistics import (
-    Moments,
-    Reservoir,
-    Source,
-    Target,
-    check_moments,
-    is_constant,
-    pool,
-    sampling_keys,
-)
+from layerjump.jumps.moments import Moments, Reservoir, Source, Target, check_moments, is_constant, pool, sampling_keys
 from layerjump.models.structure import Site
 
 A, B, C = Site(0), Site(1), Site(2)

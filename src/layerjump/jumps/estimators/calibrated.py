@@ -23,8 +23,8 @@ from layerjump.errors import BadEstimator
 from layerjump.jumps.estimators.least_squares import ridge
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, SolvedMap, compute_features
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import residual
-from layerjump.jumps.statistics import Moments
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Pair, Site
 

@@ -8,7 +8,7 @@ from helpers.study_results import check_figures
 
 from layerjump.jumps.fit import solve_jumps
 from layerjump.models.loading import load
-from layerjump.studies import transfer
+from layerjump.studies import text_transfer
 from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup
 
@@ -23,7 +23,7 @@ def setup(data_folder):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return transfer.run(setup).to_json()
+    return text_transfer.run(setup).to_json()
 
 
 def test_every_pair_has_a_cell_and_every_level_a_row(result):
@@ -73,4 +73,4 @@ def test_one_text_is_skipped(setup, tmp_path):
 
 
 def test_every_table_has_a_figure(result):
-    check_figures(transfer.STUDY, result)
+    check_figures(text_transfer.STUDY, result)

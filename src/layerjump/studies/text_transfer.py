@@ -17,8 +17,8 @@ from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import R2
-from layerjump.jumps.statistics import Moments
 from layerjump.lens.evaluate import LensScores
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval

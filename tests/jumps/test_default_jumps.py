@@ -10,7 +10,7 @@ from helpers.synthetic_jumps import same
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator
-from layerjump.jumps.cache import cached_jumps, has_cached_jumps
+from layerjump.jumps.default_jumps import cached_jumps, has_cached_jumps
 
 FEW = {"tokens": 3_000}
 

@@ -12,7 +12,7 @@ from layerjump.jumps.estimators.low_rank import low_rank, truncate_rank
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine, dequantize_int8, quantize_int8, quantize_map
 from layerjump.models.loading import load
-from layerjump.studies import layer_skipping, map_cost
+from layerjump.studies import cost_quality, layer_skipping
 from layerjump.studies.setup import Settings, Setup
 
 D, L = 80, 4
@@ -25,7 +25,7 @@ def setup(data_folder, request):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return map_cost.run(setup).to_json()
+    return cost_quality.run(setup).to_json()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_exits_cost_more_the_later_they_are(setup, result):
 
 def test_without_validation_documents_ojfa_is_left_out(setup):
     bare = setup.with_empty_cache(settings=Settings(score_positions=50, split="90/0/10"))
-    result = map_cost.run(bare).to_json()
+    result = cost_quality.run(bare).to_json()
     assert not any("ojfa" in row["map"] for row in result["tables"]["maps"])
     assert any("ojfa" in note for note in result["notes"])
 
@@ -101,17 +101,17 @@ def test_schedules_are_listed_if_alternation_ran(setup, result):
     rows = [row | {"a": None, "b": None} for row in rows]
     saved = {"tables": {"schedules": rows, "pairs": []}, "headline": {}, "notes": [], "settings": {}}
     setup.add_outcome(layer_skipping.STUDY.from_json(saved))
-    again = map_cost.run(setup).to_json()["tables"]["schedules"]
+    again = cost_quality.run(setup).to_json()["tables"]["schedules"]
     exit_row = result["tables"]["exits"][1]
     assert again[0]["flops per token"] == exit_row["flops per token"]
     assert again[0]["map bytes"] == exit_row["map bytes"]
-    one_block_more = sum(map_cost.block_flops(setup.model)[2:3]) + 2 * D * D
+    one_block_more = sum(cost_quality.block_flops(setup.model)[2:3]) + 2 * D * D
     assert again[1]["flops per token"] == again[0]["flops per token"] + one_block_more
     assert again[1]["map bytes"] == 2 * again[0]["map bytes"]
 
 
 def test_every_table_has_a_figure(result):
-    check_figures(map_cost.STUDY, result)
+    check_figures(cost_quality.STUDY, result)
 
 
 def test_lower_ranks_come_out_of_a_higher_one():

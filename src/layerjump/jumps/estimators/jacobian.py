@@ -1,6 +1,4 @@
-"""Estimators that need gradients: the Jacobian lens, and N-NJTC as published.
-
-The Jacobian lens is J_l, the mean first-order effect of a state at level l on level L:
+"""The Jacobian lens: the mean first-order effect of a state at level l on level L, by backward passes.
 
     J_l = mean over sequences, mean over sources t, sum over targets t' ≥ t, of ∂h_L(t') / ∂h_l(t)
 
@@ -10,11 +8,6 @@ Workspace in Language Models" (2026), whose lenses start at level 1; here level 
 one row of J, for all levels at once: a cotangent that is one at an output coordinate, at all targets, comes back to a
 source as the sum over the targets it reaches, and in a causal model these are its own position and later ones. So a
 batch takes d backward passes, with several rows at once where a batch is small.
-
-N-NJTC (arXiv 2409.14091) is h_L ≈ A B BN(h_l), of rank ⌊d/100⌋, trained by gradient descent on squared error. It has no
-output bias, so one rank is spent on the target mean: close to the closed form (`n-njtc`) at rank 8, far worse at rank
-1. It is a baseline only. Optimiser, learning rate, steps and batches are not public: Adam, and a rate that falls to
-zero, are ours. After training the normalisation is multiplied into B, which leaves two thin factors and a bias.
 """
 
 from __future__ import annotations
@@ -24,22 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerjump import __version__
 from layerjump.data.batches import Batch, Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text, split_documents
-from layerjump.data.positions import MASKED_SHARE, Positions
-from layerjump.errors import BadEstimator, BadModel, TextTooShort, argument
+from layerjump.data.positions import Positions
+from layerjump.errors import BadModel, TextTooShort, argument
 from layerjump.jumps.collect import MAX_LENGTH, Progress
-from layerjump.jumps.estimators.low_rank import njtc_rank
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance, RunInfo
 from layerjump.jumps.maps import Affine
 from layerjump.models.fingerprint import identify_model
 from layerjump.models.hooks import Capture
-from layerjump.models.model import Model, capture_states, require_model
+from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Pair, Site
 
 TOKENS = 12_800
@@ -88,7 +79,7 @@ def fit_jacobian(
         )
     sources, last = [Site(level) for level in indices], Site(model.n_blocks)
     positions = Positions("all", skip_first=skip_first)
-    info, batches = _fit_batches(
+    info, batches = fit_batches(
         model, text, positions, tokens=tokens, split=split, seed=seed, max_length=max_length, budget=_MAX_POSITIONS
     )
     sums, n_sequences, n_sources = _sum_jacobians(model, batches, sources, progress)
@@ -99,49 +90,10 @@ def fit_jacobian(
         )
     maps = {(site, last): Affine.of(sums[site] / n_sequences) for site in sources}
     settings = {"max_length": max_length, "n_prompts": n_sequences}
-    return _make_jumps(maps, info, "jacobian", settings, n_fit=n_sources)
+    return jumps_to_last(maps, info, "jacobian", settings, n_fit=n_sources)
 
 
-def train_n_njtc(
-    model: Model,
-    text: Corpus | str | Path,
-    *,
-    steps: int = 400,
-    rank: int | None = None,
-    rate: float = 1e-2,
-    tokens: int | None = None,
-    split: str = "80/10/10",
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Jumps:
-    """Train N-NJTC as published: one low-rank map per level, all on the same batches.
-
-    Args:
-        model: The model to run.
-        text: A corpus, or anything that `load_text` reads.
-        steps: Number of optimiser steps; a step is a batch, at all positions but the first.
-        rank: Rank of the maps. Default: d // 100.
-        rate: Peak learning rate.
-        tokens: Number of tokens of the fit split to run. Default: all.
-        split: Shares or numbers of documents in the splits; `fit` with the same split and seed fits the same documents.
-        seed: Seed of the split, of the initial weights and of the order of batches.
-        progress: Called after each step with the steps done and the steps to do.
-    """
-    if steps < 1:
-        raise BadEstimator(f"expected {argument('steps')} of 1 or more, got {steps}")
-    rank = njtc_rank(model.d_model) if rank is None else rank
-    if not 1 <= rank <= model.d_model:
-        raise BadEstimator(f"expected a {argument('rank')} from 1 to {model.d_model}, got {rank}")
-    positions = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
-    info, batches = _fit_batches(model, text, positions, tokens=tokens, split=split, seed=seed)
-    jumps, n_rows = _train(model, batches, steps, rank, rate, seed, progress)
-    last = Site(model.n_blocks)
-    maps = {(site, last): jump.cpu().eval().fold() for site, jump in jumps.items()}
-    settings = {"steps": steps, "rank": rank, "rate": rate}
-    return _make_jumps(maps, info, "n-njtc-trained", settings, n_fit=n_rows, rank=rank)
-
-
-def _fit_batches(
+def fit_batches(
     model: Model,
     text: Corpus | str | Path,
     positions: Positions,
@@ -178,7 +130,7 @@ def _fit_batches(
     return info, batches
 
 
-def _make_jumps(
+def jumps_to_last(
     maps: Mapping[Pair, Affine],
     info: RunInfo,
     estimator: str,
@@ -278,67 +230,3 @@ def _frozen(model: Model) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-class LowRankBatchNorm(nn.Module):
-    """One level's N-NJTC map while it is trained; the output is in units of the target's standard deviation."""
-
-    def __init__(self, width: int, rank: int, scale: Tensor, generator: torch.Generator) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-        self.down = nn.Parameter(torch.randn(rank, width, generator=generator) / width**0.5)
-        self.up = nn.Parameter(torch.randn(width, rank, generator=generator) / rank**0.5)
-        self.scale = nn.Buffer(scale)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.norm(rows) @ self.down.mT @ self.up.mT * self.scale
-
-    @torch.no_grad()
-    def fold(self) -> Affine:
-        """Return the trained map, the normalisation multiplied into its factors."""
-        mean, variance = self.norm.running_mean, self.norm.running_var
-        assert mean is not None
-        assert variance is not None
-        gain = self.norm.weight / (variance + self.norm.eps).sqrt()
-        up = self.up * self.scale[:, None]
-        bias = up @ (self.down @ (self.norm.bias - mean * gain))
-        return Affine.of(up, self.down * gain, bias=bias)
-
-
-def _train(
-    model: Model, batches: Batches, steps: int, rank: int, rate: float, seed: int, progress: Progress | None
-) -> tuple[dict[Site, LowRankBatchNorm], int]:
-    """The trained map of every level, and the number of rows they were trained on."""
-    last = Site(model.n_blocks)
-    sites = [Site(level) for level in range(model.n_blocks)]
-    jumps: dict[Site, LowRankBatchNorm] = {}
-    optimiser: Any = None
-    n_rows, variance = 0, 1.0
-    for step in range(steps):
-        epoch, offset = divmod(step, len(batches))
-        index = int(np.random.default_rng([seed, epoch]).permutation(len(batches))[offset])
-        states = next(iter(capture_states(model, [batches[index]], [*sites, last]))).at
-        if len(states[last]) < 2:
-            continue  # batch normalisation needs two rows
-        target = states[last].float()
-        if not jumps:
-            generator, scale = torch.Generator().manual_seed(seed), target.std(0)
-            jumps = {site: LowRankBatchNorm(model.d_model, rank, scale.cpu(), generator).to(scale) for site in sites}
-            variance = float(scale.square().mean().clamp_min(1e-12))
-            parameters = [p for jump in jumps.values() for p in jump.parameters()]
-            optimiser = torch.optim.Adam(parameters, lr=rate)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, 2 * (1 - step / steps))
-        with torch.enable_grad():
-            for site, jump in jumps.items():
-                error = jump(states[site].to(target)) - target
-                # One scale for all coordinates: the learning rate then suits states of any size.
-                (error.square().mean() / variance).backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        n_rows += len(target)
-        if progress:
-            progress(step + 1, steps)
-    if not jumps:
-        raise TextTooShort("no batch has two positions, which batch normalisation needs; use longer text")
-    return jumps, n_rows

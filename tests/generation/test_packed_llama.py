@@ -9,7 +9,7 @@ from helpers.tiny_models import tiny_model
 
 import layerjump as lj
 from layerjump.generation.block_runner import BlockRunner, HuggingFaceBlocks
-from layerjump.generation.packed_cpu import PackedLlamaBlocks, choose_blocks, pack_unembedding
+from layerjump.generation.packed_llama import PackedLlamaBlocks, choose_blocks, pack_unembedding
 
 
 def test_packed_blocks_and_unembedding_equal_hugging_faces():

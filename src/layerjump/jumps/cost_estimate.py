@@ -9,7 +9,7 @@ import psutil
 
 from layerjump.data.batches import Batches
 from layerjump.errors import TooLarge, argument
-from layerjump.jumps.statistics import Moments
+from layerjump.jumps.moments import Moments
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site
 

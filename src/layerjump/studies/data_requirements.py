@@ -22,8 +22,8 @@ from layerjump.data.corpus import Corpus
 from layerjump.jumps.collect import RunPlan, product_dtype
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import R2
-from layerjump.jumps.statistics import Moments
 from layerjump.lens.lens import Lens
 from layerjump.models.model import capture_states
 from layerjump.studies.charts import (

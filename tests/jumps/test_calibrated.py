@@ -13,12 +13,12 @@ from sklearn.linear_model import Ridge
 import layerjump as lj
 from layerjump.errors import BadEstimator, BadMoments
 from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
+from layerjump.jumps.estimators.calibrated import fit_calibrated
 from layerjump.jumps.estimators.least_squares import ridge, strength_unit
-from layerjump.jumps.estimators.post_norm import fit_calibrated
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import compute_features, to_affine
+from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import residual
-from layerjump.jumps.statistics import Moments
 from layerjump.models.structure import FINAL, Site
 
 TOKENS = 30_000

@@ -9,7 +9,7 @@ from helpers.story_text import stories
 from helpers.study_results import check_figures
 
 from layerjump.models.loading import load
-from layerjump.studies import data_efficiency
+from layerjump.studies import data_requirements
 from layerjump.studies.setup import Settings, Setup
 
 
@@ -21,7 +21,7 @@ def setup(data_folder, request):
 
 @pytest.fixture(scope="module")
 def result(setup):
-    return data_efficiency.run(setup).to_json()
+    return data_requirements.run(setup).to_json()
 
 
 def test_the_last_prefix_is_the_whole_fit(setup, result):
@@ -65,9 +65,9 @@ def test_clean_text_scores_highest(setup, result):
 
 def test_corruption_leaves_other_documents_unchanged():
     corpus = stories(10)
-    for variant in data_efficiency.CORRUPTIONS:
-        changed = data_efficiency.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
-        assert changed == data_efficiency.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
+    for variant in data_requirements.CORRUPTIONS:
+        changed = data_requirements.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
+        assert changed == data_requirements.corrupt(corpus, [1, 2, 3, 4], variant, seed=0)
         same = [a == b for a, b in zip(corpus.documents, changed.documents, strict=True)]
         assert [same[document] for document in (0, 5, 6, 7, 8, 9)] == [True] * 6
         assert not all(same)
@@ -75,24 +75,24 @@ def test_corruption_leaves_other_documents_unchanged():
 
 def test_shuffling_keeps_words_and_whitespace():
     before = "one  two\nthree four five six seven"
-    (after,) = data_efficiency.shuffle_words([before], 0)
+    (after,) = data_requirements.shuffle_words([before], 0)
     assert after != before
     assert Counter(after.split()) == Counter(before.split())
     assert [c for c in after if c.isspace()] == [c for c in before if c.isspace()]
 
 
 def test_duplication_repeats_the_first_half():
-    assert data_efficiency.duplicate_half(["a", "b", "c", "d"], 0) == ["a", "b", "a", "b"]
-    assert data_efficiency.duplicate_half(["a", "b", "c"], 0) == ["a", "b", "a"]
+    assert data_requirements.duplicate_half(["a", "b", "c", "d"], 0) == ["a", "b", "a", "b"]
+    assert data_requirements.duplicate_half(["a", "b", "c"], 0) == ["a", "b", "a"]
 
 
 def test_noise_replaces_about_15_percent_with_words_of_the_text():
     before = [" ".join(f"w{n}" for n in range(5000))]
-    after = data_efficiency.replace_words(before, 0)[0].split()
+    after = data_requirements.replace_words(before, 0)[0].split()
     changed = sum(f"w{n}" != word for n, word in enumerate(after))
     assert 0.13 < changed / 5000 < 0.17
     assert set(after) <= set(before[0].split())
 
 
 def test_every_table_has_a_figure(result):
-    check_figures(data_efficiency.STUDY, result)
+    check_figures(data_requirements.STUDY, result)

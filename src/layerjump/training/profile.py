@@ -27,7 +27,7 @@ from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.scoring import block_map, block_pair, block_scores
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
-from layerjump.metrics.linearity import jump_strength
+from layerjump.metrics.geometry import jump_strength
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 
