@@ -32,7 +32,7 @@ from leaderboard.held_out import HeldOut, held_out, own_calibration
 from leaderboard.ours import OURS, Made, Workshop
 from leaderboard.peers import PEERS, Budget, record, record_scores, recorded, recorded_scores, run_peers
 from leaderboard.scores import Scores, difference, score
-from leaderboard.show import Board, beside, condensed, figure, markdown, table, write_page
+from leaderboard.show import Board, compare_lenses, condensed, figure, markdown, table, write_page
 from mixture import mixture
 
 import layerjump as lj
@@ -122,7 +122,7 @@ def main() -> None:
 def _page(name: str, by_text: dict[str, Board]) -> str:
     """A model's tables: all texts at a glance, then each of them in full, with what is said of rivals."""
     said = {
-        text: [beside(*rivals, board).strip() for rivals in RIVALS if _met(*rivals, board)]
+        text: [compare_lenses(*rivals, board).strip() for rivals in RIVALS if _met(*rivals, board)]
         for text, board in by_text.items()
     }
     parts = [f"## {name}", condensed(by_text)]
@@ -232,7 +232,7 @@ def one_board(
     documents = len(held.document.unique())
     print(f"\n{name}, {text}: {len(held):,} held-out positions of {documents:,} documents")
     print(table(board))
-    print("\n".join(beside(*rivals, board) for rivals in RIVALS if _met(*rivals, board)))
+    print("\n".join(compare_lenses(*rivals, board) for rivals in RIVALS if _met(*rivals, board)))
     print(f"  calibration error of the model itself {own_calibration(model, held):.3f}", flush=True)
     return board
 

@@ -82,22 +82,26 @@ def condensed(boards: dict[str, Board]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def beside(one: str, other: str, board: Board) -> str:
-    """In a sentence: at how many levels one lens is better than another, and where it is worse beyond noise."""
-    apart = board[one]["beside"][other]
-    kl = [ends for ends in apart["kl"]["levels"][1:] if ends is not None]
-    lower, surely = sum(ends[0] < 0 for ends in kl), sum(ends[2] < 0 for ends in kl)
-    worse = {
-        "KL": _levels(apart["kl"], lambda ends: ends[1] > 0),
-        "P@1": _levels(apart["p1"], lambda ends: ends[2] < 0),
-    }
-    said = "; ".join(f"worse in {name} beyond noise: {levels}" for name, levels in worse.items())
-    return f"  {one} beside {other}: KL lower at {lower} of {len(kl)} levels, beyond noise at {surely}; {said}"
+def compare_lenses(one: str, other: str, board: Board) -> str:
+    """Compare two lenses in one line: at how many levels the first is better, and where it is worse beyond noise."""
+    differences = board[one]["beside"][other]
+    kl = [interval for interval in differences["kl"]["levels"][1:] if interval is not None]
+    lower, significant = sum(mean < 0 for mean, _, _ in kl), sum(high < 0 for _, _, high in kl)
+    higher_kl = _levels(differences["kl"], lambda interval: interval[1] > 0)
+    lower_p1 = _levels(differences["p1"], lambda interval: interval[2] < 0)
+    return (
+        f"  {one} against {other}: KL lower at {lower} of {len(kl)} levels, beyond noise at {significant}; "
+        f"KL higher beyond noise: {higher_kl}; P@1 lower beyond noise: {lower_p1}"
+    )
 
 
-def _levels(apart: dict[str, Any], worse: Callable[[list[float]], bool]) -> str:
-    found = [level for level, ends in enumerate(apart["levels"]) if level and ends and worse(ends)]
-    return "levels " + ", ".join(map(str, found)) if found else "nowhere"
+def _levels(differences: dict[str, Any], is_worse: Callable[[list[float]], bool]) -> str:
+    levels = [
+        level for level, interval in enumerate(differences["levels"]) if level and interval and is_worse(interval)
+    ]
+    if not levels:
+        return "nowhere"
+    return ("level " if len(levels) == 1 else "levels ") + ", ".join(map(str, levels))
 
 
 def figure(model: str, text: str, board: Board, peers: tuple[str, ...]) -> go.Figure:
