@@ -115,7 +115,7 @@ def replayed(model: lj.Model, text: lj.Corpus, options: argparse.Namespace) -> t
         "ours",
         tokens=options.fit,
         split=SPLIT,
-        score_positions=120 if options.quick else 1_000,
+        test_positions=120 if options.quick else 1_000,
         estimators=("mat", JUMPS),
     )
     setup = Setup(model, text, settings)

@@ -38,7 +38,7 @@ PAPER = "r2,predictions,exits"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
     "demo": ("smollm2", ["pydoc"], ",".join(MAIN), {"protocol": "ours", "tokens": 16_000}),
     "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper"}),
-    "smollm2-submodules": ("smollm2", [WIKIPEDIA], "submodules", {"protocol": "paper", "score_tokens": 4_000}),
+    "smollm2-submodules": ("smollm2", [WIKIPEDIA], "submodules", {"protocol": "paper", "variant_tokens": 4_000}),
     "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
     "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
     "rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], PAPER, {"protocol": "paper"}),
@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         str(MODELS / "rxn-bert"),
         [REACTIONS],
         "submodules",
-        {"protocol": "paper", "score_tokens": 20_000},
+        {"protocol": "paper", "variant_tokens": 20_000},
     ),
     "calibrated-smollm2": (
         "smollm2",
@@ -68,19 +68,19 @@ RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
         str(MODELS / "stories15M"),
         [STORIES],
         "finetune",
-        {"protocol": "ours", "finetune_task": str(TASKS / "boolq.jsonl"), "finetune_runs": 3},
+        {"protocol": "ours", "finetune_task": str(TASKS / "boolq.jsonl"), "training_runs": 3},
     ),
     "finetune-smollm2": (
         "smollm2",
         [WIKIPEDIA],
         "finetune",
-        {"protocol": "ours", "finetune_task": str(TASKS / "copa.jsonl"), "finetune_runs": 3},
+        {"protocol": "ours", "finetune_task": str(TASKS / "copa.jsonl"), "training_runs": 3},
     ),
     "architecture": (
         str(TINY),
         [STORIES],
         "architecture",
-        {"protocol": "ours", "train_steps": 300, "finetune_runs": 3, "split": "70/10/20"},
+        {"protocol": "ours", "training_steps": 300, "training_runs": 3, "split": "70/10/20"},
     ),
 }
 
@@ -103,7 +103,7 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Run one row of the table, write its report, print its headlines and return them."""
     source, texts, studies, given = RUNS[name]
     if quick:
-        given = given | {"split": "600/60/60", "score_tokens": 300}
+        given = given | {"split": "600/60/60", "variant_tokens": 300}
     settings = make_settings(**given)
     first, *others = [lj.load_text(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)

@@ -70,7 +70,7 @@ def study_setup(request, data_folder, study_text):
     import layerjump as lj
     from layerjump.studies.setup import Setup, make_settings
 
-    settings = make_settings("ours", tokens=6_000, score_positions=120)
+    settings = make_settings("ours", tokens=6_000, test_positions=120)
     model = lj.load(data_folder / request.param)
     return Setup(model, study_text, settings, level_pairs="all")
 

@@ -81,10 +81,10 @@ def test_commands_refuse_bad_options(monkeypatch, capsys, tmp_path, data_folder,
 def test_estimators_refuse_settings_they_do_not_have(model, text, sums, jumps):
     with refusal("ridge", "none", "validation split"):
         solve_jumps(sums, "ridge")
-    with refusal("mat has no setting pooling"):
-        solve_jumps(sums, "mat", pooling="pooled")
+    with refusal("mat has no setting ojfa_pooling"):
+        solve_jumps(sums, "mat", ojfa_pooling="pooled")
     with refusal("'sideways'", "'best-level' or 'pooled'"):
-        solve_jumps(collect_moments(model, text, tokens=2_000, validation=True), "ojfa", pooling="sideways")
+        solve_jumps(collect_moments(model, text, tokens=2_000, use_validation=True), "ojfa", ojfa_pooling="sideways")
     with refusal("learning_rate above 0", "0.2", "got 0"):
         lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
 
@@ -139,7 +139,7 @@ def test_jumps_that_a_foreign_format_cannot_hold(tmp_path):
     tiny = lj.Model.wrap(tiny_model("gpt2", dtype=torch.float32), name="tiny")
     pair, known = (Site(1), FINAL), foreign_lenses.drawn(tiny, [(0, 3)]).provenance
     weight = torch.eye(foreign_lenses.D)
-    to_final = Jumps.of({pair: Affine.of(weight)}, {pair: JumpInfo(*pair, "mat")}, known)
+    to_final = Jumps.from_maps({pair: Affine.of(weight)}, {pair: JumpInfo(*pair, "mat")}, known)
     with refusal("no jump between levels", "pairs='all'"):
         lj.export_lens(to_final, tiny, tmp_path / "a", format="mat")
     with refusal("no jump from a level above 0 to the last", "to-last"):

@@ -73,7 +73,7 @@ def test_scores_are_the_librarys_readings(causal, study_text, jumps):
     found = score(causal, lj.Lens(causal, jumps), held)
     documents = lj.split_documents(len(study_text.documents)).test[: POSITIONS // A_DOCUMENT]
     whole = lj.make_batches(study_text, causal.tokenization, lj.Positions("all"), documents=documents)
-    batches = whole.look_at(lj.Positions("sample", A_DOCUMENT))
+    batches = whole.with_picks_at(lj.Positions("sample", A_DOCUMENT))
     read = evaluate_lenses(causal, {"mat": lj.Lens(causal, jumps)}, batches)
     for name in ("kl", "surprisal"):
         wanted = getattr(read, name)[0, :-1].double().mean(-1)

@@ -50,7 +50,7 @@ def held_out(
         # Cut whole and then looked at here and there: otherwise a text ends at its last pick, and what comes next,
         # which calibration is held against, is not in it.
         whole = lj.make_batches(corpus, model.tokenization, lj.Positions("all"), documents=documents)
-        batches = whole.look_at(some)
+        batches = whole.with_picks_at(some)
     found = list(lj.capture_states(model, batches, range(model.n_blocks + 1)))
     document = torch.cat([each.batch.document for each in found])
     order = document.argsort(stable=True)

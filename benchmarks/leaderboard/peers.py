@@ -157,14 +157,14 @@ def recorded_scores(model: str, text: str, lens: str, held: HeldOut) -> Scores |
     if not path.exists():
         return None
     with np.load(path) as known:
-        kl, place, document = known["kl"].astype(np.float64), known["place"], known["document"]
+        kl, rank, document = known["kl"].astype(np.float64), known["place"], known["document"]
     if document.tolist() != held.document.tolist():
         return None
     nothing = np.full_like(kl, np.nan)
     level = nothing[:, 0]
     return Scores(
         kl,
-        np.where(place < 0, np.nan, place),
+        np.where(rank < 0, np.nan, rank),
         surprisal=nothing,
         probability=nothing,
         hit=nothing,
@@ -180,7 +180,7 @@ def record_scores(model: str, text: str, lens: str, scores: Scores) -> None:
     np.savez_compressed(
         RECORD.with_name(f"{model}-{text}-{lens}.npz"),
         kl=scores.kl.astype(np.float16),
-        place=np.nan_to_num(scores.place, nan=-1).clip(max=20).astype(np.int8),
+        place=np.nan_to_num(scores.rank, nan=-1).clip(max=20).astype(np.int8),
         document=scores.document.astype(np.int32),
     )
 

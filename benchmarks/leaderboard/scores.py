@@ -27,7 +27,7 @@ class Scores:
     """What one lens reads at levels 0 … L − 1 of the held-out positions; NaN at levels that it does not read."""
 
     kl: Floats  # (levels, positions), as are the next four
-    place: Floats
+    rank: Floats
     surprisal: Floats
     probability: Floats
     """That the lens gives to its best token."""
@@ -60,7 +60,7 @@ class Scores:
         return self._means()[name]
 
     def _means(self) -> dict[str, Floats]:
-        hits = {f"p{k}": np.where(np.isnan(self.place), np.nan, self.place < k) for k in KS}
+        hits = {f"p{k}": np.where(np.isnan(self.rank), np.nan, self.rank < k) for k in KS}
         return {"kl": self.kl, **hits, "surprisal": self.surprisal}
 
     def _mean(self, values: Floats) -> Interval:
@@ -102,14 +102,14 @@ def score(model: lj.Model, lens: lj.Lens, held: HeldOut) -> Scores:
             probabilities = logits.softmax(-1)
             best = probabilities.gather(1, seen.top[:, None])[:, 0]
             hit = seen.top == held.wanted[rows]
-            columns = (seen.kl, seen.place, seen.surprisal, best, hit)
+            columns = (seen.kl, seen.rank, seen.surprisal, best, hit)
             cells[:, level, rows] = torch.stack([column.double() for column in columns])
             totals[level].index_add_(0, groups[rows], probabilities)
     marginal, draws = _marginal(totals, readable)
     known = (held.wanted >= 0).double().numpy()
-    kl, place, surprisal, probability, hit = cells.numpy()
+    kl, rank, surprisal, probability, hit = cells.numpy()
     document = held.document.double().numpy()
-    return Scores(kl, place, surprisal, probability, hit, marginal, draws, known, document)
+    return Scores(kl, rank, surprisal, probability, hit, marginal, draws, known, document)
 
 
 def _reads(lens: lj.Lens, level: int) -> bool:

@@ -42,7 +42,7 @@ def command(monkeypatch, capsys, data_folder):
 def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(stories(5).documents))
-    given = ("--tasks", "copa,cb", "--data", data, "--limit", 2, "--wikitext", text)
+    given = ("--tasks", "copa,cb", "--data", data, "--limit", 2, "--perplexity-text", text)
     code, said = command(*given, "--window", 32, "-o", tmp_path / "out.json")
     assert code == 0, said.err
     assert "copa" in said.out
@@ -65,10 +65,10 @@ def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
         (["--tasks", "copa", "--data", "DATA", "--limit", "0"], "--limit of 1 item or more, got 0"),
         (["--tasks", "copa", "--data", "DATA", "--jumps", "DATA"], "error: "),
         (["--tasks", "copa", "--data", "DATA", "--batch-size", "0"], "--batch-size"),
-        (["--wikitext", "DATA/none.txt"], "cannot be read"),
-        (["--wikitext", "DATA/copa.jsonl", "--window", "1"], "2 to 128"),
-        (["--wikitext", "DATA/copa.jsonl", "--stride", "0"], "--stride of 1 to 128, got 0"),
-        (["--wikitext", "DATA/copa.jsonl", "--limit", "0"], "1 window"),
+        (["--perplexity-text", "DATA/none.txt"], "cannot be read"),
+        (["--perplexity-text", "DATA/copa.jsonl", "--window", "1"], "2 to 128"),
+        (["--perplexity-text", "DATA/copa.jsonl", "--stride", "0"], "--stride of 1 to 128, got 0"),
+        (["--perplexity-text", "DATA/copa.jsonl", "--limit", "0"], "1 window"),
     ],
 )
 def test_bad_input_is_one_line(command, data, arguments, said):

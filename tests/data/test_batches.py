@@ -57,15 +57,15 @@ def test_picks_do_not_depend_on_budget_order_or_shards(documents, tokens, kind, 
     corpus, positions = corpus_of(documents), Positions.parse(kind)
     order = list(range(len(documents)))
     random.shuffle(order)
-    expected = picks(make_batches(corpus, tokens, positions, budget=a))
-    shuffled = make_batches(corpus, tokens, positions, documents=order, budget=b)
+    expected = picks(make_batches(corpus, tokens, positions, max_batch_tokens=a))
+    shuffled = make_batches(corpus, tokens, positions, documents=order, max_batch_tokens=b)
     assert picks(shuffled) == expected
     assert sorted(p for rank in range(3) for p in picks(shuffled.shard(rank, 3))) == expected
 
 
 @given(corpora, tokens, st.integers(1, 100), st.integers(1, 6))
 def test_shards_are_disjoint_complete_and_even(documents, tokens, budget, world):
-    found = make_batches(corpus_of(documents), tokens, EVERY, budget=budget)
+    found = make_batches(corpus_of(documents), tokens, EVERY, max_batch_tokens=budget)
     shards = [found.shard(rank, world) for rank in range(world)]
     lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 1
@@ -80,7 +80,7 @@ def test_shards_are_disjoint_complete_and_even(documents, tokens, budget, world)
 
 @given(corpora, tokens, kinds, st.integers(1, 100))
 def test_a_batch_is_what_it_says(documents, tokens, kind, budget):
-    found = make_batches(corpus_of(documents), tokens, Positions.parse(kind), budget=budget)
+    found = make_batches(corpus_of(documents), tokens, Positions.parse(kind), max_batch_tokens=budget)
     for batch in found:
         rows, longest = batch.input_ids.shape
         assert rows == 1 or rows * longest <= budget
@@ -96,7 +96,7 @@ def test_a_batch_is_what_it_says(documents, tokens, kind, budget):
     assert found.n_picks == sum(batch.n_picks for batch in found)
     assert found.n_sequences == sum(len(batch.input_ids) for batch in found)
     cells = sum(batch.input_ids.numel() for batch in found)
-    assert found.padding == pytest.approx(1 - found.n_tokens / cells)
+    assert found.padding_share == pytest.approx(1 - found.n_tokens / cells)
 
 
 def test_a_long_document_is_cut_and_every_piece_wrapped():
@@ -191,7 +191,7 @@ def test_too_few_tokens():
     [
         ({"documents": [0, 7]}, "0 to 4 of numbers, got 7"),
         ({"documents": [-1]}, "0 to 4 of numbers, got -1"),
-        ({"budget": 0}, "budget of 1 or more, got 0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens of 1 or more, got 0"),
         ({"tokens": 0}, "tokens of 1 or more, got 0"),
         ({"seed": -3}, "seed of 0 or more, got -3"),
         ({"max_length": 2}, "max_length of at least 3"),
@@ -214,15 +214,15 @@ def test_shards_that_are_not_there(rank, world):
 def test_more_shards_than_batches():
     found = make_batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
     empty = found.shard(1, 2)
-    assert (len(found), len(empty), list(empty), empty.n_tokens, empty.padding) == (1, 0, [], 0, 0)
+    assert (len(found), len(empty), list(empty), empty.n_tokens, empty.padding_share) == (1, 0, [], 0, 0)
 
 
 def test_the_seed_orders_the_batches_and_draws_the_picks():
     corpus = corpus_of([range(n % 14 + 1) for n in range(200)])
 
     def run(seed):
-        every = make_batches(corpus, TOKENS["llama"], EVERY, seed=seed, budget=64)
-        one = make_batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, budget=64)
+        every = make_batches(corpus, TOKENS["llama"], EVERY, seed=seed, max_batch_tokens=64)
+        one = make_batches(corpus, TOKENS["llama"], Positions("one"), seed=seed, max_batch_tokens=64)
         return [batch.input_ids.tolist() for batch in every], picks(one)
 
     assert run(0) == run(0)
@@ -234,7 +234,7 @@ def test_the_seed_orders_the_batches_and_draws_the_picks():
 
 def test_the_first_batches_stand_for_all():
     corpus = corpus_of([range(n % 14 + 1) for n in range(3000)])
-    found = make_batches(corpus, TOKENS["llama"], EVERY, budget=64)
+    found = make_batches(corpus, TOKENS["llama"], EVERY, max_batch_tokens=64)
     widths = torch.tensor([batch.input_ids.shape[1] for batch in found], dtype=torch.float64)
     tenth = widths[: len(widths) // 10].mean()
     assert abs(tenth / widths.mean() - 1) < 0.15
@@ -247,12 +247,12 @@ def test_sequences_of_one_document_are_drawn_apart():
 
 def test_shards_even_out_over_the_rounds():
     corpus = corpus_of([range(n) for n in (7, 6, 5, 4)])
-    found = make_batches(corpus, TOKENS["llama"], EVERY, budget=1)  # batches of 8, 7, 6 and 5 tokens
+    found = make_batches(corpus, TOKENS["llama"], EVERY, max_batch_tokens=1)  # batches of 8, 7, 6 and 5 tokens
     assert [found.shard(rank, 2).n_tokens for rank in range(2)] == [13, 13]
 
 
 def test_indexing_is_like_a_lists():
-    found = make_batches(corpus_of([range(5)] * 9), TOKENS["llama"], EVERY, budget=12)
+    found = make_batches(corpus_of([range(5)] * 9), TOKENS["llama"], EVERY, max_batch_tokens=12)
     assert torch.equal(found[-1].input_ids, found[len(found) - 1].input_ids)
     with pytest.raises(IndexError):
         found[len(found)]
@@ -267,7 +267,7 @@ def test_little_is_padding_where_sentences_stand_next_to_long_documents():
     tokens = Tokenization.of(tokenizers.llama(vocabulary), max_positions=512)
     found = make_batches(mixed, tokens, Positions("all"))
     assert max(batch.input_ids.shape[1] for batch in found) == 512
-    assert found.padding < 0.05
+    assert found.padding_share < 0.05
 
 
 def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
@@ -283,8 +283,8 @@ def test_a_short_text_of_mixed_lengths_is_not_mostly_padding():
 def test_looking_elsewhere_masks_the_same_tokens():
     share = Positions.parse("15%")
     found = make_batches(corpus_of([range(15)] * 9), TOKENS["bert"], share)
-    for look in (Positions("all"), Positions.parse("50%"), share):
-        for ours, theirs in zip(found.look_at(look), found, strict=True):
+    for positions in (Positions("all"), Positions.parse("50%"), share):
+        for ours, theirs in zip(found.with_picks_at(positions), found, strict=True):
             assert torch.equal(ours.input_ids, theirs.input_ids)
 
 

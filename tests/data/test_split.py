@@ -20,7 +20,7 @@ def test_the_hash_is_of_the_documents_alone_and_knows_where_they_end():
 
 
 def parts(splits):
-    return splits.fit, splits.select, splits.test
+    return splits.fit, splits.validation, splits.test
 
 
 @given(st.integers(3, 300), st.integers(0, 5), st.sampled_from(["80/10/10", "98/1/1", "34/33/33"]))

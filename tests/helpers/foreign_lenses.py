@@ -38,7 +38,7 @@ def drawn(model: Model, pairs, *, bias: bool = False, rank: int | None = None) -
     known = synthetic_jumps.provenance(
         n_blocks=L, width=D, fingerprint=fingerprint(model.hf), settings={"n_prompts": 7}
     )
-    return Jumps.of(maps, infos, known)
+    return Jumps.from_maps(maps, infos, known)
 
 
 def same_maps(one: Jumps, other: Jumps) -> bool:

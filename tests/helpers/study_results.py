@@ -23,7 +23,7 @@ def tables_of(result) -> dict[str, list[dict]]:
 
 def small_run(model_folder: Path, folder: Path) -> dict:
     """results.json of the five main studies of a tiny trained model on a short text."""
-    settings = make_settings("ours", tokens=6_000, score_positions=100, estimators=("mat", "affine"))
+    settings = make_settings("ours", tokens=6_000, test_positions=100, estimators=("mat", "affine"))
     setup = Setup(load(str(model_folder)), load_text("pydoc"), settings)
     studies = select_studies(None)
     run_studies(setup, studies, folder, command="layerjump study tiny --tokens 6000")

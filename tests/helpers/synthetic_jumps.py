@@ -81,7 +81,7 @@ def infos(maps: dict[tuple[Site, Site], Affine]) -> dict[tuple[Site, Site], Jump
 def jumps(seed: int = 0, d: int = D, **changes) -> Jumps:
     """A set with one jump of each form."""
     maps = affines(seed, d)
-    return Jumps.of(maps, infos(maps), provenance(width=d, **changes))
+    return Jumps.from_maps(maps, infos(maps), provenance(width=d, **changes))
 
 
 def same(one: Jumps, other: Jumps) -> bool:

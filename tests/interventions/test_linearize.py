@@ -37,7 +37,7 @@ def jumps_of(model: Model, pairs: list, scale: float = 0.2) -> Jumps:
     maps = {pair: Affine.of(normal(d, d), bias=normal(d)) for pair in pairs}
     infos = {pair: JumpInfo(*pair, "affine") for pair in pairs}
     provenance = synthetic_jumps.provenance(width=d, n_blocks=model.n_blocks)
-    return Jumps.of(maps, infos, provenance).double()
+    return Jumps.from_maps(maps, infos, provenance).double()
 
 
 def levels(model: Model) -> list:

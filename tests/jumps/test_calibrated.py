@@ -77,7 +77,7 @@ def test_the_map_is_scikit_learns_ridge_on_these_features(model, text, collected
         assert float((mine - wanted).abs().max() / wanted.std()) < 1e-3
 
 
-def test_features_are_those_that_err_least_on_select(collected):
+def test_features_are_those_that_err_least_on_the_validation_split(collected):
     pair = (Site(1), FINAL)
     made, kind = fit_calibrated(collected.fit, collected.validation, pair)
     errors = {}
@@ -163,11 +163,11 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
     assert about.settings["how"] == "to-tune"  # both landings were there to be tuned
     assert sorted(path.name for path in (tmp_path / "jumps").iterdir()) == ["jumps.json", "jumps.safetensors"]
     wrong_ones = (
-        "--pooling magic",
+        "--ojfa-pooling magic",
         "--features magic",
         "--pairs to-last",
-        "--pooling to-tune",
-        "--refine --pooling pooled",
+        "--ojfa-pooling to-tune",
+        "--refine --ojfa-pooling pooled",
     )
     for extra in map(str.split, wrong_ones):
         wrong = run(*given, *extra)

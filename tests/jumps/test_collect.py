@@ -93,7 +93,7 @@ def test_every_estimator_makes_jumps(collected, estimator):
 
 @pytest.mark.parametrize("pooling", ["pooled", "best-level"])
 def test_one_jump_for_all(model, text, pooling):
-    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", rank=8, pooling=pooling)
+    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", rank=8, ojfa_pooling=pooling)
     assert len({tuple(jumps[level, 4][0].weight.flatten()[:9].tolist()) for level in range(4)}) == 1
     assert all(info.rank == 8 for info in jumps.info.values())
 

@@ -43,7 +43,7 @@ def test_several_processes_give_the_same_jumps(n, model, data_folder, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_run_and_resume_completes_it(data_folder, tmp_path):
-    settings = (str(data_folder / "tiny-gpt2"), "--pairs", "all", "--positions", "all", "--save-every", "0")
+    settings = (str(data_folder / "tiny-gpt2"), "--pairs", "all", "--positions", "all", "--checkpoint-seconds", "0")
     assert torchrun(2, *settings, "-o", str(tmp_path / "whole")).returncode == 0
     folder = tmp_path / "broken"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -64,7 +64,7 @@ def test_killed_at_twenty_random_moments_it_ends_byte_identical(data_folder, tmp
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path):
     command = [sys.executable, "-m", "layerjump", "fit", str(data_folder / "tiny-gpt2"), "--pairs", "all"]
-    command += ["--positions", "all", "--save-every", "0", "-o"]
+    command += ["--positions", "all", "--checkpoint-seconds", "0", "-o"]
     subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=True)
     folder = tmp_path / "stopped"
     process = subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

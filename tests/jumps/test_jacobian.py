@@ -193,7 +193,7 @@ def test_it_knows_where_it_comes_from_and_the_lens_reads_through_it(tiny, tmp_pa
     states = torch.randn(5, tiny.d_model, dtype=torch.float64)
     mapped = (states.float() @ found[1, 4].weight.mT).double()
     torch.testing.assert_close(lens.logits(1, states), tiny.logits(mapped))
-    assert lens("Once upon a time").fitted_from == 2
+    assert lens("Once upon a time").first_fitted_position == 2
 
 
 def test_what_it_cannot_do_is_said(tiny, data_folder):

@@ -142,7 +142,7 @@ def test_where_it_lands():
 def test_it_says_in_one_line_what_it_holds():
     def said(*pairs: tuple[Site, Site]) -> str:
         maps = {pair: Affine((synthetic_jumps.D, synthetic_jumps.D)) for pair in pairs}
-        return repr(Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(n_blocks=30)))
+        return repr(Jumps.from_maps(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(n_blocks=30)))
 
     last = Site(30)
     assert said(*((Site(i), last) for i in range(30))) == (
@@ -172,7 +172,7 @@ def test_the_anatomy_of_a_known_map():
     draw, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
     weight = draw @ torch.diag(torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64))
     maps = {(Site(0), Site(1)): Affine.of(weight, bias=torch.tensor([3.0, 0.0, 4.0]))}
-    structure = Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(width=3)).spectrum(0, 1)
+    structure = Jumps.from_maps(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance(width=3)).spectrum(0, 1)
     entropy = -(4 / 6 * math.log(4 / 6) + 2 / 6 * math.log(1 / 6))
     assert structure.singular_values == pytest.approx((2, 1, 1), rel=1e-6)
     assert structure.effective_rank == pytest.approx(math.exp(entropy), rel=1e-6)
@@ -189,7 +189,7 @@ def test_the_anatomy_of_narrow_oblong_and_zero_maps(jumps):
     assert narrow.effective_rank <= 2
     assert jumps.spectrum(1, "final").from_identity is None
     maps = {(Site(0), Site(1)): Affine.of(torch.zeros(synthetic_jumps.D, synthetic_jumps.D))}
-    zero = Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance()).spectrum(0, 1)
+    zero = Jumps.from_maps(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance()).spectrum(0, 1)
     assert (zero.effective_rank, zero.stable_rank, zero.from_identity) == (0, 0, 1)
 
 
@@ -198,7 +198,9 @@ def test_the_anatomy_of_narrow_oblong_and_zero_maps(jumps):
 
 def refusal(maps, infos=None, **changes) -> str:
     with pytest.raises(BadJumps) as caught:
-        Jumps.of(maps, synthetic_jumps.infos(maps) if infos is None else infos, synthetic_jumps.provenance(**changes))
+        Jumps.from_maps(
+            maps, synthetic_jumps.infos(maps) if infos is None else infos, synthetic_jumps.provenance(**changes)
+        )
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

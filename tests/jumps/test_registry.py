@@ -34,7 +34,7 @@ def test_reading_the_registry_does_not_import_torch():
 
 def test_settings_are_recorded_under_the_names_of_the_file_format():
     assert Settings(strength=0.5, rank=3).on_disk() == {"strength": 0.5, "rank": 3}
-    assert Settings(pooling="best-level").on_disk() == {"how": "best-level"}
+    assert Settings(ojfa_pooling="best-level").on_disk() == {"how": "best-level"}
     assert Settings(keep_both_targets=True).on_disk() == {"how": "to-tune"}
 
 

@@ -52,7 +52,7 @@ def test_maps_that_share_their_tensors_are_saved(tmp_path):
     maps = synthetic_jumps.affines()
     one, other = [pair for pair in maps if pair[0].part == "level"][:2]
     maps[other] = maps[one]
-    jumps = Jumps.of(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance())
+    jumps = Jumps.from_maps(maps, synthetic_jumps.infos(maps), synthetic_jumps.provenance())
     serialization.save(jumps, tmp_path)
     assert synthetic_jumps.same(serialization.load(tmp_path), jumps)
 

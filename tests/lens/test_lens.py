@@ -103,7 +103,7 @@ def test_the_memory_budget_does_not_change_the_numbers(memory, model, lenses, ba
 @pytest.mark.parametrize("budget", [1, 600])
 def test_the_batch_size_does_not_change_the_numbers(budget, model, text, lenses, scores):
     positions = lj.Positions("sample", 6)
-    cut = lj.make_batches(text, model.tokenization, positions, documents=range(20), budget=budget)
+    cut = lj.make_batches(text, model.tokenization, positions, documents=range(20), max_batch_tokens=budget)
     assert_same(evaluate_lenses(model, lenses, cut), scores)
 
 

@@ -113,13 +113,13 @@ def test_the_logit_lens_decodes_hugging_faces_hidden_states(gpt2):
     torch.testing.assert_close(trajectory.cross_entropy[:, :-1], following, rtol=1e-6, atol=1e-9)
     assert trajectory.cross_entropy[:, -1].isnan().all()
     assert trajectory.kl[-1].max() < 1e-12
-    assert trajectory.fitted_from == 0
+    assert trajectory.first_fitted_position == 0
 
 
 def test_a_lens_with_jumps_decodes_the_mapped_states(gpt2, jumps):
     trajectory = lj.Lens(gpt2, jumps)(STORY, k=3, tokens=[5])
     assert_equals_naive(trajectory, naive(gpt2, trajectory.prompt.ids, jumps))
-    assert trajectory.fitted_from == jumps.provenance.skip_first == 0  # a sub-module site is among the pairs
+    assert trajectory.first_fitted_position == jumps.provenance.skip_first == 0  # a sub-module site is among the pairs
     assert trajectory.name == "mat"
 
 
@@ -251,17 +251,17 @@ def test_sites_inside_blocks_are_decoded(gpt2, jumps):
 
 def test_a_cross_level_lens_maps_the_source_to_the_target(gpt2, jumps):
     lens = lj.Lens(gpt2, jumps)
-    between = lens.at(1, 3)
+    between = lens.between(1, 3)
     trajectory = between(STORY, k=3)
     assert trajectory.levels == ("1",)
     (at,) = lj.capture_states(gpt2, [lj.batch_from_ids(trajectory.prompt.ids)], [1])
     mapped = jumps[3, 4](jumps[1, 3](at[1].float())).double()
     assert torch.equal(trajectory.top[0], gpt2.logits(mapped).topk(3).indices)
     assert torch.equal(between.map_states(at[1]), jumps[1, 3](at[1].float()).double())
-    assert torch.equal(lens.at(2, 4)(STORY).top, lens(STORY, levels=[2]).top)
-    assert torch.equal(lj.Lens(gpt2).at(1, 3)(STORY).top, lj.Lens(gpt2)(STORY, levels=[1]).top)
+    assert torch.equal(lens.between(2, 4)(STORY).top, lens(STORY, levels=[2]).top)
+    assert torch.equal(lj.Lens(gpt2).between(1, 3)(STORY).top, lj.Lens(gpt2)(STORY, levels=[1]).top)
     with pytest.raises(BadJumps, match="fit with pairs='2:3,3:4'"):
-        lens.at(2, 3)(STORY)
+        lens.between(2, 3)(STORY)
 
 
 def test_settled_level_is_the_first_level_with_the_final_top_token():
@@ -320,7 +320,7 @@ def test_encoder_decoders_are_refused():
 
 def test_jumps_lower_the_kl_of_a_trained_model(gpt2):
     lens = lj.Lens(gpt2, lj.fit(gpt2, stories(200), split="100/0/0"))
-    assert lens.fitted_from == 1
+    assert lens.first_fitted_position == 1
     plain, mapped = lj.Lens(gpt2)(STORY), lens(STORY)
     assert mapped.kl[1:-1, 1:].mean() < plain.kl[1:-1, 1:].mean() / 2
     assert mapped.entropy.max() <= math.log(gpt2.structure.vocab_size) + 1e-9

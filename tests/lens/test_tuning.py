@@ -246,7 +246,7 @@ def test_the_target_with_the_lower_final_kl_is_kept(model, start, late, last):
 def test_no_temperature_remains_without_a_map_to_final(model, start, late, last):
     pairs = [(site, target) for site in late for target in (last, FINAL)]
     maps = {pair: to_affine(start[pair]) for pair in pairs}
-    only = lj.Jumps.of(maps, {pair: start.info[pair] for pair in pairs}, start.provenance)
+    only = lj.Jumps.from_maps(maps, {pair: start.info[pair] for pair in pairs}, start.provenance)
     tuner = Tuner({pair: TrainableMap(only[pair], torch.randn(50, model.d_model)) for pair in pairs}, 0.1, 9)
     tuner.record_validation({pair: 0.5 if pair[1] == last else 1.0 for pair in pairs})
     temperatures = select_refined(only, tuner, TEXT).provenance.settings["temperature"]

@@ -15,7 +15,7 @@ def plain(logits, true, top):
     at_top = true.gather(1, top[:, None])
     best = q.sort(-1, descending=True).values
     return {
-        "place": (true > at_top).sum(-1).clamp(max=max(KS)),
+        "rank": (true > at_top).sum(-1).clamp(max=max(KS)),
         "surprisal": -p.gather(1, top[:, None])[:, 0].log(),
         "kl": (p * (true.double().log_softmax(-1) - logits.double().log_softmax(-1))).sum(-1),
         "confidence": best[:, 0] - best[:, 1],
@@ -26,7 +26,7 @@ def assert_agrees(logits, true, *, atol):
     found = agreement(logits, reference_logits(true))
     wanted = plain(logits, true, found.top)
     assert torch.equal(logits.gather(1, found.top[:, None])[:, 0], logits.amax(-1))
-    assert torch.equal(found.place, wanted["place"])
+    assert torch.equal(found.rank, wanted["rank"])
     for name in ("surprisal", "kl", "confidence"):
         value = getattr(found, name).double()
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=atol, msg=name)
@@ -51,7 +51,7 @@ def test_agreement_is_a_plain_softmax_in_float64(rows, vocabulary, seed, scale, 
 def test_the_truth_agrees_with_itself():
     logits = random(50, 300).float() * 5
     found = agreement(logits, reference_logits(logits))
-    assert (found.place == 0).all()
+    assert (found.rank == 0).all()
     assert found.kl.max() < 1e-5
     assert (found.kl >= 0).all()
     assert torch.equal(found.top, logits.argmax(-1))
@@ -59,15 +59,15 @@ def test_the_truth_agrees_with_itself():
 
 def test_ties_count_as_hits():
     true = reference_logits(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]))
-    for token, place in ((1, 0), (2, 0), (3, 0), (0, 3), (4, 4)):
+    for token, rank in ((1, 0), (2, 0), (3, 0), (0, 3), (4, 4)):
         logits = torch.zeros(1, 5)
         logits[0, token] = 1
         found = agreement(logits, true)
         assert int(found.top) == token
-        assert int(found.place) == place
+        assert int(found.rank) == rank
     flat = torch.zeros(3, 20)
     same = agreement(flat, reference_logits(flat))
-    assert (same.place == 0).all()
+    assert (same.rank == 0).all()
     assert (same.confidence == 0).all()
 
 
@@ -75,7 +75,7 @@ def test_a_token_outside_the_ten_best_is_no_hit_at_any_k():
     true = reference_logits(torch.arange(30.0)[None])
     logits = torch.zeros(1, 30)
     logits[0, 3] = 1
-    assert int(agreement(logits, true).place) == max(KS)
+    assert int(agreement(logits, true).rank) == max(KS)
 
 
 def test_certainty_is_finite():

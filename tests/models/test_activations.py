@@ -46,11 +46,13 @@ def test_with_room_states_are_the_same_and_stay_in_one_place(model):
     )
     batches, places = [few, whole, few], set()
     plain = [found.at for found in capture_states(model, batches, [0, 2])]
-    for found, expected in zip(capture_states(model, batches, [0, 2], buffer_rows=len(whole.row)), plain, strict=True):
+    for found, expected in zip(
+        capture_states(model, batches, [0, 2], reuse_buffer_rows=len(whole.row)), plain, strict=True
+    ):
         assert all(torch.equal(found.at[site], expected[site]) for site in expected)
         places.add(tuple(state.data_ptr() for state in found.at.values()))
     assert len(places) == 1
-    (outside,) = capture_states(model, [whole], [2], buffer_rows=3)  # a batch that is larger than was said
+    (outside,) = capture_states(model, [whole], [2], reuse_buffer_rows=3)  # a batch that is larger than was said
     assert torch.equal(outside[2], plain[1][Site(2)])
 
 

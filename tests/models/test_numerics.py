@@ -29,11 +29,11 @@ def test_a_massive_coordinate_leaves_the_maps_exact(fresh, text):
     """The stream of one coordinate is blown up; norms take most of it away, and the model goes on predicting."""
     with torch.no_grad():
         fresh.hf.transformer.wpe.weight[:, 3] += MASSIVE
-    chosen = plan_run(fresh, text, pairs="0:4,2:4", tokens=4_000, validation=False, split="90/0/10")
+    chosen = plan_run(fresh, text, pairs="0:4,2:4", tokens=4_000, use_validation=False, split="90/0/10")
     rows = [(each[Site(2)], each[Site(4)]) for each in lj.capture_states(fresh, chosen.batches["fit"], [2, 4])]
     x, y = (torch.cat([pair[side] for pair in rows]).double().numpy() for side in (0, 1))
     assert np.abs(x).max() > MASSIVE / 2
-    jumps = lj.fit(fresh, text, pairs="0:4,2:4", tokens=4_000, validation=False, split="90/0/10")
+    jumps = lj.fit(fresh, text, pairs="0:4,2:4", tokens=4_000, use_validation=False, split="90/0/10")
     wanted = x @ np.linalg.lstsq(x, y, rcond=None)[0]
     found = jumps[2, 4](torch.from_numpy(x).float()).detach().double().numpy()
     small = [column for column in range(y.shape[1]) if column != 3]

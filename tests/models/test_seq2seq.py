@@ -73,14 +73,14 @@ def test_every_token_is_read_once_by_one_of_the_two(model, corpus):
 
 
 def test_counts_take_in_both_rows(model, corpus):
-    found = lj.make_batches(corpus, model.tokenization, TEXT, budget=600)
+    found = lj.make_batches(corpus, model.tokenization, TEXT, max_batch_tokens=600)
     assert found.n_tokens == sum(batch.n_tokens for batch in found)
     assert found.n_source_tokens == sum(int(batch.source_mask.sum()) for batch in found)
     assert found.n_picks == sum(batch.n_picks for batch in found)
     cells = [batch.input_ids.numel() + batch.source_ids.numel() for batch in found]
     assert max(cells) <= 600
-    assert found.padding == pytest.approx(1 - found.n_tokens / sum(cells))
-    assert found.padding < 0.15
+    assert found.padding_share == pytest.approx(1 - found.n_tokens / sum(cells))
+    assert found.padding_share < 0.15
     some = lj.make_batches(corpus, model.tokenization, TEXT, tokens=500)
     assert 500 <= some.n_tokens < 560
 
@@ -93,7 +93,7 @@ def test_picks_do_not_depend_on_budget_or_shards(model, corpus, kind):
 
     positions = lj.Positions.parse(kind)
     whole = lj.make_batches(corpus, model.tokenization, positions)
-    small = lj.make_batches(corpus, model.tokenization, positions, budget=90)
+    small = lj.make_batches(corpus, model.tokenization, positions, max_batch_tokens=90)
     shards = [batch for rank in range(3) for batch in small.shard(rank, 3)]
     assert picks(whole) == picks(small) == picks(shards)
     assert min(position for _, position in picks(whole)) == model.tokenization.around[0]
@@ -122,7 +122,7 @@ def test_states_do_not_depend_on_the_batches(model, corpus):
     site = Site(model.n_blocks)
     together = by_pick(lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY), [site]), site)
     alone = by_pick(
-        lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY, budget=1), [site]), site
+        lj.capture_states(model, lj.make_batches(corpus, model.tokenization, EVERY, max_batch_tokens=1), [site]), site
     )
     assert together.keys() == alone.keys()
     # T5's norms round to float32 whatever the model's dtype.

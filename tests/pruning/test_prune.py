@@ -112,7 +112,7 @@ def test_losses_equal_hugging_face(gpt2, study_text):
 
 
 def test_the_validation_loss_stays_below_max_loss(gpt2, study_text):
-    pruned = lj.prune(gpt2, study_text, max_loss=1.2, criterion="deepest", tokens=4_000)
+    pruned = lj.prune(gpt2, study_text, max_loss_ratio=1.2, criterion="deepest", tokens=4_000)
     calibration = prepare_calibration(gpt2, study_text, tokens=4_000, split="80/10/10", seed=0)
     limit = 1.2 * token_losses(gpt2, calibration.validation).mean
     assert token_losses(pruned.model, calibration.validation).mean <= limit
@@ -156,9 +156,9 @@ def test_spans_and_blocks():
         ({"drop": 1, "criterion": "taste"}, "to be one of"),
         ({"drop": 1, "method": "rotation"}, "use fold"),
         ({"drop": 1, "protect": [7]}, "blocks 1 to 4"),
-        ({"drop": 1, "max_loss": 1.1}, "either"),
+        ({"drop": 1, "max_loss_ratio": 1.1}, "either"),
         ({}, "either"),
-        ({"max_loss": 0.9}, "more than 1"),
+        ({"max_loss_ratio": 0.9}, "more than 1"),
         ({"drop": 1, "criterion": "deepest", "protect": [2, 3, 4], "method": "fold"}, "first block"),
     ],
 )
@@ -186,7 +186,7 @@ def test_families_without_folding_give_the_reason(data_folder, study_text):
 
 def test_missing_spans_are_skipped_within_max_loss(data_folder):
     model = lj.load(data_folder / "tiny-gpt2")
-    settings = {"max_loss": 50.0, "method": "remove", "tokens": 6_000, "protect": [2]}
+    settings = {"max_loss_ratio": 50.0, "method": "remove", "tokens": 6_000, "protect": [2]}
     assert lj.prune(model, stories(200), criterion="angle", **settings).dropped == (3, 4)
     with pytest.raises(BadPruning, match="got 'luck'"):
-        lj.prune(model, stories(200), max_loss=2.0, criterion="luck", tokens=6_000)
+        lj.prune(model, stories(200), max_loss_ratio=2.0, criterion="luck", tokens=6_000)

@@ -20,7 +20,7 @@ D, L = 80, 4
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(160), Settings(score_positions=150))
+    return Setup(load(data_folder / request.param), stories(160), Settings(test_positions=150))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_exits_cost_more_the_later_they_are(setup, result):
 
 
 def test_without_validation_documents_ojfa_is_left_out(setup):
-    bare = setup.with_empty_cache(settings=Settings(score_positions=50, split="90/0/10"))
+    bare = setup.with_empty_cache(settings=Settings(test_positions=50, split="90/0/10"))
     result = cost_quality.run(bare).to_json()
     assert not any("ojfa" in row["map"] for row in result["tables"]["maps"])
     assert any("ojfa" in note for note in result["notes"])

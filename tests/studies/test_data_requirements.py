@@ -15,7 +15,7 @@ from layerjump.studies.setup import Settings, Setup
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    settings = Settings(score_positions=150, estimators=("affine",))
+    settings = Settings(test_positions=150, estimators=("affine",))
     return Setup(load(data_folder / request.param), stories(240), settings)
 
 

@@ -30,7 +30,7 @@ def test_curves_reach_from_all_blocks_to_early_levels(study_setup):
 
 def test_with_enough_text_probes_save_more_than_the_papers_rule(data_folder):
     """On a trained model and text of its domain, one threshold on the lead for all levels is not the best rule."""
-    settings = make_settings("ours", tokens=30_000, score_positions=800, split="60/20/20")
+    settings = make_settings("ours", tokens=30_000, test_positions=800, split="60/20/20")
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), stories(1500), settings)
     paper_rule, with_probes = (study.run(setup).headline.blocks_saved for study in (early_exit, exit_probes))
     for lens in ("identity", "mat"):

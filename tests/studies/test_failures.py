@@ -20,7 +20,7 @@ BINNED = ("by position", "by frequency", "by entropy")
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(160), Settings(score_positions=200, score_tokens=800))
+    return Setup(load(data_folder / request.param), stories(160), Settings(test_positions=200, variant_tokens=800))
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def case(request, data_folder):
     name, of = request.param, EXAMPLES[request.param]
     model = lj.load(data_folder / f"tiny-{name}", dtype="float64")
     paper = name == "bert"  # one position a sentence; there all but the first
-    settings = Settings(positions="one" if paper else "all", split=of["split"], score_positions=10**9, paper=paper)
+    settings = Settings(positions="one" if paper else "all", split=of["split"], test_positions=10**9, paper=paper)
     setup = Setup(model, lj.load_text(EXAMPLES["documents"]), settings, level_pairs="all")
     return Case(name, json.loads((GOLDEN / f"{name}.json").read_text()), setup)
 

@@ -34,7 +34,7 @@ LEVELS = 5
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(120), Settings(score_positions=50))
+    return Setup(load(data_folder / request.param), stories(120), Settings(test_positions=50))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_items_are_shuffled_by_the_seed(setup, study, tmp_path):
     assert order[:10] != sorted(order)[:10]
     run_studies(setup, select_studies("plausibility"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() == (study / SHEET).read_bytes()
-    other = setup.with_empty_cache(settings=Settings(score_positions=50, seed=1))
+    other = setup.with_empty_cache(settings=Settings(test_positions=50, seed=1))
     run_studies(other, select_studies("plausibility"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() != (study / SHEET).read_bytes()
 

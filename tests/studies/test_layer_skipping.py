@@ -21,7 +21,7 @@ from layerjump.studies.layer_skipping import Schedule, cheapest, most_explained,
 from layerjump.studies.setup import Settings, Setup
 from layerjump.studies.variants import small_batches
 
-SETTINGS = Settings(tokens=12_000, score_positions=100, score_tokens=400)
+SETTINGS = Settings(tokens=12_000, test_positions=100, variant_tokens=400)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_jump_alone_costs_what_it_costs_as_a_schedule(setup, result):
 
 def test_the_choice_is_made_on_select_documents(setup):
     select = {int(document) for batch in layer_skipping._validation_batches(setup) for document in batch.document}
-    assert select <= set(setup.splits().select)
+    assert select <= set(setup.splits().validation)
 
 
 def test_without_select_documents_some_are_held_out(setup):
@@ -86,8 +86,8 @@ def test_without_select_documents_some_are_held_out(setup):
     changed, note = layer_skipping.with_validation_documents(other)
     assert "held out" in note
     assert changed.splits().test == other.splits().test
-    assert set(changed.splits().select) | set(changed.splits().fit) == set(other.splits().fit)
-    assert len(changed.splits().select) == 30
+    assert set(changed.splits().validation) | set(changed.splits().fit) == set(other.splits().fit)
+    assert len(changed.splits().validation) == 30
 
 
 def test_an_empty_schedule_is_the_model(setup):
@@ -124,7 +124,7 @@ def test_a_real_sinks_state_survives_every_jump(real_folder, text):
 def test_in_an_affine_network_every_schedule_is_exact(text):
     hf = silent_gpt2()
     model = lj.Model.wrap(hf, byte_tokenizer())
-    settings = Settings(tokens=8_000, score_positions=60, score_tokens=200, estimators=("affine",))
+    settings = Settings(tokens=8_000, test_positions=60, variant_tokens=200, estimators=("affine",))
     result = layer_skipping.run(Setup(model, text, settings))
     for row in tables_of(result)["schedules"]:
         assert row["p@1"] == 1
@@ -142,7 +142,7 @@ def test_it_runs_on_an_encoder(data_folder, text):
 
 
 def test_it_follows_the_papers_protocol(data_folder, text):
-    settings = Settings(positions="one", split="330/0/60", paper=True, score_positions=10**9, score_tokens=400)
+    settings = Settings(positions="one", split="330/0/60", paper=True, test_positions=10**9, variant_tokens=400)
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), text, settings)
     result = layer_skipping.run(setup)
     assert result.settings["n_fit"] == 297

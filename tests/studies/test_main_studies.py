@@ -94,7 +94,7 @@ def test_r2_of_neighbours_is_their_composition_and_the_map_beats_identity(study_
 
 def test_every_estimator_is_composed_and_read(study_setup):
     names = ("identity", "mean-shift", "affine", "ridge", "orthogonal", "n-njtc")
-    settings = make_settings("ours", tokens=6_000, score_positions=120, estimators=names)
+    settings = make_settings("ours", tokens=6_000, test_positions=120, estimators=names)
     other = study_setup.with_empty_cache(settings=settings)
     result = r2.run(other)
     for name in names:

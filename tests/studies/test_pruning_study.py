@@ -64,7 +64,7 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
 
     data = write_questions(tmp_path)
     settings = make_settings(
-        "ours", tokens=6_000, score_positions=120, eval_tasks=("copa", "lambada"), eval_data=str(data)
+        "ours", tokens=6_000, test_positions=120, eval_tasks=("copa", "lambada"), eval_data=str(data)
     )
     result = pruning.run(study_setup.with_empty_cache(settings=settings)).to_json()
     if study_setup.model.masked:

@@ -69,7 +69,7 @@ def test_a_study_added_later_reads_the_jumps_of_the_first_run(whole, study_setup
 
 def test_resuming_with_other_choices_is_refused(whole, study_setup, tmp_path):
     _, folder = whole
-    other = study_setup.with_empty_cache(settings=make_settings("ours", tokens=6_000, score_positions=121))
+    other = study_setup.with_empty_cache(settings=make_settings("ours", tokens=6_000, test_positions=121))
     with pytest.raises(BadArtifact, match="another settings than this run; pass force=True in place of"):
         run_studies(other, select_studies("r2"), folder, resume=True)
     other = study_setup.with_empty_cache(corpus=lj.load_text("pydoc", limit=150))
@@ -103,7 +103,7 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
     whole_model.hf.bert.save_pretrained(tmp_path / "body")
     whole_model.tokenizer.save_pretrained(tmp_path / "body")
     model = lj.load(tmp_path / "body")
-    setup, said = (Setup(model, study_text, make_settings("ours", tokens=6_000, score_positions=120)), [])
+    setup, said = (Setup(model, study_text, make_settings("ours", tokens=6_000, test_positions=120)), [])
     results = run_studies(setup, select_studies(None), tmp_path / "out", log=said.append).studies
     for name in ("predictions", "exits", "examples"):
         assert isinstance(results[name], Skipped)
@@ -115,7 +115,7 @@ def test_a_model_without_head_does_what_it_can(data_folder, study_text, tmp_path
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-bert"])
 def test_all_studies_run(name, data_folder, tmp_path):
-    settings = Settings(score_positions=60, score_tokens=400)
+    settings = Settings(test_positions=60, variant_tokens=400)
     setup = Setup(lj.load(data_folder / name), stories(200), settings, [letters(60)])
     results = run_studies(setup, select_studies("all"), tmp_path)
     assert list(results.studies) == list(STUDIES)
@@ -176,7 +176,7 @@ def test_bad_settings_are_one_line_and_exit_code_1(arguments, message, data_fold
 
 def test_a_run_from_the_command_line(data_folder, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = [data_folder / "tiny-gpt2", "r2", "exits", "--tokens", "4000", "--score-positions", "60", "-o", out]
+    arguments = [data_folder / "tiny-gpt2", "r2", "exits", "--tokens", "4000", "--test-positions", "60", "-o", out]
     assert command(monkeypatch, *arguments) == 0
     first = load_results(out)
     assert list(first.studies) == ["r2", "exits"]

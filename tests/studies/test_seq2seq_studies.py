@@ -22,7 +22,7 @@ model, corpus = seq2seq_models.model, seq2seq_models.corpus  # fixtures
 
 @pytest.fixture(scope="module")
 def setup(model, corpus) -> Setup:
-    return Setup(model, corpus, make_settings("ours", split="60/20/20", score_positions=60))
+    return Setup(model, corpus, make_settings("ours", split="60/20/20", test_positions=60))
 
 
 def test_submodules_take_in_cross_attention(model, corpus):
@@ -34,7 +34,7 @@ def test_submodules_take_in_cross_attention(model, corpus):
 
 
 def test_the_bill_counts_each_token_through_its_own_stack(model, corpus):
-    planned = plan_run(model, corpus, split="60/20/20", validation=False)
+    planned = plan_run(model, corpus, split="60/20/20", use_validation=False)
     tokens = sum(found.n_tokens for found in planned.batches.values())
     sources = sum(found.n_source_tokens for found in planned.batches.values())
     encoder, decoder = (
@@ -103,7 +103,7 @@ def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
 
 
 def test_cross_attention_is_replaced_beside_self_attention(model, corpus):
-    settings = make_settings("ours", split="60/20/20", score_tokens=200, estimators=("ridge",), score_positions=40)
+    settings = make_settings("ours", split="60/20/20", variant_tokens=200, estimators=("ridge",), test_positions=40)
     tables = submodules.run(Setup(model, corpus, settings)).to_json()["tables"]
     suffix, why = tables["suffix"], tables["why"]
     assert {"attn", "xattn", "ffn", "norms"} <= {row["part"] for row in suffix}

@@ -15,7 +15,7 @@ from layerjump.studies import attention_heads, submodules
 from layerjump.studies.setup import Settings, Setup
 from layerjump.studies.variants import small_batches
 
-SETTINGS = Settings(tokens=12_000, score_positions=150, score_tokens=600)
+SETTINGS = Settings(tokens=12_000, test_positions=150, variant_tokens=600)
 
 
 def setup_of(folder, name: str, **changes) -> Setup:
@@ -159,12 +159,12 @@ def test_encoders_are_fitted_at_all_positions_of_masked_text(bert):
 
 def test_a_sampled_look_holds_as_many_masks_as_the_text(bert):
     plan = bert.plan(bert.corpus, "submodules", positions=Positions.parse("15%", skip_first=0, special=True))
-    look = plan.batches["fit"].look_at(Positions("share", 0.3, skip_first=0, special=True))
+    everywhere = plan.batches["fit"].with_picks_at(Positions("share", 0.3, skip_first=0, special=True))
     masks = picks = 0
-    for batch in look:
+    for batch in everywhere:
         masks += int((batch.input_ids[batch.row, batch.position] == bert.model.tokenization.mask).sum())
         picks += batch.n_picks
-    assert picks == look.n_picks
+    assert picks == everywhere.n_picks
     assert 0.12 < masks / picks < 0.18
 
 
@@ -198,7 +198,7 @@ def test_settings_state_the_cost(result):
 
 
 def test_more_score_tokens_than_the_text_has_take_all(gpt2):
-    settings = Settings(tokens=2_000, score_tokens=10**7, score_positions=50)
+    settings = Settings(tokens=2_000, variant_tokens=10**7, test_positions=50)
     few = gpt2.with_empty_cache(settings=settings)
     assert small_batches(few).n_picks > 0
 

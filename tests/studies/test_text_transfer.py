@@ -12,7 +12,7 @@ from layerjump.studies import text_transfer
 from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup
 
-SETTINGS = Settings(score_positions=150, estimators=("affine",))
+SETTINGS = Settings(test_positions=150, estimators=("affine",))
 
 
 @pytest.fixture(scope="module")

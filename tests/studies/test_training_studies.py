@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def setup(trained):
-    return Setup(lj.load(trained), stories(60, seed=2), Settings(finetune_runs=2))
+    return Setup(lj.load(trained), stories(60, seed=2), Settings(training_runs=2))
 
 
 def with_settings(setup, **changes):
@@ -46,7 +46,7 @@ def test_missing_settings_are_skipped(setup, tmp_path):
     reasons = {name: outcome.reason for name, outcome in results.studies.items()}
     assert "pass checkpoints" in reasons["dynamics"]
     assert "pass finetune_task" in reasons["finetune"]
-    assert "pass train_steps" in reasons["architecture"]
+    assert "pass training_steps" in reasons["architecture"]
 
 
 def test_dynamics_sorts_checkpoints_by_step(setup, trained):
@@ -87,7 +87,7 @@ def test_finetune_measures_before_and_after(setup, tmp_path):
     task = tmp_path / "task.jsonl"
     rows = [{"query": f"Tom has {n}", "choices": ["balls", "dogs"], "gold": n % 2} for n in range(8)]
     task.write_text("\n".join(map(json.dumps, rows)))
-    run_setup = with_settings(setup, finetune_task=str(task), train_steps=3)
+    run_setup = with_settings(setup, finetune_task=str(task), training_steps=3)
     result = finetuning.run(run_setup).to_json()
     before = measure_profile(setup.model, setup.corpus)
     assert [row["items scored"] for row in result["tables"]["runs"]] == [4, 4]
@@ -107,7 +107,7 @@ def test_finetune_measures_before_and_after(setup, tmp_path):
 
 
 def test_architectures_are_trained_and_compared(setup):
-    run_setup = with_settings(setup, train_steps=2, finetune_runs=1)
+    run_setup = with_settings(setup, training_steps=2, training_runs=1)
     result = architecture.run(run_setup).to_json()
     every = [(varies, name) for varies, variants in VARIANTS.items() for name in variants]
     rows = result["tables"]["variants"]
@@ -122,6 +122,6 @@ def test_architectures_are_trained_and_compared(setup):
 
 
 def test_masked_models_are_skipped(data_folder):
-    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, Settings(train_steps=2, finetune_task="x"))
+    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, Settings(training_steps=2, finetune_task="x"))
     assert "not causal" in architecture.cannot_run(setup)
     assert "not causal" in finetuning.cannot_run(setup)

@@ -36,7 +36,7 @@ Tokens = Annotated[int | None, text_option(help="Number of tokens to use (defaul
 Split = Annotated[str, text_option(help="Fit/validation/test split, in percent or in documents.")]
 Seed = Annotated[int, text_option(help="Seed of the split and of sampled positions.")]
 
-OutputFolder = Annotated[Path, output_option("-o", "--output", help="Output folder.")]
+OutputFolder = Annotated[Path, output_option("-o", "--output", metavar="<folder>", help="Output folder.")]
 Force = Annotated[bool, output_option("--force", help="Overwrite the output.")]
 AsJson = Annotated[bool, output_option("--json", help="Print JSON instead of a table.")]
 

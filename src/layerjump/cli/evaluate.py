@@ -37,7 +37,9 @@ def evaluate(
     ] = None,
     data: Annotated[Path | None, task_option(help="Folder of the tasks' files (see docs/evaluation.md).")] = None,
     batch_size: Annotated[int, task_option(help="Requests a batch.")] = 1,
-    wikitext: Annotated[Path | None, perplexity_option(help="A text file, e.g. wiki.test.raw.")] = None,
+    perplexity_text: Annotated[
+        Path | None, perplexity_option(metavar="<file>", help="A text file, e.g. wiki.test.raw.")
+    ] = None,
     window: Annotated[int | None, perplexity_option(help="Tokens in a window (default: the model's context).")] = None,
     stride: Annotated[int | None, perplexity_option(help="Tokens between windows (default: half a window).")] = None,
     limit: Annotated[int | None, typer.Option(help="Largest number of items of a task, and of windows.")] = None,
@@ -51,7 +53,9 @@ def evaluate(
     ] = None,
     parts: Annotated[str | None, variant_option(help="Replace attn, ffn, norms or block by jumps.")] = None,
     blocks: Annotated[str | None, variant_option(help="Blocks of --parts, e.g. 3-5 or 1,4 (default: all).")] = None,
-    output: Annotated[Path | None, output_option("-o", "--output", help="JSON file to write.")] = None,
+    output: Annotated[
+        Path | None, output_option("-o", "--output", metavar="<file>", help="JSON file to write.")
+    ] = None,
     as_json: AsJson = False,
     *,
     load: LoadModel,
@@ -60,18 +64,18 @@ def evaluate(
 
     [bold]layerjump eval smollm2 --tasks arc_easy,copa --data eval --limit 100[/]
     [bold]layerjump eval smollm2 --tasks piqa --data eval --jumps jumps --exit gap:0.9[/]   with early exit
-    [bold]layerjump eval smollm2 --wikitext wiki.test.raw --window 1024 --stride 512[/]     perplexity
+    [bold]layerjump eval smollm2 --perplexity-text wiki.test.raw --window 1024 --stride 512[/]     perplexity
     """
     from layerjump.evaluation.model_variants import make_variant
     from layerjump.studies.results import to_json
 
-    _check(tasks, data, limit, wikitext)
-    text = None if wikitext is None else _read_text(wikitext)
+    _check(tasks, data, limit, perplexity_text)
+    text = None if perplexity_text is None else _read_text(perplexity_text)
     loaded = load(model)
     options: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
     variant = make_variant(loaded, **options)
     settings = options | {"tasks": tasks, "data": data, "limit": limit, "batch_size": batch_size}
-    settings |= {"wikitext": wikitext, "rule": str(variant.rule)}
+    settings |= {"wikitext": perplexity_text, "rule": str(variant.rule)}
     record: dict[str, Any] = {"scores": [], **_describe_run(loaded, settings)}
     if tasks is not None and data is not None:
         from layerjump.evaluation.tasks import evaluate as score_tasks
@@ -98,13 +102,13 @@ def evaluate(
         print(f"wrote {output}", file=sys.stderr)
 
 
-def _check(tasks: str | None, data: Path | None, limit: int | None, wikitext: Path | None) -> None:
+def _check(tasks: str | None, data: Path | None, limit: int | None, perplexity_text: Path | None) -> None:
     """Raise what can be known before the model is loaded."""
     from layerjump.errors import BadEvaluation
     from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
 
-    if tasks is None and wikitext is None:
-        raise BadEvaluation("nothing to evaluate; give --tasks with --data, or --wikitext")
+    if tasks is None and perplexity_text is None:
+        raise BadEvaluation("nothing to evaluate; give --tasks with --data, or --perplexity-text")
     if tasks is None:
         return
     if data is None:

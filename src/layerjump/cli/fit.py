@@ -85,7 +85,9 @@ def fit(
         estimator_option(help=f"{_takers('strength')}: regularisation (default: chosen on the validation split)."),
     ] = None,
     rank: Annotated[int | None, estimator_option(help=f"{_takers('rank')}: rank of the map.")] = None,
-    pooling: Annotated[str | None, estimator_option(help=f"{_takers('pooling')}: pooled or best-level.")] = None,
+    ojfa_pooling: Annotated[
+        str | None, estimator_option(help=f"{_takers('ojfa_pooling')}: pooled or best-level.")
+    ] = None,
     features: Annotated[
         str | None,
         estimator_option(
@@ -97,7 +99,7 @@ def fit(
     force: Force = False,
     as_json: AsJson = False,
     resume: Annotated[bool, moments_option("--resume", help="Continue an unfinished run.")] = False,
-    save_every: Annotated[float, moments_option(help="Seconds between checkpoints.")] = 60.0,
+    checkpoint_seconds: Annotated[float, moments_option(help="Seconds between checkpoints.")] = 60.0,
     save_moments: Annotated[bool, moments_option("--save-moments", help="Save the second moments too.")] = False,
     from_moments: Annotated[
         list[Path] | None,
@@ -117,11 +119,11 @@ def fit(
     from layerjump.jumps.collect import Checkpoint, ProcessGroup, SplitMoments, merge_moments, plan_run
     from layerjump.jumps.fit import solve_jumps
 
-    settings: dict[str, Any] = {"strength": strength, "rank": rank, "pooling": pooling}
+    settings: dict[str, Any] = {"strength": strength, "rank": rank, "ojfa_pooling": ojfa_pooling}
     if estimator in BY_GRADIENTS:
         closed_form = settings | {"pairs": pairs, "positions": positions}
         closed_form |= {"features": features, "resume": resume, "refine": refine}
-        closed_form |= {"save-moments": save_moments, "from-moments": from_moments}
+        closed_form |= {"save_moments": save_moments, "from_moments": from_moments}
         _refuse_closed_form_options(estimator, closed_form)
         loaded, corpus = _load(load, model, text, column)
         jumps = _fit_by_gradients(estimator, loaded, corpus, tokens=tokens, rank=rank, split=split, seed=seed)
@@ -150,10 +152,10 @@ def fit(
             tokens=tokens,
             split=split,
             seed=seed,
-            validation=True if save_moments or refine else None,
+            use_validation=True if save_moments or refine else None,
             features=cast("FeatureKind | None", features),
         )
-        moments = _collect(run, Checkpoint(output, save_every, resume, group), estimator, refine)
+        moments = _collect(run, Checkpoint(output, checkpoint_seconds, resume, group), estimator, refine)
     group.leave()
     if group.rank != 0:
         return
@@ -201,9 +203,10 @@ def _refuse_closed_form_options(estimator: str, options: dict[str, Any]) -> None
         raise BadEstimator(f"{estimator} runs in one process; start it without torchrun")
     for name, value in options.items():
         if name not in ESTIMATORS[estimator].settings and value not in (None, False):
+            option = f"--{name.replace('_', '-')}"
             raise BadEstimator(
-                f"{estimator} has no option --{name}: it maps every level to the last, at all positions but the first "
-                f"ones; leave --{name} out"
+                f"{estimator} has no option {option}: it maps every level to the last, at all positions but the first "
+                f"ones; leave {option} out"
             )
 
 

@@ -22,7 +22,7 @@ LensModel = Annotated[
 def import_lens(
     source: Annotated[Path, typer.Argument(help="File or folder of the lens.")],
     model: LensModel,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of jumps to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="<folder>", help="Folder of jumps to write.")],
     format: Annotated[str | None, typer.Option(help="tuned-lens, mat or jacobian (default: detected).")] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -53,7 +53,9 @@ def export_lens(
     jumps: Annotated[Path, typer.Argument(help="Folder of jumps.")],
     model: LensModel,
     format: Annotated[str, typer.Option(help="tuned-lens, mat or jacobian.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder (jacobian: file) to write.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="<folder or file>", help="Folder (jacobian: file) to write.")
+    ],
     force: Force = False,
     *,
     load: LoadModel,

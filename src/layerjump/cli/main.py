@@ -28,18 +28,10 @@ from layerjump.cli.study import human_eval, report, study
 from layerjump.errors import LayerjumpError, RunStopped, render_arguments_as
 
 OPTION_NAMES = {
-    "pretrain": {"accumulate": "--gradient-accumulation-steps"},
-    "study": {
-        "budget": "--score-tokens",
-        "checkpoints": "--checkpoint",
-        "runs": "--finetune-runs",
-        "score": "--score-positions",
-        "steps": "--train-steps",
-        "task": "--finetune-task",
-        "task_data": "--eval-data",
-        "task_limit": "--eval-limit",
-        "tasks": "--eval-tasks",
-    },
+    "fit": {"use_validation": "--save-moments"},
+    "pretrain": {"levels": "--penalty-levels"},
+    "prune": {"learning_rate": "--distill-learning-rate"},
+    "study": {"checkpoints": "--checkpoint", "limit": "--eval-limit", "targets": "--target", "tasks": "--eval-tasks"},
 }
 """Library arguments whose option has another name, by command."""
 

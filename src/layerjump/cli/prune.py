@@ -45,7 +45,7 @@ def _resume_hint(options: Options) -> str:
 def prune(
     model: ModelName,
     drop: Annotated[str | None, typer.Option(help="Blocks to drop: a number, or a share such as 25%.")] = None,
-    max_loss: Annotated[
+    max_loss_ratio: Annotated[
         str | None,
         typer.Option(
             help="Drop as many blocks as possible while the loss stays below this multiple of the original, e.g. 1.05x."
@@ -99,7 +99,7 @@ def prune(
     """Drop the blocks that a linear map replaces best, and write a Hugging Face checkpoint.
 
     [bold]layerjump prune smollm2 --drop 25% --tokens 20000 -o smaller[/]
-    [bold]layerjump prune MODEL --text wiki.txt --max-loss 1.05x --method rotation[/]
+    [bold]layerjump prune MODEL --text wiki.txt --max-loss-ratio 1.05x --method rotation[/]
     [bold]layerjump prune MODEL --drop 3 --method linear --distill-steps 200[/]    train the maps afterwards
     [bold]layerjump prune MODEL --keep-first 12 -o draft[/]                        a draft model
     """
@@ -113,8 +113,8 @@ def prune(
     from layerjump.training.trainer import remove_training_folder
 
     check_free(output, force=force)
-    if sum(value is not None for value in (drop, max_loss, keep_first)) != 1:
-        raise BadPruning("give one of --drop, --max-loss and --keep-first")
+    if sum(value is not None for value in (drop, max_loss_ratio, keep_first)) != 1:
+        raise BadPruning("give one of --drop, --max-loss-ratio and --keep-first")
     loaded = load(model)
     corpus = load_text(text, column=column)
     if keep_first is not None:
@@ -124,7 +124,7 @@ def prune(
             loaded,
             corpus,
             drop=drop,
-            max_loss=None if max_loss is None else _parse_ratio(max_loss),
+            max_loss_ratio=None if max_loss_ratio is None else _parse_ratio(max_loss_ratio),
             method=method,
             criterion=criterion,
             contiguous=contiguous,
@@ -174,4 +174,4 @@ def _parse_ratio(text: str) -> float:
     try:
         return float(text.removesuffix("x"))
     except ValueError:
-        raise BadPruning(f"expected --max-loss as a multiple such as 1.05x, got {text!r}") from None
+        raise BadPruning(f"expected --max-loss-ratio as a multiple such as 1.05x, got {text!r}") from None

@@ -50,10 +50,10 @@ def study(
     estimators: Annotated[
         str, typer.Option(help="Estimators to compare, e.g. mat,affine; all studies use the first.")
     ] = "mat",
-    score_positions: Annotated[
+    test_positions: Annotated[
         int | None, typer.Option(help="Test positions at which the logits of every level are scored.")
     ] = None,
-    score_tokens: Annotated[
+    variant_tokens: Annotated[
         int, typer.Option(help="Test tokens of the expensive studies (submodules, alternation).")
     ] = 2_000,
     text: TextSources = None,
@@ -80,10 +80,10 @@ def study(
     finetune_task: Annotated[
         str | None, study_option(help="finetune: JSON lines with query, choices and gold.")
     ] = None,
-    train_steps: Annotated[
+    training_steps: Annotated[
         int | None, study_option(help="finetune, architecture: optimiser steps of a training.")
     ] = None,
-    finetune_runs: Annotated[int, study_option(help="finetune, architecture: trainings, with different seeds.")] = 3,
+    training_runs: Annotated[int, study_option(help="finetune, architecture: trainings, with different seeds.")] = 3,
     output: OutputFolder = Path("study"),
     resume: Annotated[bool, output_option("--resume", help="Keep studies that an earlier run finished.")] = False,
     force: Force = False,
@@ -111,8 +111,8 @@ def study(
         split=split,
         seed=seed,
         estimators=tuple(name.strip() for name in estimators.split(",")),
-        score_positions=score_positions,
-        score_tokens=score_tokens,
+        test_positions=test_positions,
+        variant_tokens=variant_tokens,
         targets=tuple(target or (0.95,)),
         exit_position=exit_position,
         eval_tasks=None if eval_tasks is None else tuple(task.name for task in select_tasks(eval_tasks)),
@@ -120,8 +120,8 @@ def study(
         eval_limit=eval_limit,
         checkpoints=tuple(checkpoint or ()),
         finetune_task=finetune_task,
-        train_steps=train_steps,
-        finetune_runs=finetune_runs,
+        training_steps=training_steps,
+        training_runs=training_runs,
     )
     loaded = load(model)
     corpus, *other_corpora = [load_text(source, column=column) for source in text or ["pydoc"]]

@@ -111,7 +111,7 @@ class Batches:
     sequences: Sequences = field(repr=False)
     groups: tuple[Ints, ...] = field(repr=False)
     """The sequences of each batch, by index."""
-    look: Positions | None = None
+    picks_at: Positions | None = None
     """The positions of the picks if they are not those that were drawn (and that a masked model reads as [MASK])."""
 
     def __len__(self) -> int:
@@ -124,8 +124,8 @@ class Batches:
         selected = self.groups[index].tolist()
         ids, attention = self._grid(selected)
         sources = () if self.tokenization.start is None else self._grid(selected, source=True)
-        looking = self.look is not None
-        row, position = self._picks(selected, self.look or self.positions, looking=looking)
+        is_redrawn = self.picks_at is not None
+        row, position = self._picks(selected, self.picks_at or self.positions, is_redrawn=is_redrawn)
         document = np.array([self.sequences.document[sequence] for sequence in selected])[row]
         number = np.array([self.sequences.number[sequence] for sequence in selected])[row]
         token = ids[row, position]
@@ -134,7 +134,7 @@ class Batches:
         arrays = (ids, attention, row, position, document, token, *sources)
         return replace(Batch(*map(torch.from_numpy, arrays)), sequence=torch.from_numpy(number))
 
-    def look_at(self, positions: Positions) -> "Batches":
+    def with_picks_at(self, positions: Positions) -> "Batches":
         """The same batches, with the same tokens masked, but with picks at other positions.
 
         A map that is applied everywhere must be fitted everywhere, not only at [MASK].
@@ -143,7 +143,7 @@ class Batches:
         # From the length that runs: a causal model's sequence ends with its last pick.
         picks = array("q", [positions.count(length, *around) for length in self.sequences.length])
         sequences = replace(self.sequences, picks=picks, uncut=self.sequences.length)
-        return replace(self, sequences=sequences, look=positions)
+        return replace(self, sequences=sequences, picks_at=positions)
 
     def shard(self, rank: int, world: int) -> "Batches":
         """The batches of one process of a group: disjoint, and about as many tokens for each process."""
@@ -173,13 +173,13 @@ class Batches:
         return int(sum(picks[group].sum() for group in self.groups))
 
     @property
-    def most_picks(self) -> int:
+    def max_picks(self) -> int:
         """The picks of the batch with the most picks."""
         picks = np.asarray(self.sequences.picks)
         return max((int(picks[group].sum()) for group in self.groups), default=0)
 
     @property
-    def padding(self) -> float:
+    def padding_share(self) -> float:
         """The share of padding in all cells."""
         # The longest sequence also has the longest source: they are halves of one text.
         size = self.sequences.sizes()
@@ -202,18 +202,18 @@ class Batches:
             attention[row, :length] = 1
         return ids, attention
 
-    def _picks(self, selected: list[int], positions: Positions, *, looking: bool = False) -> tuple[Ints, Ints]:
+    def _picks(self, selected: list[int], positions: Positions, *, is_redrawn: bool = False) -> tuple[Ints, Ints]:
         """Rows and positions of the draws from each sequence of a batch."""
-        draws = [self._draw(sequence, positions, looking) for sequence in selected]
+        draws = [self._draw(sequence, positions, is_redrawn) for sequence in selected]
         row = np.repeat(np.arange(len(selected)), [len(draw) for draw in draws])
         return row, np.concatenate(draws)
 
-    def _draw(self, sequence: int, positions: Positions, looking: bool) -> Ints:
+    def _draw(self, sequence: int, positions: Positions, is_redrawn: bool) -> Ints:
         return positions.draw(
             self.sequences.uncut[sequence],
             *self.tokenization.around,
             # With the seed of the masks, the share would contain more masks than the text does.
-            seed=self.seed + looking,
+            seed=self.seed + is_redrawn,
             document=self.sequences.document[sequence],
             sequence=self.sequences.number[sequence],
         )
@@ -228,18 +228,19 @@ def make_batches(
     seed: int = 0,
     tokens: int | None = None,
     max_length: int = 512,
-    budget: int = 1024,
+    max_batch_tokens: int = 1024,
 ) -> Batches:
     """Cut documents into sequences, and group those of similar length into batches.
 
-    `documents` are used in their order until there are `tokens` tokens (None: all). A batch has at most `budget` cells,
-    including padding, unless a single sequence has more. Batches are shuffled, so that the first few represent all.
+    `documents` are used in their order until there are `tokens` tokens (None: all). A batch has at most
+    `max_batch_tokens` tokens, including padding, unless a single sequence has more. Batches are shuffled, so that the
+    first few represent all.
 
     For an encoder–decoder a sequence is two rows of at most `max_length`: the encoder reads the first half of its text,
     the decoder the second half after its start token. Tokens and cells of both count; picks are the decoder's.
     """
     documents = range(len(corpus.documents)) if documents is None else documents
-    limits = {"seed": (seed, 0), "tokens": (tokens, 1), "budget": (budget, 1)}
+    limits = {"seed": (seed, 0), "tokens": (tokens, 1), "max_batch_tokens": (max_batch_tokens, 1)}
     for name, (value, minimum) in limits.items():
         if value is not None and value < minimum:
             raise BadText(f"expected {argument(name)} of {minimum} or more, got {value}")
@@ -260,7 +261,7 @@ def make_batches(
             f"none of the {len(documents):,} documents of {corpus.name} has a position of {positions} from position "
             f"{positions.skip_first} on; pass longer text"
         )
-    groups = _group(sequences.sizes(), budget)
+    groups = _group(sequences.sizes(), max_batch_tokens)
     order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
     shuffled = tuple(groups[index] for index in order)
     return Batches(tokenization, positions, seed, sequences, shuffled)
@@ -313,15 +314,15 @@ def _encode(corpus: Corpus, tokenization: Tokenization, documents: Sequence[int]
         yield from zip(map(int, chunk), encoded, strict=True)
 
 
-def _group(sizes: Ints, budget: int) -> list[Ints]:
-    """Sort sequences by size, and start a new batch before rows × longest exceed the budget, or padding its limit."""
+def _group(sizes: Ints, max_cells: int) -> list[Ints]:
+    """Sort sequences by size, and start a new batch before rows × longest exceed `max_cells`, or padding its limit."""
     order = np.argsort(sizes, kind="stable")
     cuts, tokens = [0], 0
     for index, sequence in enumerate(order):
         # Sizes grow, so the newest row is the longest.
         cells = (index - cuts[-1] + 1) * sizes[sequence]
         tokens += sizes[sequence]
-        if index > cuts[-1] and (cells > budget or cells - tokens > _MAX_PADDING * cells):
+        if index > cuts[-1] and (cells > max_cells or cells - tokens > _MAX_PADDING * cells):
             cuts.append(index)
             tokens = sizes[sequence]
     return np.split(order, cuts[1:])

@@ -55,10 +55,10 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Splits:
-    """Disjoint document indices: to fit maps, to select their settings (validation), to test them."""
+    """Disjoint document indices: to fit maps, to choose their settings (validation), to test them."""
 
     fit: tuple[int, ...]
-    select: tuple[int, ...]
+    validation: tuple[int, ...]
     test: tuple[int, ...]
 
 
@@ -88,7 +88,7 @@ def load_text(source: str | Path | Iterable[str], *, column: str | None = None, 
 
 
 def split_documents(n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0) -> Splits:
-    """Assign documents to the fit, select (validation) and test splits at random.
+    """Assign documents to the fit, validation and test splits at random.
 
     The result depends on the seed and the number of documents alone. Sizes that add up to 100 are percentages (a
     split with a share gets at least one document); any others are counts.
@@ -100,9 +100,11 @@ def split_documents(n_documents: int, split: str | tuple[float | int, ...] = "80
     counts = _counts_of_shares(sizes, n_documents) if is_percent else _counts(sizes, n_documents)
     # Raw bits: numpy promises that these stay the same in all versions, but not `permutation`.
     order = np.argsort(np.random.PCG64(seed).random_raw(n_documents), kind="stable").tolist()
-    select, test = counts[0], counts[0] + counts[1]
+    validation, test = counts[0], counts[0] + counts[1]
     return Splits(
-        fit=tuple(order[:select]), select=tuple(order[select:test]), test=tuple(order[test : test + counts[2]])
+        fit=tuple(order[:validation]),
+        validation=tuple(order[validation:test]),
+        test=tuple(order[test : test + counts[2]]),
     )
 
 

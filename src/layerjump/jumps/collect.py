@@ -74,7 +74,7 @@ def plan_run(
     tokens: int | None = None,
     split: str = "80/10/10",
     seed: int = 0,
-    validation: bool | None = None,
+    use_validation: bool | None = None,
     max_length: int = MAX_LENGTH,
     features: FeatureKind | None = None,
     float32_products: bool | None = None,
@@ -93,7 +93,7 @@ def plan_run(
         tokens: Number of tokens to run, over all splits. Default: the whole text.
         split: Shares or numbers of documents in the fit, validation and test splits.
         seed: Seed of the split and of the positions.
-        validation: Whether to run the validation split. Default: whether the estimator needs it; without one, yes.
+        use_validation: Whether to run the validation split. Default: whether the estimator needs it; without one, yes.
         max_length: Longest sequence; longer documents are cut.
         features: What maps read of a source state h: raw (h), rms (h / rms(h)) or both. Default: the estimator's.
         float32_products: Whether the products of both features are formed in float32, which suffices for an estimator
@@ -103,8 +103,8 @@ def plan_run(
     if tokens is not None and tokens < 1:
         raise BadText(f"expected {argument('tokens')} of 1 or more, or none for all, got {tokens}")
     needs = None if estimator is None else find_estimator(estimator, closed_form=True)
-    if validation is None:
-        validation = needs is None or needs.needs_validation(strength)
+    if use_validation is None:
+        use_validation = needs is None or needs.needs_validation(strength)
     if features is None:
         features = needs.features if needs else "raw"
     elif features not in FEATURES:
@@ -118,8 +118,8 @@ def plan_run(
     corpus = text if isinstance(text, Corpus) else load_text(text)
     documents = split_documents(len(corpus.documents), split, seed=seed)
     parts = {"fit": documents.fit, "test": documents.test}
-    if validation:
-        parts = {"fit": documents.fit, "validation": documents.select, "test": documents.test}
+    if use_validation:
+        parts = {"fit": documents.fit, "validation": documents.validation, "test": documents.test}
     n_documents = sum(map(len, parts.values()))
 
     def cut(positions: Positions) -> dict[str, Batches]:
@@ -183,7 +183,7 @@ def collect_moments(
     tokens: int | None = None,
     split: str = "80/10/10",
     seed: int = 0,
-    validation: bool | None = None,
+    use_validation: bool | None = None,
     max_length: int = MAX_LENGTH,
     features: FeatureKind | None = None,
     float32_products: bool | None = None,
@@ -199,7 +199,7 @@ def collect_moments(
         tokens=tokens,
         split=split,
         seed=seed,
-        validation=validation,
+        use_validation=use_validation,
         max_length=max_length,
         features=features,
         float32_products=float32_products,
@@ -244,7 +244,7 @@ class RunPlan:
             remaining = (batches[index] for index in range(steps[name], len(batches)))
             resumed_tokens = sum(batches[index].n_tokens for index in range(steps[name]))
             n_tokens = earlier_tokens + resumed_tokens * group.world
-            captured = capture_states(self.model, remaining, moments.sites, buffer_rows=batches.most_picks)
+            captured = capture_states(self.model, remaining, moments.sites, reuse_buffer_rows=batches.max_picks)
             with deferred_interrupt() as interrupt, closing(captured) as stream:
                 states = next(stream, None)
                 group.share_shift(moments, states.at if states else None)

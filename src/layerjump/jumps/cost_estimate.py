@@ -58,7 +58,7 @@ def estimate_cost(model: Model, moments: Moments, batches: Mapping[str, Batches]
     sampled = sum(raw[site] for site in moments.reservoir.sites) * moments.reservoir.size
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
-    max_rows = max((int(split.most_picks) for split in batches.values()), default=0)
+    max_rows = max((int(split.max_picks) for split in batches.values()), default=0)
     return CostEstimate(
         sums_bytes=len(batches) * (8 * entries + 4 * sampled),
         # states as captured, and their shifted copies in float64

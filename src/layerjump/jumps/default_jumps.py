@@ -101,7 +101,7 @@ def _fit_all(
             estimator=names[0],
             positions=MASKED_SHARE if model.masked else None,
             tokens=tokens,
-            validation=any(find_estimator(name).needs_validation() for name in names),
+            use_validation=any(find_estimator(name).needs_validation() for name in names),
         ).run(progress=progress)
         jumps |= {name: solve_jumps(moments, name, model=model) for name in names}
     return jumps

@@ -35,10 +35,10 @@ def fit(
     strength: float | None = None,
     rank: int | None = None,
     metric: str | None = None,
-    pooling: Pooling | None = None,
+    ojfa_pooling: Pooling | None = None,
     keep_both_targets: bool = False,
     features: FeatureKind | None = None,
-    validation: bool | None = None,
+    use_validation: bool | None = None,
     max_length: int = MAX_LENGTH,
     float32_products: bool | None = None,
     progress: Progress | None = None,
@@ -59,16 +59,16 @@ def fit(
         strength: ridge: regularisation strength. Default: chosen on the validation split.
         rank: low-rank, ojfa: the rank of the maps.
         metric: low-rank: `unembedding` weighs errors by their effect on the logits.
-        pooling: ojfa: fit one map to all levels' rows (`pooled`, the default), or use one level's map (`best-level`).
+        ojfa_pooling: Fit one map to all levels' rows (`pooled`, the default), or use one level's map (`best-level`).
         keep_both_targets: calibrated: keep the maps to level L and to `final`, so that `refine` can choose by final KL.
         features: What maps to `final` read of a state h: raw (h), rms (h / rms(h)) or both. Default: raw; for
             calibrated, the best of them.
-        validation: Whether to run the validation split. Default: whether the estimator needs it.
+        use_validation: Whether to run the validation split. Default: whether the estimator needs it.
         max_length: Longest sequence; longer documents are cut.
         float32_products: Whether the products of both features are formed in float32. Default: for calibrated.
         progress: Called after each batch with the tokens done and the tokens to do.
     """
-    settings = Settings(strength, rank, metric, pooling, keep_both_targets)
+    settings = Settings(strength, rank, metric, ojfa_pooling, keep_both_targets)
     find_estimator(estimator, closed_form=True).check_settings(settings)
     plan = plan_run(
         model,
@@ -80,7 +80,7 @@ def fit(
         tokens=tokens,
         split=split,
         seed=seed,
-        validation=validation,
+        use_validation=use_validation,
         max_length=max_length,
         features=features,
         float32_products=float32_products,
@@ -91,7 +91,7 @@ def fit(
         strength=strength,
         rank=rank,
         metric=metric,
-        pooling=pooling,
+        ojfa_pooling=ojfa_pooling,
         keep_both_targets=keep_both_targets,
         model=model,
     )
@@ -104,7 +104,7 @@ def solve_jumps(
     strength: float | None = None,
     rank: int | None = None,
     metric: str | None = None,
-    pooling: Pooling | None = None,
+    ojfa_pooling: Pooling | None = None,
     keep_both_targets: bool = False,
     model: Model | None = None,
 ) -> Jumps:
@@ -113,7 +113,7 @@ def solve_jumps(
     The settings are those of `fit`. Only `calibrated` and the `unembedding` metric need the model.
     """
     row = find_estimator(estimator, closed_form=True)
-    settings = Settings(strength, rank, metric, pooling, keep_both_targets)
+    settings = Settings(strength, rank, metric, ojfa_pooling, keep_both_targets)
     row.check_settings(settings)
     row.check_targets(moments.fit.pairs, moments.info.n_blocks)
     if moments.fit.n == 0:
@@ -121,7 +121,7 @@ def solve_jumps(
     if row.needs_validation(strength) and moments.validation.n == 0:
         raise BadEstimator(
             f"{estimator} makes a choice on the validation split, and these moments have none; collect them with "
-            f"{argument('validation', True)}"
+            f"{argument('use_validation', True)}"
         )
     if row.scope == "source":
         solutions = _solve_each_source(row, moments, settings, model)
@@ -146,7 +146,7 @@ def solve_jumps(
         settings=recorded | {"max_length": moments.max_length},
         layerjump=__version__,
     )
-    return Jumps.of(maps, infos, provenance)
+    return Jumps.from_maps(maps, infos, provenance)
 
 
 def _solve_each_source(

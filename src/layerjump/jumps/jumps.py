@@ -150,7 +150,7 @@ class Jumps(nn.Module):
         self.maps = nn.ModuleDict({_module_name(pair): maps[pair] for pair in self.info})
 
     @classmethod
-    def of(cls, maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> Jumps:
+    def from_maps(cls, maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> Jumps:
         """Make a set of fitted maps and their descriptions; an error where the two disagree."""
         _check(maps, infos, provenance)
         modules = {pair: to_module(maps[pair], infos[pair].features) for pair in maps}

@@ -283,7 +283,7 @@ def _load(folder: Path) -> Jumps:
         maps[pair] = Affine(record.shape, factors, parts.get("bias"), record.strength)
     try:
         infos = {pair: record.info for pair, record in records.items()}
-        return Jumps.of(maps, infos, provenance)
+        return Jumps.from_maps(maps, infos, provenance)
     except BadJumps as error:
         raise BadArtifact(f"{tensor_file} is inconsistent: {error}; write it again") from error
 

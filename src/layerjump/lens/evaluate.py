@@ -114,7 +114,7 @@ def _score_rows(model: Model, lenses: Mapping[str, Lens], levels: list[Tensor], 
     return LensScores(
         lenses=tuple(lenses),
         top=_stack(cells, "top"),
-        rank=_stack(cells, "place"),
+        rank=_stack(cells, "rank"),
         surprisal=_stack(cells, "surprisal"),
         kl=_stack(cells, "kl"),
         confidence=_stack(cells, "confidence"),

@@ -2,7 +2,7 @@
 
 lens = Lens(model, jumps)             # without jumps: the logit lens
 trajectory = lens("The capital of")   # every position at every level
-lens.at(5, 20)("The capital of")      # level 5 mapped to level 20, then decoded from there
+lens.between(5, 20)("The capital of")      # level 5 mapped to level 20, then decoded from there
 lens.direction(" Paris", 20)          # the direction at level 20 that the lens decodes as " Paris"
 """
 
@@ -104,7 +104,7 @@ class Lens:
         return "identity" if self.jumps is None else self.jumps.provenance.estimator
 
     @property
-    def fitted_from(self) -> int:
+    def first_fitted_position(self) -> int:
         """The first position that the jumps were fitted on; 0 without jumps."""
         return 0 if self.jumps is None else self.jumps.provenance.skip_first
 
@@ -155,7 +155,7 @@ class Lens:
         """Logits of hidden states at a site; at level L they are the model's own."""
         return self.readout(site).logits(states)
 
-    def at(self, source: SiteName, target: SiteName) -> CrossLevelLens:
+    def between(self, source: SiteName, target: SiteName) -> CrossLevelLens:
         """A lens that maps one site to another and decodes the result as this lens decodes the target.
 
         It shows what level i already holds of level j. With the last level as the target it equals this lens.
@@ -180,7 +180,7 @@ class Lens:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossLevelLens(Lens):
-    """A lens that decodes one site as another; `Lens.at` makes it."""
+    """A lens that decodes one site as another; `Lens.between` makes it."""
 
     source: Site
     target: Site
@@ -257,7 +257,7 @@ def read_trajectories(
             name: Trajectory(
                 model=model,
                 name=name,
-                fitted_from=lens.fitted_from,
+                first_fitted_position=lens.first_fitted_position,
                 readouts=readouts[name],
                 prompt=prompts[index],
                 states=states,

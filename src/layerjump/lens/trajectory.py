@@ -126,7 +126,7 @@ class Trajectory:
     model: Model
     name: str
     """The name of the lens."""
-    fitted_from: int
+    first_fitted_position: int
     """The first position that the jumps were fitted on; predictions at earlier positions are unreliable."""
     readouts: tuple[Readout, ...]
     """How each site is decoded."""
@@ -245,7 +245,7 @@ class Trajectory:
             "n_blocks": self.model.n_blocks,
             "tokens": [{"id": token, "text": text} for token, text in zip(self.prompt.ids, self.tokens, strict=True)],
             "positions": list(self.positions),
-            "fitted_from": self.fitted_from,
+            "fitted_from": self.first_fitted_position,
             "k": self.query.k,
             "words": {str(token): text for token, text in zip(ids, self.decode(ids), strict=True)},
             "top": top,
@@ -279,7 +279,7 @@ class Trajectory:
             "level": [level for level in self.levels for _ in self.positions],
             "position": [*self.positions] * n_levels,
             "token": [tokens[position] for position in self.positions] * n_levels,
-            "fitted": [position >= self.fitted_from for position in self.positions] * n_levels,
+            "fitted": [position >= self.first_fitted_position for position in self.positions] * n_levels,
             "top": top[::k],
             "settled": [0 <= first <= level for level in range(n_levels) for first in settled],
             "best": [top[k * row : k * (row + 1)] for row in range(n_rows)],

@@ -183,7 +183,7 @@ def select_refined(jumps: Jumps, tuner: Tuner, corpus: Corpus) -> Jumps:
     if "temperature" in settings:
         settings["temperature"] = temperatures
     estimator = f"{provenance.estimator}+kl"
-    return Jumps.of(maps, infos, replace(provenance, estimator=estimator, settings=settings))
+    return Jumps.from_maps(maps, infos, replace(provenance, estimator=estimator, settings=settings))
 
 
 # The objective: rows of hidden states, and the KL of every map at them
@@ -231,10 +231,10 @@ class KLObjective:
                 documents=documents,
                 tokens=limit,
                 seed=seed,
-                budget=_BATCH_TOKENS,
+                max_batch_tokens=_BATCH_TOKENS,
             )
 
-        return cut(split.fit), cut(split.select or split.test)
+        return cut(split.fit), cut(split.validation or split.test)
 
     def sample_rows(self, batches: Batches, step: int, count: int) -> TrainingRows:
         """`count` positions of one batch; those of a step are the same in every run."""

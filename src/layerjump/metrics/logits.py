@@ -105,7 +105,7 @@ class Agreement(NamedTuple):
 
     top: Tensor
     """The best token."""
-    place: Tensor
+    rank: Tensor
     """How many of the reference's ten best tokens are better than that token: fewer than k is a hit at k."""
     surprisal: Tensor
     """−ln of the reference's probability of that token."""
@@ -121,7 +121,7 @@ def agreement(logits: Tensor, reference: ReferenceLogits) -> Agreement:
     Ties count as hits, so that the reference agrees with itself in whatever order ties come.
     """
     stats = LogitComparison(reference)(logits)
-    return Agreement(stats.top[:, 0], stats.place, stats.surprisal, stats.kl, stats.confidence)
+    return Agreement(stats.top[:, 0], stats.reference_rank, stats.surprisal, stats.kl, stats.confidence)
 
 
 class LogitStats(NamedTuple):
@@ -136,7 +136,7 @@ class LogitStats(NamedTuple):
     """(rows, k) the probabilities of the best tokens."""
     confidence: Tensor
     """(rows,) the best probability minus the second best."""
-    place: Tensor
+    reference_rank: Tensor
     """(rows,) how many of the reference's ten best tokens are better than the best token."""
     surprisal: Tensor
     """(rows,) −ln of the reference's probability of the best token."""
@@ -215,7 +215,7 @@ class LogitComparison:
             top=top[:, : self._k],
             probability=best[:, : self._k],
             confidence=best[:, 0] - best[:, 1],
-            place=(reference.best > reference_logit).sum(-1),
+            reference_rank=(reference.best > reference_logit).sum(-1),
             surprisal=reference.log_total + (reference.best[:, :1] - reference_logit)[:, 0],
             # Rounding may leave a perfect agreement slightly below zero.
             kl=(reference.negative_entropy - expected + log_total).clamp_min(0),

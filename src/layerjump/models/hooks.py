@@ -115,18 +115,23 @@ class Capture(Hooks):
     """Hooks that hold the hidden states at sites of one forward pass.
 
     `start()` asks for whole states as the model hands them on, not copied and differentiable; `start(rows)` for copies
-    of some rows of the flattened (batch · positions) states. With `buffer_rows` (the most rows that any pass asks for),
-    each pass writes its copies over those of the last: fresh tensors of ever new sizes would fragment the heap.
+    of some rows of the flattened (batch · positions) states. With `reuse_buffer_rows` (the most rows that any pass asks
+    for), each pass writes its copies over those of the last: fresh tensors of ever new sizes would fragment the heap.
     """
 
     def __init__(
-        self, structure: Structure, sites: Sequence[Site], *, buffer_rows: int = 0, entries: Iterable[nn.Module] = ()
+        self,
+        structure: Structure,
+        sites: Sequence[Site],
+        *,
+        reuse_buffer_rows: int = 0,
+        entries: Iterable[nn.Module] = (),
     ) -> None:
         self.sites = list(sites)
         self._sites_at: dict[Tap, list[Site]] = defaultdict(list)
         for site in self.sites:
             self._sites_at[structure.tap(site)].append(site)
-        self._buffer_rows = buffer_rows
+        self._buffer_rows = reuse_buffer_rows
         self._buffers: dict[Site, Tensor] = {}
         self._rows: Tensor | None = None
         self._states: dict[Site, Tensor] = {}

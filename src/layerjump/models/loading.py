@@ -1,4 +1,8 @@
-"""Load a model from a hub id, a folder, a GGUF file or the name of the bundled model, and check it."""
+"""Load a model from a hub id, a folder, a GGUF file or the name of the bundled model, and check it.
+
+An error of any library becomes one line that names the model. Sizes in a config.json or GGUF file are checked before
+transformers builds the model, because it would allocate whatever a damaged file states.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 MAX_BLOCKS = 10_000
 """More blocks than any model has."""
 CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
-
-
 LINEAR = "linear.json"
 _COMPOSITES = {LINEAR: "layerjump.pruning.checkpoint:load_linear"}
 """Marker file of a folder that holds a checkpoint and more → the function that loads it, given one that loads

@@ -203,13 +203,13 @@ def capture_states(
     sites: Sequence[Site | str | int],
     *,
     logits: bool = False,
-    buffer_rows: int = 0,
+    reuse_buffer_rows: int = 0,
 ) -> Generator[States, None, None]:
     """Yield the hidden states of each batch at the sites, for its picked positions only.
 
     The model runs no further than the last of the sites. `logits` adds the model's own logits of the picks. With
-    `buffer_rows` (the picks of the largest batch) every batch's states are written over those of the last one: fresh
-    tensors of ever new sizes would fragment the heap.
+    `reuse_buffer_rows` (the picks of the largest batch) every batch's states are written over those of the last one:
+    fresh tensors of ever new sizes would fragment the heap.
     """
     require_model(model)
     selected = [Site.parse(site) for site in sites]
@@ -221,7 +221,7 @@ def capture_states(
         tapped.append(last)
     if logits:
         model.require_predictions()
-    with Capture(structure, tapped, buffer_rows=buffer_rows) as capture:
+    with Capture(structure, tapped, reuse_buffer_rows=reuse_buffer_rows) as capture:
         for batch in batches:
             at = capture.run(model, batch)
             own_logits = None

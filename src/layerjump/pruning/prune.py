@@ -163,7 +163,7 @@ def prune(
     text: Corpus | str | Path,
     *,
     drop: int | str | None = None,
-    max_loss: float | None = None,
+    max_loss_ratio: float | None = None,
     method: str = "auto",
     criterion: str = "loss",
     contiguous: bool = False,
@@ -177,8 +177,9 @@ def prune(
     Args:
         model: The model, which stays as it is.
         text: Calibration text: a corpus, or a source for `lj.load_text`.
-        drop: Number of blocks to drop, or a share such as "25%". Pass either this or `max_loss`.
-        max_loss: Drop as many blocks as keep the loss on the validation split below this multiple of the original.
+        drop: Number of blocks to drop, or a share such as "25%". Pass either this or `max_loss_ratio`.
+        max_loss_ratio: Drop as many blocks as keep the loss on the validation split below this multiple of the
+            original.
         method: Replacement: remove, linear, replaceme, fold or rotation. "auto" is the best one that stores no more
             parameters than the original model.
         criterion: Selection of blocks: loss, linearity, linearity-iterative, influence, angle or deepest.
@@ -189,8 +190,8 @@ def prune(
         seed: Seed of the split.
     """
     require_model(model)
-    if (drop is None) == (max_loss is None):
-        raise BadPruning(f"pass either {argument('drop')} or {argument('max_loss')}")
+    if (drop is None) == (max_loss_ratio is None):
+        raise BadPruning(f"pass either {argument('drop')} or {argument('max_loss_ratio')}")
     if reason := cannot_drop(model):
         raise BadPruning(reason)
     if method != "auto":
@@ -206,8 +207,8 @@ def prune(
         use_maps=method != "remove" and not (method == "auto" and model.masked),
         contiguous=contiguous,
     )
-    if max_loss is not None:
-        pruned = _prune_within(selector, calibration, method, criterion, max_loss)
+    if max_loss_ratio is not None:
+        pruned = _prune_within(selector, calibration, method, criterion, max_loss_ratio)
     else:
         assert drop is not None
         count = parse_drop_count(drop, model.n_blocks)
@@ -227,14 +228,14 @@ def prepare_calibration(
             raise TextTooShort(
                 f"{argument('split', split)} leaves no {name} documents of {corpus.name}; give that part a larger share"
             )
-    fit = plan.batches["fit"].look_at(ALL_POSITIONS) if model.masked else plan.batches["fit"]
+    fit = plan.batches["fit"].with_picks_at(ALL_POSITIONS) if model.masked else plan.batches["fit"]
     validation = make_batches(
         corpus,
         model.tokenization,
         positions,
         documents=_first_documents(plan.batches["validation"], VALIDATION_TOKENS),
         seed=seed,
-        budget=VALIDATION_BATCH,
+        max_batch_tokens=VALIDATION_BATCH,
     )
     return CalibrationData(fit, validation, plan.batches["test"], plan.info)
 
@@ -330,12 +331,14 @@ def _prune_count(
 
 
 def _prune_within(
-    selector: BlockSelector, calibration: CalibrationData, method: str, criterion: str, max_loss: float
+    selector: BlockSelector, calibration: CalibrationData, method: str, criterion: str, max_loss_ratio: float
 ) -> Pruned:
     """Drop as many blocks as keep the validation loss below the limit, by bisection."""
-    if not max_loss > 1:
-        raise BadPruning(f"expected {argument('max_loss')} of more than 1 (times the original loss), got {max_loss}")
-    limit = max_loss * token_losses(selector.model, calibration.validation).mean
+    if not max_loss_ratio > 1:
+        raise BadPruning(
+            f"expected {argument('max_loss_ratio')} of more than 1 (times the original loss), got {max_loss_ratio}"
+        )
+    limit = max_loss_ratio * token_losses(selector.model, calibration.validation).mean
     best, fits, too_many = None, 0, len(selector.candidates) + 1
     while too_many - fits > 1:
         count = (fits + too_many) // 2
@@ -350,7 +353,7 @@ def _prune_within(
             too_many = count
     if best is None:
         raise BadPruning(
-            f"no block can be dropped within {max_loss} times the loss; pass a larger {argument('max_loss')}, or "
-            f"another {argument('method')}"
+            f"no block can be dropped within {max_loss_ratio} times the loss; pass a larger "
+            f"{argument('max_loss_ratio')}, or another {argument('method')}"
         )
     return best

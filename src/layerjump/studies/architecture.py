@@ -85,8 +85,8 @@ def cannot_run(setup: Setup) -> str | None:
         return "it trains causal models with the tokenizer of this model, which is not causal"
     if setup.model.tokenizer is None:
         return "it trains models with the tokenizer of this model, which has none"
-    if not setup.settings.train_steps:
-        return f"it trains models of the size of this one; pass {argument('train_steps')}, and a small model"
+    if not setup.settings.training_steps:
+        return f"it trains models of the size of this one; pass {argument('training_steps')}, and a small model"
     return None
 
 
@@ -98,7 +98,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     for varies, variants in VARIANTS.items():
         for name, architecture in variants.items():
             rows = []
-            for index in range(settings.finetune_runs):
+            for index in range(settings.training_runs):
                 recipe = _recipe(setup, seed=settings.seed + index)
                 model = _train(setup.model, architecture, train_text, recipe)
                 profile = ProfileRow.of(measure_profile(model, test_text, seed=settings.seed))
@@ -113,7 +113,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "batch": BATCH_SIZE,
         "length": recipe.length,
         "learning_rate": LEARNING_RATE,
-        "runs": settings.finetune_runs,
+        "runs": settings.training_runs,
     }
     headline = Headline(
         gain={row.variant.replace(" ", "_"): row.gain.mean for row in tables.variants},
@@ -135,7 +135,7 @@ def _subset(setup: Setup, part: str) -> Corpus:
 
 
 def _recipe(setup: Setup, *, seed: int) -> Recipe:
-    model, steps = setup.model, setup.settings.train_steps or 1
+    model, steps = setup.model, setup.settings.training_steps or 1
     length = min(MAX_LENGTH, model.tokenization.max_length)
     heads = int(model.hf.config.num_attention_heads)
     return Recipe(

@@ -129,7 +129,7 @@ def _matrix_flops(module: nn.Module) -> int:
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Score every kind of map, then count what exits and schedules cost."""
-    moments = setup.moments("to-last", validation=True)
+    moments = setup.moments("to-last", use_validation=True)
     kinds, notes = _map_kinds(setup, moments)
     maps = _score_maps(setup, moments, kinds)
     alternation = setup.result_of(layer_skipping.STUDY)
@@ -223,7 +223,7 @@ def low_rank_kinds(
 
 def _pooled_kind(moments: SplitMoments, pooling: Pooling) -> _MapKind:
     rank = njtc_rank(moments.info.width)
-    jumps = maps_of(solve_jumps(moments, "ojfa", pooling=pooling, rank=rank))
+    jumps = maps_of(solve_jumps(moments, "ojfa", ojfa_pooling=pooling, rank=rank))
     shared = next(iter(jumps.values()))
     return _MapKind.in_float32(f"ojfa {pooling}", POOLED, dict.fromkeys(jumps, shared))
 
@@ -245,7 +245,7 @@ def _score_maps(setup: Setup, moments: SplitMoments, kinds: Sequence[_MapKind]) 
     lenses = {}
     for kind in kinds:
         infos = {pair: JumpInfo(*pair, kind.name) for pair in kind.maps}
-        lenses[kind.name] = Lens(setup.model, Jumps.of(kind.maps, infos, provenance))
+        lenses[kind.name] = Lens(setup.model, Jumps.from_maps(kind.maps, infos, provenance))
     scores = setup.score_lenses(lenses, setup.few_test_batches())
     precision = hits_below_last(scores).mean(-1).tolist()
     rows = []

@@ -66,7 +66,7 @@ def cannot_run(setup: Setup) -> str | None:
     """Return why a run has no probes, or None."""
     if setup.model.no_predictions:
         return setup.model.no_predictions
-    if len(setup.splits().select) < 2:
+    if len(setup.splits().validation) < 2:
         return f"probes are fitted on the validation split, which is empty; pass {argument('split', '80/10/10')}"
     return None
 
@@ -75,9 +75,9 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     """Replay both rules, and state the blocks saved at the target agreements."""
     tables = Tables([], [])
     for lens in setup.lenses():
-        select, test = (_calibration_set(setup, lens, part) for part in ("select", "test"))
-        half = every_second_document(select.documents)
-        probes = fit_probes(select.select(half), select.select(~half))
+        validation, test = (_calibration_set(setup, lens, part) for part in ("validation", "test"))
+        half = every_second_document(validation.documents)
+        probes = fit_probes(validation.select(half), validation.select(~half))
         for kind, rule in RULES.items():
             points = _replay(setup, rule, probes, test)
             tables.curves.extend(
@@ -93,7 +93,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             tables.saved.extend(
                 saved_row(lens, kind, points, target, test.documents, setup) for target in setup.settings.targets
             )
-    facts = {"n_select": len(select), "n_test": len(test)}
+    facts = {"n_select": len(validation), "n_test": len(test)}
     notes = [
         "Only blocks are counted, as in `exits`: not the probes, nor the unembedding at every level that `both` needs. "
         "`layerjump calibrate` chooses levels by the measured time of everything."

@@ -138,7 +138,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     jumps, middle = setup.jumps(estimator), setup.model.n_blocks // 2
     levels = quarter_levels(setup.model.n_blocks)
     frequency = _token_counts(setup)[scores.token.numpy()]
-    everywhere = setup.batches(positions=ALL_POSITIONS, tokens=setup.settings.score_tokens)
+    everywhere = setup.batches(positions=ALL_POSITIONS, tokens=setup.settings.variant_tokens)
     tables = Tables(
         by_position=_bin_rows(scores, levels, *bin_positions(scores.position)),
         by_frequency=_bin_rows(scores, levels, *bin_counts(frequency)),

@@ -123,12 +123,12 @@ def cannot_run(setup: Setup) -> str | None:
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Fine-tune once a run; measure before and after."""
     settings, model = setup.settings, setup.model
-    n_runs, steps = settings.finetune_runs, settings.train_steps or DEFAULT_STEPS
+    n_runs, steps = settings.training_runs, settings.training_steps or DEFAULT_STEPS
     items = load_task(str(settings.finetune_task))
     if len(items) < max(2, n_runs):
         raise BadStudy(
             f"expected at least {max(2, n_runs)} items for {n_runs} runs, got {len(items)} in "
-            f"{settings.finetune_task}; add items or lower {argument('finetune_runs')}"
+            f"{settings.finetune_task}; add items or lower {argument('training_runs')}"
         )
     before = measure_profile(model, setup.corpus, seed=settings.seed)
     after: list[Profile] = []

@@ -49,7 +49,7 @@ from layerjump.studies.variants import Cost, Variants, VariantScores, announce_c
 Jump = tuple[int, int]
 
 ALONE_SHARE = 0.5
-"""Of `score_tokens`: validation tokens on which every jump is tried alone. Schedules are chosen on all of them."""
+"""Of `variant_tokens`: validation tokens on which every jump is tried alone. Schedules are chosen on all of them."""
 GOOD_AGREEMENT = 0.95
 """Agreement at which the headline states the blocks needed."""
 
@@ -220,7 +220,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
-        "budget": setup.settings.score_tokens,
+        "budget": setup.settings.variant_tokens,
         "blocks": n_blocks,
         "jumps alone": to_json(alone_cost),
         "choosing": to_json(validation_cost),
@@ -233,7 +233,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
 def with_validation_documents(setup: Setup) -> tuple[Setup, str | None]:
     """Return a run that has validation documents, and a note where a tenth of the fit documents had to become them."""
     splits = setup.splits()
-    if splits.select:
+    if splits.validation:
         return setup, None
     held_out = max(1, len(splits.fit) // 10)
     split = f"{len(splits.fit) - held_out}/{held_out}/{len(splits.test)}"
@@ -267,7 +267,7 @@ def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
 def _validation_batches(setup: Setup, share: float = 1.0) -> Batches:
     # More than one position a document even in the paper's protocol: these numbers only choose.
     positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
-    return small_batches(setup, share, part="select", positions=positions)
+    return small_batches(setup, share, part="validation", positions=positions)
 
 
 def _jump_costs(setup: Setup, jumps: Jumps) -> tuple[dict[Jump, float], Cost]:

@@ -55,9 +55,9 @@ class Settings:
     seed: int = 0
     estimators: tuple[str, ...] = ("mat",)
     """The maps to compare; studies of one map use the first."""
-    score_positions: Annotated[int, Column("score")] = 500
+    test_positions: Annotated[int, Column("score")] = 500
     """Test positions at which every lens predicts at every level."""
-    score_tokens: Annotated[int, Column("budget")] = 2_000
+    variant_tokens: Annotated[int, Column("budget")] = 2_000
     """Test tokens of the costly studies (`submodules`, `heads`, `alternation`)."""
     targets: tuple[float, ...] = (0.95,)
     """`exits`: agreements with the model at which the blocks saved are stated."""
@@ -73,15 +73,15 @@ class Settings:
     """`dynamics`: folders (or folders of `checkpoint-*`), or hub revisions of the model."""
     finetune_task: Annotated[str | None, Column("task")] = None
     """`finetune`: the file of items to learn."""
-    train_steps: Annotated[int | None, Column("steps")] = None
+    training_steps: Annotated[int | None, Column("steps")] = None
     """`finetune`, `architecture`: optimiser steps of each training run."""
-    finetune_runs: Annotated[int, Column("runs")] = 3
+    training_runs: Annotated[int, Column("runs")] = 3
     """`finetune`, `architecture`: training runs with different seeds."""
     paper: bool = False
     """Follow the protocol of the paper: one position a sentence, position 0 allowed, no bias, no regularisation."""
 
 
-PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, score_positions=10**9)
+PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, test_positions=10**9)
 """9,000 sentences to fit on and 1,000 to test on, one position each."""
 
 
@@ -93,8 +93,8 @@ def make_settings(
     split: str | None = None,
     seed: int | None = None,
     estimators: tuple[str, ...] | None = None,
-    score_positions: int | None = None,
-    score_tokens: int | None = None,
+    test_positions: int | None = None,
+    variant_tokens: int | None = None,
     targets: tuple[float, ...] | None = None,
     exit_position: int | None = None,
     eval_tasks: tuple[str, ...] | None = None,
@@ -102,8 +102,8 @@ def make_settings(
     eval_limit: int | None = None,
     checkpoints: tuple[str, ...] | None = None,
     finetune_task: str | None = None,
-    train_steps: int | None = None,
-    finetune_runs: int | None = None,
+    training_steps: int | None = None,
+    training_runs: int | None = None,
 ) -> Settings:
     """Return the checked settings of a protocol, `ours` or `paper`; None keeps the value of the protocol."""
     keywords = {name: value for name, value in locals().items() if name != "protocol"}
@@ -126,11 +126,11 @@ def _check(settings: Settings) -> None:
         )
     for name, least, value in (
         ("tokens", 1, settings.tokens),
-        ("score_positions", 1, settings.score_positions),
-        ("score_tokens", 1, settings.score_tokens),
+        ("test_positions", 1, settings.test_positions),
+        ("variant_tokens", 1, settings.variant_tokens),
         ("exit_position", 0, settings.exit_position),
-        ("train_steps", 1, settings.train_steps),
-        ("finetune_runs", 1, settings.finetune_runs),
+        ("training_steps", 1, settings.training_steps),
+        ("training_runs", 1, settings.training_runs),
     ):
         if value is not None and value < least:
             raise BadStudy(f"expected {argument(name)} of at least {least}, got {value}")
@@ -193,12 +193,12 @@ class Setup:
     # Documents and positions
 
     def splits(self, corpus: Corpus | None = None) -> Splits:
-        """Return the documents of a text for fitting, validation (`select`) and testing."""
+        """Return the documents of a text for fitting, validation and testing."""
         documents = (corpus or self.corpus).documents
         return split_documents(len(documents), self.settings.split, seed=self.settings.seed)
 
     def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
-        """Return the documents of `fit`, `select` or `test`; raise `BadText` where there are none."""
+        """Return the documents of `fit`, `validation` or `test`; raise `BadText` where there are none."""
         corpus = corpus or self.corpus
         documents: tuple[int, ...] = getattr(self.splits(corpus), part)
         if not documents:
@@ -236,12 +236,12 @@ class Setup:
         positions: Positions | None = None,
         part: str = "test",
         corpus: Corpus | None = None,
-        cells: int = 4096,
+        max_batch_tokens: int = 4096,
     ) -> Batches:
         """Return batches of one part's documents, with about `picks` positions of about `tokens` tokens (None: all).
 
-        A shorter text gives all it has; every study states how much it scored. A batch has at most `cells` tokens and
-        padding together, unless one sequence alone has more.
+        A shorter text gives all it has; every study states how much it scored. A batch has at most
+        `max_batch_tokens` tokens, including padding, unless one sequence alone has more.
         """
         text = corpus or self.corpus
         documents = self.documents(part, text)
@@ -249,7 +249,13 @@ class Setup:
 
         def cut(which: Positions, of: Sequence[int], limit: int | None = None) -> Batches:
             return make_batches(
-                text, self.model.tokenization, which, documents=of, seed=self.settings.seed, tokens=limit, budget=cells
+                text,
+                self.model.tokenization,
+                which,
+                documents=of,
+                seed=self.settings.seed,
+                tokens=limit,
+                max_batch_tokens=max_batch_tokens,
             )
 
         try:
@@ -270,21 +276,21 @@ class Setup:
         """Return the test positions of a text at which lenses are scored."""
         corpus = corpus or self.corpus
         tokens = self._test_tokens(corpus)
-        return self.batches(picks=self.settings.score_positions, tokens=tokens, corpus=corpus)
+        return self.batches(picks=self.settings.test_positions, tokens=tokens, corpus=corpus)
 
     def few_test_batches(self) -> Batches:
         """Return fewer test positions, for studies that evaluate many maps."""
         # One position a document takes many tokens; the number of positions bounds it well enough.
         one = self.test_positions().kind == "one"
-        tokens = None if one else self.settings.score_tokens
-        return self.batches(picks=min(self.settings.score_positions, FEW_POSITIONS), tokens=tokens)
+        tokens = None if one else self.settings.variant_tokens
+        return self.batches(picks=min(self.settings.test_positions, FEW_POSITIONS), tokens=tokens)
 
     def _test_tokens(self, corpus: Corpus) -> int | None:
         """Return the test split's share of `tokens`, which a fit's test scores use too."""
         if self.settings.tokens is None:
             return None
         splits = self.splits(corpus)
-        validation = splits.select if self._needs_validation() else ()
+        validation = splits.validation if self._needs_validation() else ()
         n_documents = len(splits.fit) + len(validation) + len(splits.test)
         return max(1, self.settings.tokens * len(splits.test) // n_documents)
 
@@ -295,7 +301,7 @@ class Setup:
     # Jumps between levels
 
     def plan(
-        self, corpus: Corpus, pairs: str, *, positions: Positions | None = None, validation: bool | None = None
+        self, corpus: Corpus, pairs: str, *, positions: Positions | None = None, use_validation: bool | None = None
     ) -> RunPlan:
         """Plan a pass over a text with the settings of this run."""
         return plan_run(
@@ -306,22 +312,22 @@ class Setup:
             tokens=self.settings.tokens,
             split=self.settings.split,
             seed=self.settings.seed,
-            validation=self._needs_validation() if validation is None else validation,
+            use_validation=self._needs_validation() if use_validation is None else use_validation,
             features="both" if pairs == PREDICTIONS else "raw",
         )
 
-    def collect_moments(self, corpus: Corpus, pairs: str, *, validation: bool | None = None) -> SplitMoments:
+    def collect_moments(self, corpus: Corpus, pairs: str, *, use_validation: bool | None = None) -> SplitMoments:
         """Collect the second moments of these pairs in one pass over a text."""
-        return self.plan(corpus, pairs, validation=validation).run(progress=self.progress)
+        return self.plan(corpus, pairs, use_validation=use_validation).run(progress=self.progress)
 
-    def moments(self, pairs: str | None = None, *, validation: bool = False) -> SplitMoments:
+    def moments(self, pairs: str | None = None, *, use_validation: bool = False) -> SplitMoments:
         """Return the second moments of the run's text (default: of the run's level pairs), collected once.
 
-        `validation` adds those of the validation split even where no estimator of the run needs them.
+        `use_validation` adds those of the validation split even where no estimator of the run needs them.
         """
-        key = pairs or self.level_pairs, validation or self._needs_validation()
+        key = pairs or self.level_pairs, use_validation or self._needs_validation()
         if key not in self._cache.moments:
-            self._cache.moments[key] = self.collect_moments(self.corpus, key[0], validation=key[1])
+            self._cache.moments[key] = self.collect_moments(self.corpus, key[0], use_validation=key[1])
         return self._cache.moments[key]
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
@@ -376,23 +382,23 @@ class Setup:
     def all_position_plan(self, pairs: str) -> RunPlan:
         """Plan the pass of `all_position_moments`."""
         # All pairs are for layer-skipping schedules, which are chosen on the validation split.
-        validation = True if pairs == "all" else None
+        use_validation = True if pairs == "all" else None
         masks = Positions.parse(MASKED_SHARE, skip_first=0, special=True)
         positions = masks if self.model.masked else ALL_POSITIONS
         if self.settings.paper:
             positions = PAPER
         elif self.settings.positions:
             positions = Positions.parse(self.settings.positions, skip_first=0, special=True)
-        plan = self.plan(self.corpus, pairs, positions=positions, validation=validation)
+        plan = self.plan(self.corpus, pairs, positions=positions, use_validation=use_validation)
         if not self.model.masked:
             if pairs == "all" and positions == ALL_POSITIONS:
                 sample = self._sample(plan.batches["fit"])
-                plan = self.plan(self.corpus, pairs, positions=sample, validation=validation)
+                plan = self.plan(self.corpus, pairs, positions=sample, use_validation=use_validation)
             return plan
         fitted = ALL_POSITIONS
         if pairs == "all":
-            fitted = self._sample(plan.batches["fit"].look_at(ALL_POSITIONS))
-        batches = {name: part.look_at(fitted) for name, part in plan.batches.items()}
+            fitted = self._sample(plan.batches["fit"].with_picks_at(ALL_POSITIONS))
+        batches = {name: part.with_picks_at(fitted) for name, part in plan.batches.items()}
         info = replace(plan.info, positions=f"{fitted}, {positions} of them masked")
         return replace(plan, batches=batches, info=info)
 

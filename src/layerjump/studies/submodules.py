@@ -151,7 +151,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
-        "budget": setup.settings.score_tokens,
+        "budget": setup.settings.variant_tokens,
         "levels": levels,
         "suffix": suffix_cost,
         "one block": block_cost,

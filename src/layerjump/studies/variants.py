@@ -87,7 +87,7 @@ class Variants:
 
     def hits(self, name: Hashable, k: int = 1) -> Tensor:
         """Return whether the best token of a variant is among the model's k best, example by example."""
-        return torch.cat([scores.place < k for scores in self._agreements[name]])
+        return torch.cat([scores.rank < k for scores in self._agreements[name]])
 
     def precision(self, name: Hashable, k: int = 1) -> float:
         """Return how often the best token of a variant is among the model's k best."""
@@ -109,13 +109,13 @@ class Variants:
 def small_batches(
     setup: Setup, share: float = 1.0, *, part: str = "test", positions: Positions | None = None
 ) -> Batches:
-    """Return small batches with a share of the run's `score_tokens` and of its `score_positions`."""
+    """Return small batches with a share of the run's `variant_tokens` and of its `test_positions`."""
     return setup.batches(
-        tokens=max(1, int(share * setup.settings.score_tokens)),
-        picks=max(1, int(share * setup.settings.score_positions)),
+        tokens=max(1, int(share * setup.settings.variant_tokens)),
+        picks=max(1, int(share * setup.settings.test_positions)),
         part=part,
         positions=positions,
-        cells=CELLS,
+        max_batch_tokens=CELLS,
     )
 
 

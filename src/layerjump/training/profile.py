@@ -167,7 +167,7 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
             tokens=tokens,
             split=PROFILE_SPLIT,
             seed=seed,
-            validation=False,
+            use_validation=False,
         )
 
     try:
@@ -180,9 +180,11 @@ def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: in
 def _loss_batches(model: Model, text: Corpus, seed: int) -> Batches:
     positions = _predicting_positions(model)
     try:
-        return make_batches(text, model.tokenization, positions, seed=seed, tokens=MAX_LOSS_TOKENS, budget=4096)
+        return make_batches(
+            text, model.tokenization, positions, seed=seed, tokens=MAX_LOSS_TOKENS, max_batch_tokens=4096
+        )
     except TextTooShort:
-        return make_batches(text, model.tokenization, positions, seed=seed, budget=4096)
+        return make_batches(text, model.tokenization, positions, seed=seed, max_batch_tokens=4096)
 
 
 def _lens_batches(model: Model, text: Corpus, plan: RunPlan, seed: int) -> Batches:

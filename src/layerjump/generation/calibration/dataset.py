@@ -156,7 +156,7 @@ def split_documents_by_role(documents: Sequence[int], seed: int) -> ByRole[list[
     return ByRole(
         probes=[documents[index] for index in split.fit[n_selection:]],
         selection=[documents[index] for index in split.fit[:n_selection]],
-        thresholds=[documents[index] for index in split.select],
+        thresholds=[documents[index] for index in split.validation],
         test=[documents[index] for index in split.test],
     )
 

@@ -67,7 +67,7 @@ def to_jumps(lens: ForeignLens, model: Model, source: Path) -> Jumps:
         settings={"imported_from": source.name, "said": lens.notes},
         layerjump=__version__,
     )
-    return Jumps.of(lens.maps, infos, provenance)
+    return Jumps.from_maps(lens.maps, infos, provenance)
 
 
 def plain_map(jumps: Jumps, pair: Pair) -> Affine:

@@ -80,7 +80,14 @@ def fit_jacobian(
     sources, last = [Site(level) for level in indices], Site(model.n_blocks)
     positions = Positions("all", skip_first=skip_first)
     info, batches = fit_batches(
-        model, text, positions, tokens=tokens, split=split, seed=seed, max_length=max_length, budget=_MAX_POSITIONS
+        model,
+        text,
+        positions,
+        tokens=tokens,
+        split=split,
+        seed=seed,
+        max_length=max_length,
+        max_batch_tokens=_MAX_POSITIONS,
     )
     sums, n_sequences, n_sources = _sum_jacobians(model, batches, sources, progress)
     if n_sequences == 0:
@@ -102,7 +109,7 @@ def fit_batches(
     split: str,
     seed: int,
     max_length: int = MAX_LENGTH,
-    budget: int = 1024,
+    max_batch_tokens: int = 1024,
 ) -> tuple[RunInfo, Batches]:
     """Cut the documents that `fit` would fit on into batches."""
     corpus = text if isinstance(text, Corpus) else load_text(text)
@@ -114,7 +121,7 @@ def fit_batches(
         seed=seed,
         tokens=tokens,
         max_length=max_length,
-        budget=budget,
+        max_batch_tokens=max_batch_tokens,
     )
     info = RunInfo(
         **vars(identify_model(model)),
@@ -143,7 +150,7 @@ def jumps_to_last(
         **vars(info), n_fit=n_fit, n_select=0, n_test=0, estimator=estimator, settings=settings, layerjump=__version__
     )
     infos = {pair: JumpInfo(*pair, estimator, rank=rank) for pair in maps}
-    return Jumps.of(maps, infos, provenance)
+    return Jumps.from_maps(maps, infos, provenance)
 
 
 def _sum_jacobians(

@@ -84,7 +84,7 @@ def solve_ojfa(moments: SplitMoments, settings: Settings, model: Model | None = 
         [target for _, target in fit],
         rank=njtc_rank(moments.info.width) if settings.rank is None else settings.rank,
         validation=validation,
-        pooling=settings.pooling or "pooled",
+        pooling=settings.ojfa_pooling or "pooled",
     )
     for pair in moments.fit.pairs:
         yield SolvedMap(pair, jump, moments.fit.features)
@@ -114,7 +114,7 @@ def ojfa(
         source, target = pool(list(zip(sources, targets, strict=True)))
         return low_rank(source, [target], rank=rank)[0], None
     if pooling != "best-level":
-        raise BadEstimator(f"expected {argument('pooling')} 'best-level' or 'pooled', got {pooling!r}")
+        raise BadEstimator(f"expected {argument('ojfa_pooling')} 'best-level' or 'pooled', got {pooling!r}")
     if not validation:
         raise BadEstimator("best-level needs the moments of a validation split to choose the level")
     jumps = []
@@ -178,7 +178,7 @@ def train_n_njtc(
     *,
     steps: int = 400,
     rank: int | None = None,
-    rate: float = 1e-2,
+    learning_rate: float = 1e-2,
     tokens: int | None = None,
     split: str = "80/10/10",
     seed: int = 0,
@@ -191,7 +191,7 @@ def train_n_njtc(
         text: A corpus, or anything that `load_text` reads.
         steps: Number of optimiser steps; a step is a batch, at all positions but the first.
         rank: Rank of the maps. Default: d // 100.
-        rate: Peak learning rate.
+        learning_rate: Peak learning rate.
         tokens: Number of tokens of the fit split to run. Default: all.
         split: Shares or numbers of documents in the splits; `fit` with the same split and seed fits the same documents.
         seed: Seed of the split, of the initial weights and of the order of batches.
@@ -204,10 +204,10 @@ def train_n_njtc(
         raise BadEstimator(f"expected a {argument('rank')} from 1 to {model.d_model}, got {rank}")
     positions = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
     info, batches = fit_batches(model, text, positions, tokens=tokens, split=split, seed=seed)
-    jumps, n_rows = _train(model, batches, steps, rank, rate, seed, progress)
+    jumps, n_rows = _train(model, batches, steps, rank, learning_rate, seed, progress)
     last = Site(model.n_blocks)
     maps = {(site, last): jump.cpu().eval().fold() for site, jump in jumps.items()}
-    settings = {"steps": steps, "rank": rank, "rate": rate}
+    settings = {"steps": steps, "rank": rank, "rate": learning_rate}
     return jumps_to_last(maps, info, "n-njtc-trained", settings, n_fit=n_rows, rank=rank)
 
 

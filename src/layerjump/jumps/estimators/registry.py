@@ -40,7 +40,7 @@ class Settings:
     """Rank of the map."""
     metric: str | None = None
     """`unembedding`: weigh errors by their effect on the logits."""
-    pooling: Pooling | None = None
+    ojfa_pooling: Pooling | None = None
     """One map fitted to all levels' rows (`pooled`), or one level's map that serves all (`best-level`)."""
     keep_both_targets: bool = False
     """Keep the maps to level L and to `final`, so that `refine` can compare them after tuning."""
@@ -52,12 +52,12 @@ class Settings:
         return {k: v for k, v in values.items() if v is not None and v is not False}
 
     def on_disk(self) -> dict[str, Any]:
-        """The same as a jumps file records them: `how` stands for `pooling` and for `keep_both_targets`."""
+        """The same as a jumps file records them: `how` stands for `ojfa_pooling` and for `keep_both_targets`."""
         recorded = self.non_defaults()
         if recorded.pop("keep_both_targets", False):
             recorded["how"] = KEPT_BOTH_TARGETS
-        if "pooling" in recorded:
-            recorded["how"] = recorded.pop("pooling")
+        if "ojfa_pooling" in recorded:
+            recorded["how"] = recorded.pop("ojfa_pooling")
         return recorded
 
 
@@ -170,7 +170,7 @@ _ROWS = (
         "one low-rank map that serves all levels (OJFA)",
         "low_rank.solve_ojfa",
         scope="run",
-        settings=("rank", "pooling"),
+        settings=("rank", "ojfa_pooling"),
         uses_validation=True,
         targets="one",
     ),

@@ -134,7 +134,7 @@ def _hover_texts(trajectory: Trajectory, rows: slice, separator: str = "<br>") -
 def _title(trajectory: Trajectory, rows: slice) -> str:
     """Model and lens, with notes on unfitted positions and on positions that are not shown."""
     title = f"{_escape(trajectory.model.name)} through {_escape(trajectory.name)}"
-    if any(position < trajectory.fitted_from for position in trajectory.positions[rows]):
+    if any(position < trajectory.first_fitted_position for position in trajectory.positions[rows]):
         title += " (* not fitted at this position)"
     if rows.start:
         title += f" (the last {len(trajectory.positions) - rows.start} positions)"

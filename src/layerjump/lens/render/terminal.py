@@ -75,7 +75,7 @@ def grid(trajectory: Trajectory, width: int) -> Table:
             *cells,
             "–" if settled[row] < 0 else trajectory.levels[settled[row]],
         )
-    if any(position < trajectory.fitted_from for position in trajectory.positions[first:]):
+    if any(position < trajectory.first_fitted_position for position in trajectory.positions[first:]):
         table.caption = "* the lens was not fitted at this position"
         table.caption_justify = "left"
     return table
@@ -118,7 +118,7 @@ def bar(probability: float) -> str:
 
 def mark_unfitted(trajectory: Trajectory, position: int) -> str:
     """An asterisk where the jumps were not fitted at a position."""
-    return "*" if position < trajectory.fitted_from else ""
+    return "*" if position < trajectory.first_fitted_position else ""
 
 
 def _short(probability: float) -> str:
