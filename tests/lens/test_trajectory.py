@@ -301,7 +301,7 @@ def test_errors_are_one_line(gpt2, jumps, data_folder):
         (lambda: lens("a", k=0), BadText, "1 or more, got 0"),
         (lambda: lens("a", levels=[]), BadText, "at least one"),
         (lambda: lens("a", levels=[9]), BadModel, "levels 0 to 4"),
-        (lambda: lens("a", tokens=["once upon"]), BadText, r"makes \d of it \('.*'\)"),
+        (lambda: lens("a", tokens=["once upon"]), BadText, r"which is \d tokens \('.*'\)"),
         (lambda: lens("a", tokens=[99_999]), BadText, "vocabulary has 1,024"),
         (lambda: lens("a").distribution(2, 7), BadText, "was not read"),
         (lambda: lj.Lens(build_model("llama"), jumps), BadJumps, "4 blocks"),

@@ -46,6 +46,7 @@ from layerjump.generation.calibration.search import (
 from layerjump.generation.calibration.serialization import (
     Calibration,
     CalibrationReport,
+    CostsRecord,
     CurvePoint,
     DraftRuleRecord,
     HeldOutResult,
@@ -155,7 +156,7 @@ def calibrate(
         ),
         seed=seed,
         self_generated_tokens=self_generated_tokens,
-        costs=costs,
+        costs=CostsRecord(**costs.model_dump()),
         selection_cost={name: cost / full_cost for name, (_, cost) in searched.items()},
         verified_cost=drafts.cost / full_cost,
         test=_test_result(candidate, threshold, sets.test, costs, n_blocks, seed),

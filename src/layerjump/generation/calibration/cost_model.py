@@ -24,18 +24,10 @@ _JOINT_TOKENS = 4
 """Tokens that run through the blocks together to measure what a queued token adds."""
 
 
-def file_record(**keys: str) -> ConfigDict:
-    """The pydantic configuration of a record in the calibration file: frozen, strict, with these fields' keys
-    there."""
-    return ConfigDict(
-        frozen=True, strict=True, populate_by_name=True, alias_generator=lambda name: keys.get(name, name)
-    )
-
-
 class Costs(BaseModel):
     """Milliseconds at batch size 1."""
 
-    model_config = file_record(queued_token="waiting", unembedding="head", probe="gate", shortlist_unembedding="short")
+    model_config = ConfigDict(frozen=True, strict=True)
 
     block: float
     """One block, one token."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from layerjump import io
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
-from layerjump.generation.calibration.cost_model import Costs, file_record
+from layerjump.generation.calibration.cost_model import Costs
 from layerjump.generation.calibration.search import FittedProbes, RuleCandidate, RuleType
 from layerjump.generation.probes import Probe, TwoStage
 from layerjump.generation.rules import ExitConfig, Never, Shortlist
@@ -34,6 +34,13 @@ def _check_rising(levels: tuple[int, ...]) -> tuple[int, ...]:
     return levels
 
 
+def _file_record(**keys: str) -> ConfigDict:
+    """The configuration of a record in the calibration file: frozen, strict, with other keys for some fields."""
+    return ConfigDict(
+        frozen=True, strict=True, populate_by_name=True, alias_generator=lambda name: keys.get(name, name)
+    )
+
+
 def _in_file(names: dict[str, str]) -> tuple[BeforeValidator, PlainSerializer]:
     """Translate values from and to their names in the file."""
     from_file = {name: value for value, name in names.items()}
@@ -50,7 +57,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 class RuleRecord(BaseModel):
     """A rule without its weights."""
 
-    model_config = file_record(rule_type="kind", unembed_above="worth")
+    model_config = _file_record(rule_type="kind", unembed_above="worth")
 
     rule_type: _TypeInFile
     levels: Annotated[tuple[int, ...], AfterValidator(_check_rising)]
@@ -62,7 +69,7 @@ class RuleRecord(BaseModel):
 class DraftRuleRecord(RuleRecord):
     """A rule for verified generation, without its weights."""
 
-    model_config = file_record(rule_type="kind", unembed_above="worth", min_acceptance="least")
+    model_config = _file_record(rule_type="kind", unembed_above="worth", min_acceptance="least")
 
     min_acceptance: float = Field(0.0, ge=0)
     """The share of drafts that must be accepted to pay for them all."""
@@ -71,7 +78,7 @@ class DraftRuleRecord(RuleRecord):
 class PositionCounts(BaseModel):
     """Positions used in each role."""
 
-    model_config = file_record(probes="gates", selection="select")
+    model_config = _file_record(probes="gates", selection="select")
 
     probes: int
     selection: int
@@ -82,7 +89,7 @@ class PositionCounts(BaseModel):
 class HeldOutResult(BaseModel):
     """The rule on documents that nothing was chosen on; costs are relative to the full model's."""
 
-    model_config = file_record(unembeddings="heads", probe_evaluations="gates")
+    model_config = _file_record(unembeddings="heads", probe_evaluations="gates")
 
     agreement: float
     low: float
@@ -99,7 +106,7 @@ class HeldOutResult(BaseModel):
 class CurvePoint(BaseModel):
     """Examples of similar predicted probability."""
 
-    model_config = file_record(observed="found")
+    model_config = _file_record(observed="found")
 
     predicted: float
     """Their mean predicted probability of the full model's token."""
@@ -108,10 +115,16 @@ class CurvePoint(BaseModel):
     n: int
 
 
+class CostsRecord(Costs):
+    """Measured costs."""
+
+    model_config = _file_record(queued_token="waiting", unembedding="head", probe="gate", shortlist_unembedding="short")
+
+
 class CalibrationReport(BaseModel):
     """How a calibration was made and what it achieves."""
 
-    model_config = file_record(
+    model_config = _file_record(
         rule_type="kind",
         verified_rule="lossless",
         max_draft_tokens="unverified",
@@ -138,7 +151,7 @@ class CalibrationReport(BaseModel):
     seed: int
     self_generated_tokens: int | None = None
     """Tokens that the model wrote after each document's opening; None: the documents themselves were used."""
-    costs: Costs
+    costs: CostsRecord
     selection_cost: dict[_TypeInFile, float]
     """Each rule type's cost on the selection documents, relative to the full model's."""
     verified_cost: float
