@@ -160,7 +160,7 @@ def test_masking_stays_as_dense_when_less_is_scored(masked, text):
 def test_a_split_without_test_documents_raises(causal, text):
     with pytest.raises(BadText, match="leaves no test documents"):
         setup_of(causal, text, split="90/10/0").batches()
-    with pytest.raises(TextTooShort, match="there are 200"):
+    with pytest.raises(TextTooShort, match="got 200"):
         Setup(causal, text, make_settings("paper")).documents("fit")
 
 

@@ -119,7 +119,7 @@ def test_bad_shapes_and_texts(tmp_path):
     [
         (["--text", "empty.txt"], "only whitespace"),
         (["--text", "some.txt", "--heads", "3"], "does not divide"),
-        (["--text", "some.txt", "--levels", "two"], "expected numbers"),
+        (["--text", "some.txt", "--penalty-levels", "two"], "expected numbers"),
         (["--text", "some.txt", "--vocab-size", "90000"], "gives only"),
         (["--text", "some.txt", "--device", "tpu"], "cpu or cuda"),
     ],

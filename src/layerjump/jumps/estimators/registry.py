@@ -177,7 +177,7 @@ _ROWS = (
     Estimator(
         "calibrated",
         "ridge onto the state after the final norm, with a temperature",
-        "post_norm.solve_calibrated",
+        "calibrated.solve_calibrated",
         scope="run",
         settings=("keep_both_targets",),
         uses_validation=True,
