@@ -1,21 +1,21 @@
-"""The leaderboard of lenses: ours beside tuned-lens and TransformerLens' Jacobian lens, by quality and by cost.
+"""Leaderboard of lenses: ours, tuned-lens and TransformerLens' Jacobian lens, by quality and by cost.
 
     python benchmarks/lenses.py [--models smollm2,stories15m,rxn-bert] [--lenses mat,calibrated,…] [--tokens N]
                                 [--peers FOLDER] [--record] [-o lenses] [--quick]
 
-Every lens of a model is fitted once, on the same fit documents of one text (for English models Wikipedia, news and
-stories in equal parts); whatever it chooses it chooses on the select documents. All are scored by the same code on the
-same positions of test documents of each text, and of a text from elsewhere: KL from the model's own output,
-Precision@1/5/10, Surprisal, calibration error (of its best token's probability, held against the text) and marginal
-KL, averaged over levels 1 … L − 1 (a Jacobian lens has no level 0), with intervals by bootstrap over documents. Cost:
-CPU seconds of the fit, and as a multiple of the bare forward pass over the fit documents in the same run.
+Every lens of a model is fitted once, on the same fit documents (for English models Wikipedia, news and stories in equal
+parts), and selects its settings on the validation documents. The same code scores all lenses at the same positions of
+test documents of each text, and of a text on which no lens is fitted: KL from the model's own output, Precision@1/5/10,
+Surprisal, calibration error (the probability of the top token against the text) and marginal KL, averaged over levels
+1 … L − 1 (a Jacobian lens has no level 0), with bootstrap intervals over documents. Cost is the CPU time of the fit, in
+seconds and as a multiple of the bare forward pass over the fit documents in the same run.
 
-Peers run in environments of their own (`benchmarks/peers/setup.sh FOLDER` makes them), on the very same tokens. A tuned
-lens gets the best of several ways to train, until it gains no more, and ten times the CPU of `refined`; `refined long`
-may take as long as it does. Lenses are kept in the output folder, and not made again by a later run of the same
-settings. Without `--peers` their results come from `benchmarks/peers/recorded.json`, and are marked. All numbers go to
-`lenses.json`, the tables to `lenses.md`, the figure to `lenses.html`; the last line is JSON: model → text → lens →
-{kl, p1, cost, ece, …}.
+Other tools (peers) run in their own environments (`benchmarks/peers/setup.sh FOLDER` creates them), on the same tokens.
+The tuned lens is trained with the best of several optimiser settings, until its KL no longer falls and for at least ten
+times the CPU time of `refined`; `refined long` may take as long. The output folder caches lenses for later runs with
+the same settings. Without `--peers`, results of peers come from `benchmarks/peers/recorded.json`, and are marked. All
+numbers go to `lenses.json`, the tables to `lenses.md`, the figure to `lenses.html`; the last line is JSON: model → text
+→ lens → {kl, p1, cost, ece, …}.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from leaderboard.held_out import HeldOut, held_out, own_calibration
-from leaderboard.ours import OURS, Made, Workshop
+from leaderboard.held_out import HeldOut, held_out, model_calibration
+from leaderboard.ours import OURS, FittedLens, LensFitter
 from leaderboard.peers import PEERS, Budget, record, record_scores, recorded, recorded_scores, run_peers
 from leaderboard.scores import Scores, difference, score
 from leaderboard.show import Board, compare_lenses, condensed, figure, markdown, table, write_page
@@ -46,27 +46,27 @@ TEXTS = {
     "biomedical": SHARED / "text/domains/biomedical.txt",
     "reactions": SHARED / "text/reactions.txt",
 }
-ENGLISH, ELSEWHERE = ("wikipedia", "news", "stories"), "biomedical"
+ENGLISH, UNSEEN = ("wikipedia", "news", "stories"), "biomedical"
 MODELS = {
     "smollm2": ("smollm2", ENGLISH),
     "stories15m": (str(SHARED / "models/stories15M"), ENGLISH),
     "rxn-bert": (str(SHARED / "models/rxn-bert"), ("reactions",)),
     "stories260k": (str(SHARED / "models/stories260K"), ENGLISH),
 }
-"""Peers know no masked models, so on rxn-bert ours are ranked alone; stories260k is for trying the peers out."""
+"""Peers do not support masked models, so rxn-bert has our lenses only; stories260k is for trying out the peers."""
 BOARDS = ("smollm2", "stories15m", "rxn-bert")
 QUICK = ("stories15m",)
 BUDGETS = {
-    # A step costs a vocabulary product and its gradient at every level: SmolLM2's take fifteen times stories15M's.
+    # A step costs an unembedding and its gradient at every level: fifteen times as much for SmolLM2 as for stories15M.
     "smollm2": Budget(steps=30, tokens_per_step=64, jacobian_tokens=800, skip_first=4),
     "stories15m": Budget(steps=40, tokens_per_step=256, jacobian_tokens=4_000),
     "stories260k": Budget(steps=20, tokens_per_step=256, most_minutes=1, jacobian_tokens=400),
 }
 TOKENS = {"smollm2": 40_000}
-"""Of all splits together, where it is not the usual number: the tuned lens gets ten times our time."""
+"""Tokens of all splits together, where they differ from the default: the tuned lens gets ten times our time."""
 REFINE_STEPS = {"smollm2": {"refined": 60}, "stories15m": {"refined": 700, "refined long": 5_000}}
 SLOW = ("n-njtc trained", "affine", "low-rank d/16", "low-rank d/2", "n-njtc", "calibrated raw")
-"""Left out of a quick run."""
+"""Lenses that a quick run leaves out."""
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
 RIVALS = (
     ("calibrated", "mat"),
@@ -76,12 +76,12 @@ RIVALS = (
     ("refined", "jacobian_transformerlens"),
     ("calibrated", "jacobian"),
 )
-"""Pairs of which a sentence is said."""
+"""Pairs of lenses that are compared."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for."""
+    """The settings of a run."""
 
     lenses: list[str]
     tokens: int
@@ -120,47 +120,47 @@ def main() -> None:
 
 
 def _page(name: str, by_text: dict[str, Board]) -> str:
-    """A model's tables: all texts at a glance, then each of them in full, with what is said of rivals."""
-    said = {
-        text: [compare_lenses(*rivals, board).strip() for rivals in RIVALS if _met(*rivals, board)]
+    """Return a model's tables: all texts condensed, then each text in full, with comparisons of lenses."""
+    comparisons = {
+        text: [compare_lenses(*rivals, board).strip() for rivals in RIVALS if _is_paired(*rivals, board)]
         for text, board in by_text.items()
     }
     parts = [f"## {name}", condensed(by_text)]
     for text, board in by_text.items():
-        parts += [f"### {name}, {text}", markdown(board), "\n".join(f"- {line}" for line in said[text])]
+        parts += [f"### {name}, {text}", markdown(board), "\n".join(f"- {line}" for line in comparisons[text])]
     return "\n\n".join(parts)
 
 
-def _met(one: str, other: str, board: Board) -> bool:
-    """Whether their scores are paired."""
+def _is_paired(one: str, other: str, board: Board) -> bool:
+    """Return whether the scores of two lenses are compared position by position."""
     return other in board.get(one, {}).get("beside", {})
 
 
 def _options() -> argparse.Namespace:
-    known = ",".join([*OURS, *PEERS])
+    all_lenses = ",".join([*OURS, *PEERS])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}")
-    parser.add_argument("--lenses", default=known, help=f"some of {known.replace(',', ', ')}")
-    parser.add_argument("--tokens", type=int, help="of all splits together")
-    parser.add_argument("--positions", type=int, default=600, help="scored, of each text")
-    parser.add_argument("--peers", type=Path, help="the folder of the peers' environments")
-    parser.add_argument("--record", action="store_true", help="keep the peers' results")
+    parser.add_argument("--lenses", default=all_lenses, help=f"some of {all_lenses.replace(',', ', ')}")
+    parser.add_argument("--tokens", type=int, help="tokens of all splits together")
+    parser.add_argument("--positions", type=int, default=600, help="positions scored of each text")
+    parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
+    parser.add_argument("--record", action="store_true", help="record the peers' results")
     parser.add_argument("-o", "--output", type=Path, default=Path("lenses"))
     parser.add_argument("--quick", action="store_true", help="little text: within two minutes")
     options = parser.parse_args()
-    for given, wanted in ((options.lenses, known), (options.models, ",".join(MODELS))):
-        if given and (unknown := set(given.split(",")) - set(wanted.split(","))):
-            parser.error(f"{', '.join(sorted(unknown))} was given; known are {wanted}")
+    for names, allowed in ((options.lenses, all_lenses), (options.models, ",".join(MODELS))):
+        if names and (unknown := set(names.split(",")) - set(allowed.split(","))):
+            parser.error(f"expected some of {allowed}, got {', '.join(sorted(unknown))}")
     return options
 
 
 def all_boards(name: str, settings: Settings) -> dict[str, Board]:
-    """Fit every lens of a model, and score it on each text; print the tables and return them."""
+    """Fit every lens of a model, score it on each text, print the tables and return them."""
     source, texts = MODELS[name]
     model = lj.load(source)
     mixed = mixture({text: lj.load_text(TEXTS[text]) for text in texts})
     budget = BUDGETS.get(name, Budget())
-    workshop = Workshop(
+    fitter = LensFitter(
         model,
         mixed.corpus,
         settings.tokens or TOKENS.get(name, 60_000),
@@ -169,27 +169,27 @@ def all_boards(name: str, settings: Settings) -> dict[str, Board]:
         jacobian={"tokens": 100 if settings.quick else budget.jacobian_tokens, "skip_first": budget.skip_first},
     )
     print(
-        f"\n{name} ({model.n_blocks} blocks, d {model.d_model}): {workshop.plan.batches['fit'].n_tokens:,} tokens of "
-        f"{mixed.corpus.name} to fit on (bare: {workshop.forward_seconds:.1f} CPU s), seed 0"
+        f"\n{name} ({model.n_blocks} blocks, d {model.d_model}): {fitter.plan.batches['fit'].n_tokens:,} tokens of "
+        f"{mixed.corpus.name} to fit on (forward pass: {fitter.forward_seconds:.1f} CPU s), seed 0"
     )
-    made = dict(workshop.make([lens for lens in settings.lenses if lens in OURS]))
+    lenses = dict(fitter.fit([lens for lens in settings.lenses if lens in OURS]))
     costs: dict[str, dict[str, Any]] = {}
     if settings.peers is not None and not model.masked:
-        ours = made["refined"].seconds if "refined" in made else 0
-        for lens, one, cost in _run_peers(name, workshop, settings, ours):
-            made[lens], costs[lens] = one, cost
+        our_seconds = lenses["refined"].seconds if "refined" in lenses else 0
+        for lens, fitted, cost in _run_peers(name, fitter, settings, our_seconds):
+            lenses[lens], costs[lens] = fitted, cost
     held = {text: held_out(model, mixed.corpus, settings.positions, among=mixed.of[text]) for text in texts}
     if texts == ENGLISH:
-        held[ELSEWHERE] = held_out(model, lj.load_text(TEXTS[ELSEWHERE]), settings.positions)
-    return {text: one_board(name, text, workshop, one, made, costs, settings) for text, one in held.items()}
+        held[UNSEEN] = held_out(model, lj.load_text(TEXTS[UNSEEN]), settings.positions)
+    return {text: one_board(name, text, fitter, positions, lenses, costs, settings) for text, positions in held.items()}
 
 
 def _run_peers(
-    name: str, workshop: Workshop, settings: Settings, our_seconds: float
-) -> Iterator[tuple[str, Made, dict[str, Any]]]:
+    name: str, fitter: LensFitter, settings: Settings, our_seconds: float
+) -> Iterator[tuple[str, FittedLens, dict[str, Any]]]:
     assert settings.peers is not None
     return run_peers(
-        workshop,
+        fitter,
         [lens for lens in settings.lenses if lens in PEERS],
         environments=settings.peers,
         work=settings.output / "peers" / name / "mixture",
@@ -201,54 +201,54 @@ def _run_peers(
 def one_board(
     name: str,
     text: str,
-    workshop: Workshop,
+    fitter: LensFitter,
     held: HeldOut,
-    made: dict[str, Made],
+    lenses: dict[str, FittedLens],
     costs: dict[str, dict[str, Any]],
     settings: Settings,
 ) -> Board:
-    """Score every lens on one text, paired differences included; peers that were not run come from the record."""
-    model, unit = workshop.model, workshop.forward_seconds
-    scores = {lens: score(model, one.lens, held) for lens, one in made.items()}
-    board: Board = {lens: _row(scores[lens], made[lens], unit) for lens in made}
+    """Score every lens on one text, with paired differences; peers that did not run come from the record."""
+    model, unit = fitter.model, fitter.forward_seconds
+    scores = {lens: score(model, fitted.lens, held) for lens, fitted in lenses.items()}
+    board: Board = {lens: _row(scores[lens], lenses[lens], unit) for lens in lenses}
     for lens, cost in costs.items():
         board[lens]["fit"] = cost
     if settings.record and costs:
-        about = {"tokens": workshop.tokens, "positions": len(held), "machine": describe_machine()}
+        about = {"tokens": fitter.tokens, "positions": len(held), "machine": describe_machine()}
         record(name, text, {lens: board[lens] | about for lens in costs})
         for lens in costs:
             record_scores(name, text, lens, scores[lens])
-    known = recorded(name, text)
-    for lens in [lens for lens in settings.lenses if lens in PEERS and lens in known]:
-        if lens not in made:
-            board[lens] = known[lens] | {"recorded": True}
+    records = recorded(name, text)
+    for lens in [lens for lens in settings.lenses if lens in PEERS and lens in records]:
+        if lens not in lenses:
+            board[lens] = records[lens] | {"recorded": True}
             theirs = recorded_scores(name, text, lens, held)
             scores |= {} if theirs is None else {lens: theirs}
     for one, other in RIVALS:
-        if one in made and other in scores:
+        if one in lenses and other in scores:
             board[one].setdefault("beside", {})[other] = {
                 measure: difference(scores[one], scores[other], measure) for measure in ("kl", "p1")
             }
     documents = len(held.document.unique())
     print(f"\n{name}, {text}: {len(held):,} held-out positions of {documents:,} documents")
     print(table(board))
-    print("\n".join(compare_lenses(*rivals, board) for rivals in RIVALS if _met(*rivals, board)))
-    print(f"  calibration error of the model itself {own_calibration(model, held):.3f}", flush=True)
+    print("\n".join(compare_lenses(*rivals, board) for rivals in RIVALS if _is_paired(*rivals, board)))
+    print(f"  calibration error of the model itself {model_calibration(model, held):.3f}", flush=True)
     return board
 
 
-def _row(scores: Scores, made: Made, forward_seconds: float) -> dict[str, Any]:
-    jumps = made.lens.jumps
+def _row(scores: Scores, fitted: FittedLens, forward_seconds: float) -> dict[str, Any]:
+    jumps = fitted.lens.jumps
     return scores.summary() | {
-        "cpu_seconds": made.seconds,
-        "cost": made.seconds / forward_seconds,
+        "cpu_seconds": fitted.seconds,
+        "cost": fitted.seconds / forward_seconds,
         "parameters": 0 if jumps is None else sum(part.numel() for part in jumps.parameters()),
         "levels": scores.levels(),
     }
 
 
 def _short(by_text: dict[str, Board]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The last line's numbers: no intervals, no levels."""
+    """Return the numbers of the last line, without intervals and levels."""
     return {
         text: {
             lens: {name: round(row[name][0], 4) for name in PRINTED}

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/lenses.py`: held-out positions, our lenses, peers' lenses, scores, what is shown."""
+"""Parts of `benchmarks/lenses.py`: held-out states, our lenses, lenses of other tools, scores, tables and figure."""

@@ -1,4 +1,4 @@
-"""Our lenses, each with what it cost: CPU seconds of this process, from text to maps."""
+"""Our lenses, each with the CPU seconds of its fit, from the text to the maps."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from layerjump.jumps.maps import FeatureKind
 Result = TypeVar("Result")
 
 RANKS = {"low-rank d/16": 16, "low-rank d/4": 4, "low-rank d/2": 2}
-"""What the width is divided by."""
-ON_SUMS = ("mat", "affine", *RANKS, "n-njtc", "ojfa")
-"""Those that are solved from the sums of one pass."""
+"""Lens → the divisor of d_model that gives its rank."""
+FROM_MOMENTS = ("mat", "affine", *RANKS, "n-njtc", "ojfa")
+"""Lenses that are solved from the second moments of one shared pass."""
 TO_FINAL: dict[str, FeatureKind] = {"calibrated": "both", "calibrated raw": "raw"}
-"""Maps that land after the final norm, and what they read; with "both", whatever of it errs least."""
-TUNED = ("refined", "refined long")
-"""Within a tenth of the tuned lens' cost, and until it gains no more, within its cost."""
-OURS = ("identity", *ON_SUMS, "n-njtc trained", *TO_FINAL, *TUNED, "jacobian")
+"""Lenses that map to the state after the final norm → their features."""
+REFINED = ("refined", "refined long")
+"""`refined` takes at most a tenth of the tuned lens' time; `refined long` may take as long as the tuned lens."""
+OURS = ("identity", *FROM_MOMENTS, "n-njtc trained", *TO_FINAL, *REFINED, "jacobian")
 
 
-class Made(NamedTuple):
-    """A lens and the CPU seconds it took to fit."""
+class FittedLens(NamedTuple):
+    """A lens and the CPU seconds of its fit."""
 
     lens: lj.Lens
     seconds: float
 
 
 @dataclass
-class Workshop:
-    """Makes lenses of one model from one text."""
+class LensFitter:
+    """Fits lenses of one model on one text."""
 
     model: lj.Model
     corpus: lj.Corpus
     tokens: int
     seed: int = 0
     refine_steps: dict[str, int] = field(default_factory=lambda: {"refined": 200})
-    """Of each tuned lens; one that is not named is not made."""
+    """Refined lens → steps; a lens that is missing here is not fitted."""
     jacobian: dict[str, Any] = field(default_factory=dict)
-    """Settings of the Jacobian lens, whose cost grows with tokens times width."""
+    """Settings of the Jacobian lens, whose cost grows with tokens times d_model."""
     folder: Path | None = None
-    """Where lenses are kept: the dearest take hours, and whoever stops the run need not make them again."""
-    _made_once: dict[str, Made] = field(default_factory=dict, repr=False)
-    _summed: dict[str, tuple[Any, float]] = field(default_factory=dict, repr=False)
+    """Where fitted lenses are cached, so that an interrupted run does not fit them again; None: no cache."""
+    _lenses: dict[str, FittedLens] = field(default_factory=dict, repr=False)
+    _final_moments: dict[str, tuple[Any, float]] = field(default_factory=dict, repr=False)
 
-    def make(self, names: list[str]) -> Iterator[tuple[str, Made]]:
-        """Every lens asked for, one after another."""
+    def fit(self, names: list[str]) -> Iterator[tuple[str, FittedLens]]:
+        """Yield the lenses of these names, one after another."""
         for name in names:
             if name == "jacobian" and not self.model.causal:
-                continue  # it is of states that no later token reaches
-            if name in TUNED and name not in self.refine_steps:
+                continue  # it is defined for causal models only
+            if name in REFINED and name not in self.refine_steps:
                 continue
-            yield name, self._one(name)
+            yield name, self._fit_or_load(name)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -73,129 +73,133 @@ class Workshop:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The run over the fit, select and test documents that every lens is fitted on."""
+        """The run over the fit, validation and test documents that every lens is fitted on."""
         return self._plan()
 
-    def _plan(self, **wanted: Any) -> RunPlan:
-        return plan_run(self.model, self.corpus, **self.settings, **wanted)
+    def _plan(self, **settings: Any) -> RunPlan:
+        return plan_run(self.model, self.corpus, **self.settings, **settings)
 
     @cached_property
     def forward_seconds(self) -> float:
-        """CPU seconds of the bare model over the fit documents: the unit of cost."""
-        note = None if self.folder is None else self.folder / "forward.json"
-        if note is not None and note.exists():
-            about, seconds = json.loads(note.read_text())
-            if about == self._about("forward"):
+        """CPU seconds of the bare forward pass over the fit documents: the unit of cost."""
+        path = None if self.folder is None else self.folder / "forward.json"
+        if path is not None and path.exists():
+            key, seconds = json.loads(path.read_text())
+            if key == self._cache_key("forward"):
                 return seconds
         seconds = timed(lambda: bare_forward(self.model, self.plan.batches["fit"]))[1]
-        if note is not None:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps([self._about("forward"), seconds]))
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([self._cache_key("forward"), seconds]))
         return seconds
 
     @cached_property
-    def _to_tune(self) -> Made:
-        """Where a tuning starts: `calibrated`, its last levels' landings left open."""
-        collected, pass_seconds = self._sums_to_final("both")
-        made = self._made(lambda: solve_jumps(collected, "calibrated", keep_both_targets=True, model=self.model))
-        return made._replace(seconds=made.seconds + pass_seconds)
+    def _refine_start(self) -> FittedLens:
+        """The start of a refinement: `calibrated` with the maps to both targets in the last levels."""
+        collected, pass_seconds = self._collect_final("both")
+        fitted = self._timed_lens(
+            lambda: solve_jumps(collected, "calibrated", keep_both_targets=True, model=self.model)
+        )
+        return fitted._replace(seconds=fitted.seconds + pass_seconds)
 
-    def _sums_to_final(self, reads: FeatureKind) -> tuple[Any, float]:
-        if reads not in self._summed:
-            plan = self._plan(estimator="calibrated", features=reads)
-            self._summed[reads] = timed(plan.run)
-        return self._summed[reads]
+    def _collect_final(self, features: FeatureKind) -> tuple[Any, float]:
+        if features not in self._final_moments:
+            plan = self._plan(estimator="calibrated", features=features)
+            self._final_moments[features] = timed(plan.run)
+        return self._final_moments[features]
 
     @cached_property
-    def _pass(self) -> tuple[Any, float]:
+    def _moments(self) -> tuple[Any, float]:
+        """The second moments of the shared pass, and its CPU seconds."""
         return timed(self.plan.run)
 
-    def _one(self, name: str) -> Made:
-        """A lens of this run, of an earlier one with the same settings, or a new one."""
+    def _fit_or_load(self, name: str) -> FittedLens:
+        """Return a lens of this run, one cached by an earlier run with the same settings, or a new one."""
         if name == "identity":
-            return Made(lj.Lens(self.model), 0.0)
-        if name not in self._made_once:
-            self._made_once[name] = self._earlier(name) or self._kept(name, self._new(name))
-        return self._made_once[name]
+            return FittedLens(lj.Lens(self.model), 0.0)
+        if name not in self._lenses:
+            self._lenses[name] = self._load(name) or self._save(name, self._fit(name))
+        return self._lenses[name]
 
-    def _earlier(self, name: str) -> Made | None:
-        if self.folder is None or not (note := self._note(name)).exists():
+    def _load(self, name: str) -> FittedLens | None:
+        if self.folder is None or not (path := self._cache_path(name)).exists():
             return None
-        known = json.loads(note.read_text())
-        if known.pop("about") != self._about(name):
+        header = json.loads(path.read_text())
+        if header["about"] != self._cache_key(name):
             return None
-        jumps = lj.Jumps.from_pretrained(note.with_suffix(""))
-        return Made(lj.Lens(self.model, jumps), known["seconds"])
+        jumps = lj.Jumps.from_pretrained(path.with_suffix(""))
+        return FittedLens(lj.Lens(self.model, jumps), header["seconds"])
 
-    def _kept(self, name: str, made: Made) -> Made:
-        if self.folder is not None and made.lens.jumps is not None:
-            note = self._note(name)
-            made.lens.jumps.save_pretrained(note.with_suffix(""))
-            note.write_text(json.dumps({"about": self._about(name), "seconds": made.seconds}))
-        return made
+    def _save(self, name: str, fitted: FittedLens) -> FittedLens:
+        if self.folder is not None and fitted.lens.jumps is not None:
+            path = self._cache_path(name)
+            fitted.lens.jumps.save_pretrained(path.with_suffix(""))
+            path.write_text(json.dumps({"about": self._cache_key(name), "seconds": fitted.seconds}))
+        return fitted
 
-    def _note(self, name: str) -> Path:
+    def _cache_path(self, name: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{name.replace(' ', '-').replace('/', '-')}.json"
 
-    def _about(self, name: str) -> list[Any]:
-        own: Any = self.jacobian if name == "jacobian" else None
-        if name in TUNED:
-            own = [KEPT_BOTH_TARGETS, self.refine_steps.get(name)]
-        return [self.corpus.sha256, self.settings, own]
+    def _cache_key(self, name: str) -> list[Any]:
+        lens_settings: Any = self.jacobian if name == "jacobian" else None
+        if name in REFINED:
+            lens_settings = [KEPT_BOTH_TARGETS, self.refine_steps.get(name)]
+        return [self.corpus.sha256, self.settings, lens_settings]
 
-    def _new(self, name: str) -> Made:
-        if name in ON_SUMS:
-            return self._from_sums(name)
+    def _fit(self, name: str) -> FittedLens:
+        if name in FROM_MOMENTS:
+            return self._from_moments(name)
         if name in TO_FINAL:
             return self._to_final(name)
-        if name in TUNED:
+        if name in REFINED:
             return self._refined(name)
         if name == "n-njtc trained":
-            fit = self.plan.batches["fit"].n_tokens
-            return self._made(lambda: train_n_njtc(self.model, self.corpus, tokens=fit, seed=self.seed))
-        return self._made(lambda: lj.fit_jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian))
+            fit_tokens = self.plan.batches["fit"].n_tokens
+            return self._timed_lens(lambda: train_n_njtc(self.model, self.corpus, tokens=fit_tokens, seed=self.seed))
+        return self._timed_lens(lambda: lj.fit_jacobian(self.model, self.corpus, seed=self.seed, **self.jacobian))
 
-    def _from_sums(self, name: str) -> Made:
-        """The pass is shared, but each pays for it: that is what fitting one alone would cost."""
-        collected, pass_seconds = self._pass
+    def _from_moments(self, name: str) -> FittedLens:
+        """Each lens is charged for the shared pass, because fitting it alone would need the pass."""
+        collected, pass_seconds = self._moments
         settings: dict[str, Any] = {"estimator": name}
         if name in RANKS:
             rank = max(1, self.model.d_model // RANKS[name])
             settings = {"estimator": "low-rank", "rank": rank}
-            if not self.model.masked:  # whose heads are more than a norm and a product
+            if not self.model.masked:  # a masked model's LM head is more than a norm and a product
                 settings["metric"] = "unembedding"
-        made = self._made(lambda: solve_jumps(collected, model=self.model, **settings))
-        return made._replace(seconds=made.seconds + pass_seconds)
+        fitted = self._timed_lens(lambda: solve_jumps(collected, model=self.model, **settings))
+        return fitted._replace(seconds=fitted.seconds + pass_seconds)
 
-    def _to_final(self, name: str) -> Made:
-        """Charged as those on the shared sums are: the pass and the solution."""
-        collected, pass_seconds = self._sums_to_final(TO_FINAL[name])
-        made = self._made(lambda: solve_jumps(collected, "calibrated", model=self.model))
-        assert made.lens.jumps is not None
-        factors = made.lens.jumps.provenance.settings["temperature"].values()
+    def _to_final(self, name: str) -> FittedLens:
+        """Each lens is charged for its pass and its solution."""
+        collected, pass_seconds = self._collect_final(TO_FINAL[name])
+        fitted = self._timed_lens(lambda: solve_jumps(collected, "calibrated", model=self.model))
+        assert fitted.lens.jumps is not None
+        factors = fitted.lens.jumps.provenance.settings["temperature"].values()
         print(
-            f"  {name}: a pass of {pass_seconds / self._pass[1]:.2f} times mat's; temperature factors "
+            f"  {name}: its pass costs {pass_seconds / self._moments[1]:.2f} times mat's; temperature factors "
             f"{min(factors):.2f} to {max(factors):.2f}",
             flush=True,
         )
-        return made._replace(seconds=made.seconds + pass_seconds)
+        return fitted._replace(seconds=fitted.seconds + pass_seconds)
 
-    def _refined(self, name: str) -> Made:
-        start = self._to_tune
+    def _refined(self, name: str) -> FittedLens:
+        start = self._refine_start
         assert start.lens.jumps is not None
-        given = self.model, start.lens.jumps, self.corpus
-        steps, tokens, seed = self.refine_steps[name], self.tokens, self.seed
-        made = self._made(lambda: lj.refine(*given, steps=steps, tokens=tokens, seed=seed))
-        return made._replace(seconds=made.seconds + start.seconds)
+        jumps, steps = start.lens.jumps, self.refine_steps[name]
+        fitted = self._timed_lens(
+            lambda: lj.refine(self.model, jumps, self.corpus, steps=steps, tokens=self.tokens, seed=self.seed)
+        )
+        return fitted._replace(seconds=fitted.seconds + start.seconds)
 
-    def _made(self, fit: Callable[[], lj.Jumps]) -> Made:
+    def _timed_lens(self, fit: Callable[[], lj.Jumps]) -> FittedLens:
         jumps, seconds = timed(fit)
-        return Made(lj.Lens(self.model, jumps), seconds)
+        return FittedLens(lj.Lens(self.model, jumps), seconds)
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:
-    """What some work gives, and its CPU seconds, which do not depend on what else the machine does."""
+    """Return the result of some work and its CPU seconds, which do not depend on other load."""
     start = time.process_time()
     return work(), time.process_time() - start
 
