@@ -46,7 +46,7 @@ LONG = {"smollm2": SHARED / "text/leipzig/eng_wikipedia_2016_10K-sentences.txt",
 """Texts of more than 200,000 tokens, for memory."""
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
-TURNS, FEWER = 2, 2  # levels → last: two turns, on half of the tokens
+REPEATS, FEWER = 2, 2  # levels → last: two repetitions, on half of the tokens
 SETTINGS: dict[str, Any] = {"validation": False, "split": "90/0/10"}
 
 
@@ -93,12 +93,12 @@ def gflops(dtype: torch.dtype) -> float:
 
 
 def to_last(source: str, text: Path, tokens: int) -> dict[str, float]:
-    """Every level → last, all positions, in several turns with the bare forward pass."""
+    """Every level → last, all positions, alternating with the bare forward pass."""
     model, corpus = lj.load(source), lj.load_text(text)
-    batches = run_batches(model, corpus, tokens, TURNS)
+    batches = run_batches(model, corpus, tokens, REPEATS)
     seconds = time_alternately(
         {"forward": lambda: forward(model, batches), "to-last": lambda: fit(model, corpus, tokens, "to-last")},
-        repeats=TURNS,
+        repeats=REPEATS,
         warm_up=False,
     )
     print_times(seconds)
@@ -126,12 +126,12 @@ def all_pairs(source: str, text: Path, tokens: int, repeats: int) -> dict[str, f
     }
 
 
-def run_batches(model: lj.Model, corpus: lj.Corpus, tokens: int, turns: int) -> list[lj.Batch]:
+def run_batches(model: lj.Model, corpus: lj.Corpus, tokens: int, repeats: int) -> list[lj.Batch]:
     """Print and return the batches of fit and test documents that a fit runs."""
-    chosen = plan_run(model, corpus, tokens=tokens, **SETTINGS)
-    batches = [batch for part in chosen.batches.values() for batch in part]
+    plan = plan_run(model, corpus, tokens=tokens, **SETTINGS)
+    batches = [batch for part in plan.batches.values() for batch in part]
     total = sum(batch.n_tokens for batch in batches)
-    print(f"\n{model}, {corpus.name}, {total:,} tokens, seed 0, {turns} turns")
+    print(f"\n{model}, {corpus.name}, {total:,} tokens, seed 0, {repeats} repetitions")
     return batches
 
 
@@ -142,7 +142,7 @@ def print_times(seconds: dict[str, list[float]]) -> None:
 
 
 def fit(model: lj.Model, corpus: lj.Corpus, tokens: int, pairs: str, **more: Any) -> lj.Jumps:
-    """The whole of a fit: plan, pass, solutions, test scores."""
+    """Run a complete fit: plan, pass, solutions, test scores."""
     return solve_jumps(plan_run(model, corpus, pairs=pairs, tokens=tokens, **SETTINGS, **more).run(), "mat")
 
 
@@ -206,7 +206,7 @@ def peak(source: str, text: Path, tokens: int) -> float:
 def peak_of_one_run(source: str, text: str, tokens: int) -> float:
     """Peak memory in MB of a process that fits every level → last once.
 
-    From Linux's own high-water mark: `getrusage` would hand down the peak of the process that started this one.
+    From Linux's own high-water mark: `getrusage` would include the peak of the parent process.
     """
     lj.fit(lj.load(source), text, tokens=tokens)
     (line,) = [s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s]

@@ -1,4 +1,4 @@
-"""One text to fit on, made of several in equal parts, and which document is whose."""
+"""One corpus of several texts in equal parts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import layerjump as lj
 
 @dataclass(frozen=True)
 class Mixture:
-    """Documents of several texts, and which are whose."""
+    """Documents of several texts, and the text of each document."""
 
     corpus: lj.Corpus
     of: Mapping[str, frozenset[int]]
-    """Text → numbers of its documents in the corpus."""
+    """Text → indices of its documents in the corpus."""
 
 
 def mixture(texts: Mapping[str, lj.Corpus]) -> Mixture:
-    """As many words of each text as the shortest has: a story has as many as ten sentences of a newspaper."""
+    """Mix texts in equal parts by words (a story is as long as ten sentences of news)."""
     words = min(sum(len(d.split()) for d in corpus.documents) for corpus in texts.values())
     documents: list[str] = []
     of = {}
@@ -31,10 +31,10 @@ def mixture(texts: Mapping[str, lj.Corpus]) -> Mixture:
 
 
 def _first(corpus: lj.Corpus, words: int) -> list[str]:
-    found: list[str] = []
+    documents: list[str] = []
     for document in corpus.documents:
         if words <= 0:
             break
-        found.append(document)
+        documents.append(document)
         words -= len(document.split())
-    return found
+    return documents

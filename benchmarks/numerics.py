@@ -44,46 +44,46 @@ def main() -> None:
     for dtype in DTYPES:
         model = lj.load(options.model, dtype=dtype)
         jumps = lj.fit(model, text, tokens=tokens)
-        held = states_of(model, text)
+        held = capture_held_out(model, text)
         first = first or (jumps, held)
-        row = figures[dtype] = compared(model, jumps, held, *first)
+        row = figures[dtype] = compare(model, jumps, held, *first)
         print(f"{dtype:10} {row['r2']:8.4f} {row['jumps']:10.1e} {row['kl']:8.4f} {row['p1']:7.3f}")
-    figures["hard texts"] = hard(options.model, text)
+    figures["hard texts"] = fit_degenerate(options.model, text)
     print(json.dumps(figures))
 
 
-def states_of(model: lj.Model, text: lj.Corpus) -> dict[int, torch.Tensor]:
-    """States of held-out positions at every level."""
+def capture_held_out(model: lj.Model, text: lj.Corpus) -> dict[int, torch.Tensor]:
+    """Return the states at held-out positions at every level."""
     documents = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
     batches = lj.make_batches(text, model.tokenization, lj.Positions("sample", 16), documents=documents, seed=0)
     levels = range(model.n_blocks + 1)
     parts, count = [], 0
-    for found in lj.capture_states(model, batches, levels):
-        parts.append({level: found.at[lj.Site(level)].clone() for level in levels})
-        count += found.batch.n_picks
+    for states in lj.capture_states(model, batches, levels):
+        parts.append({level: states.at[lj.Site(level)].clone() for level in levels})
+        count += states.batch.n_picks
         if count >= HELD:
             break
     return {level: torch.cat([part[level] for part in parts])[:HELD] for level in levels}
 
 
 @torch.no_grad()
-def compared(
+def compare(
     model: lj.Model, jumps: lj.Jumps, held: dict[int, torch.Tensor], exact: lj.Jumps, states: dict[int, torch.Tensor]
 ) -> dict[str, float]:
-    """Means over levels."""
+    """Return R², change of the maps, KL and Precision@1, as means over levels."""
     last, lens = model.n_blocks, lj.Lens(model, jumps)
     own = model.logits(held[last]).double().log_softmax(-1)
     rows = []
     for level in range(last):
         guess = lens.logits(level, held[level]).double().log_softmax(-1)
         truth = exact[level, last](states[level].float()).double()
-        moved = jumps[level, last](states[level].float()).double() - truth
+        difference = jumps[level, last](states[level].float()).double() - truth
         info = jumps.info[level, last].r2
         assert info is not None
         rows.append(
             [
                 info[0],
-                float(moved.square().mean().sqrt() / truth.std()),
+                float(difference.square().mean().sqrt() / truth.std()),
                 float((own.exp() * (own - guess)).sum(-1).mean()),
                 float((own.argmax(-1) == guess.argmax(-1)).double().mean()),
             ]
@@ -92,8 +92,8 @@ def compared(
     return dict(zip(("r2", "jumps", "kl", "p1"), means, strict=True))
 
 
-def hard(name: str, text: lj.Corpus) -> dict[str, str]:
-    """What becomes of texts that are hard on sums: finite maps, or one line that says why not."""
+def fit_degenerate(name: str, text: lj.Corpus) -> dict[str, str]:
+    """Fit on texts with degenerate second moments; return the outcome: finite maps, or the error."""
     model = lj.load(name)
     words = text.documents[0].split()
     texts = {
@@ -101,19 +101,19 @@ def hard(name: str, text: lj.Corpus) -> dict[str, str]:
         "documents of one word": [word for d in text.documents[:200] for word in d.split()[:5]],
         "fewer positions than d": list(text.documents[:6]),
     }
-    said = {}
+    outcomes = {}
     for kind, documents in texts.items():
-        corpus = lj.Corpus(kind, tuple(documents), "made for this")
+        corpus = lj.Corpus(kind, tuple(documents), "degenerate text")
         for estimator in ("mat", "ridge", "calibrated"):
             try:
-                made = lj.fit(model, corpus, estimator=estimator)
-                finite = all(bool(torch.isfinite(p).all()) for p in made.parameters())
+                jumps = lj.fit(model, corpus, estimator=estimator)
+                finite = all(bool(torch.isfinite(p).all()) for p in jumps.parameters())
                 outcome = "finite" if finite else "NOT FINITE"
             except LayerjumpError as error:
                 outcome = f"{type(error).__name__}: {error}"
-            said[f"{kind}, {estimator}"] = outcome
+            outcomes[f"{kind}, {estimator}"] = outcome
             print(f"{kind}, {estimator}: {outcome}")
-    return said
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The papers' experiments on the models at hand, by `layerjump study`'s own code; its reports are written too.
+"""The papers' experiments on available models, by the code of `layerjump study`, with its reports.
 
     python benchmarks/paper.py [--only smollm2-wikipedia,transfer …] [-o reports] [--quick]
 
-Runs, each with the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias,
-no penalty, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and on its news, the swap of the two, and
-rxn-bert (masked) on reactions; maps that land after the final norm beside the paper's (500 sentences less to fit on,
-to choose their features by). Then `linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and
-rxn-bert, and `finetune` as in its Table 1. What differs from the papers is the model and, but for the news, the text.
-`architecture` is our own: nine kinds of transformer of the size of tests/fixtures/tiny-gpt2, trained three times each.
-`budget` is the test tokens of the costly studies; `demo` is what `make demo` runs, for the README.
+With the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias, no
+regularisation, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and news, transfer between the two, rxn-bert
+(masked) on reactions, and `calibrated` maps next to the paper's (500 of the sentences select their features). Then
+`linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and rxn-bert, and `finetune` as in its
+Table 1. Models, and all texts except the news, differ from the papers'. `architecture` is our own study: nine kinds of
+transformer of the size of tests/fixtures/tiny-gpt2, trained three times each.
+`demo` is what `make demo` runs, for the README.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def main() -> None:
 
 def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Run one row of the table, write its report, print its headlines and return them."""
-    source, texts, studies, given = RUNS[name]
+    source, texts, studies, keywords = RUNS[name]
     if quick:
-        given = given | {"split": "600/60/60", "variant_tokens": 300}
-    settings = make_settings(**given)
+        keywords = keywords | {"split": "600/60/60", "variant_tokens": 300}
+    settings = make_settings(**keywords)
     first, *others = [lj.load_text(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)
     results = run_studies(setup, select_studies(studies), folder, command=f"benchmarks/paper.py --only {name}")

@@ -2,9 +2,9 @@
 
     python jacobian.py JOB OUT [--tokens 2000] [--skip-first 16] [--dim-batch 8]
 
-The sequences of the job in their order, those that are long enough, until there are so many tokens. One forward pass
-and d / dim-batch backward passes for each; nothing is random. TransformerLens cuts a text into tokens itself: here it
-is handed the job's.
+The lens is fitted on the job's sequences in their order, without those that are too short, up to the number of tokens.
+Each takes one forward pass and d_model / dim-batch backward passes; nothing is random. TransformerLens tokenizes texts
+itself; here it gets the job's tokens.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def main() -> None:
     parser.add_argument("job", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--skip-first", type=int, default=16, help="positions of a sequence")
+    parser.add_argument("--skip-first", type=int, default=16, help="positions to skip at the start of a sequence")
     parser.add_argument("--dim-batch", type=int, default=8)
     options = parser.parse_args()
     job = Job.read(options.job)
     model = TransformerBridge.boot_transformers(job.model, device="cpu", dtype=torch.float32)
     model.eval()
     job.require_same(model)
-    chosen = long_enough(job.fit, options.tokens, options.skip_first + 2)
+    sequences = long_enough(job.fit, options.tokens, options.skip_first + 2)
     model.to_tokens = lambda ids: torch.tensor([ids])
     clock = Clock()
     with clock:
         lens = JacobianLens.fit(
             model,
-            chosen,
+            sequences,
             corpus="the job's sequences",
             skip_first_positions=options.skip_first,
             dim_batch=options.dim_batch,
@@ -50,7 +50,7 @@ def main() -> None:
     cost = {
         "cpu_seconds": clock.cpu,
         "wall_seconds": clock.wall,
-        "tokens": sum(map(len, chosen)),
+        "tokens": sum(map(len, sequences)),
         "sequences": lens.n_prompts,
         "backward_passes": lens.n_prompts * -(-lens.d_model // options.dim_batch),
         "skip_first": options.skip_first,
@@ -59,18 +59,18 @@ def main() -> None:
 
 
 def long_enough(sequences: list[list[int]], tokens: int, least: int) -> list[list[int]]:
-    """Sequences of at least so many tokens, cut to what the package takes, up to a budget."""
-    found: list[list[int]] = []
+    """Return sequences of at least `least` tokens, cut to the package's maximum, with about `tokens` in all."""
+    selected: list[list[int]] = []
     for ids in sequences:
         if len(ids) >= least:
-            found.append(ids[:MAX_LENGTH])
-        if sum(map(len, found)) >= tokens:
-            return found
-    if not found:
+            selected.append(ids[:MAX_LENGTH])
+        if sum(map(len, selected)) >= tokens:
+            return selected
+    if not selected:
         raise SystemExit(
-            f"no sequence has {least} tokens, of which {least - 2} would be skipped; give a smaller --skip-first"
+            f"expected sequences of at least {least} tokens, {least - 2} of them skipped, got none; lower --skip-first"
         )
-    return found
+    return selected
 
 
 if __name__ == "__main__":

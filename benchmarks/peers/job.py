@@ -1,8 +1,8 @@
-"""What every peer's script is given, and what it gives back; runs in a peer's environment, without layerjump.
+"""Input and output of the peers' scripts; runs in a peer's environment, without layerjump.
 
-A job is a folder with `tokens.json`: where the checkpoint is (`model`), the token sequences to fit on (`fit`), those to
-choose settings by (`select`), and `check`: log-probabilities that the model must give, so that a checkpoint that
-another version of transformers reads differently is found out before hours are spent on it.
+A job is a folder with `tokens.json`: the path of the checkpoint (`model`), the token sequences to fit on (`fit`), those
+for the selection of settings (`select`), and log-probabilities that the model must give (`check`). The check fails at
+once if another version of transformers reads the checkpoint differently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-TOLERANCE = 1e-3  # nats: float32 in another version adds up in another order
+TOLERANCE = 1e-3  # nats: another version may add float32 numbers in another order
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Job:
 
     @classmethod
     def read(cls, folder: Path) -> Job:
-        known = json.loads((folder / "tokens.json").read_text())
-        return cls(**known | {"model": str((folder / known["model"]).resolve())})
+        job = json.loads((folder / "tokens.json").read_text())
+        return cls(**job | {"model": str((folder / job["model"]).resolve())})
 
     @torch.no_grad()
     def require_same(self, logits: Any) -> None:
         """Stop unless `logits`, a function from (1, tokens) ids to logits, is the model that wrote the job."""
-        found = logits(torch.tensor([self.check["ids"]]))[0, -1].float().log_softmax(-1)
-        wanted = torch.tensor(self.check["log_probabilities"])
-        apart = float((found[self.check["tokens"]] - wanted).abs().max())
-        if apart > TOLERANCE:
+        actual = logits(torch.tensor([self.check["ids"]]))[0, -1].float().log_softmax(-1)
+        expected = torch.tensor(self.check["log_probabilities"])
+        difference = float((actual[self.check["tokens"]] - expected).abs().max())
+        if difference > TOLERANCE:
             raise SystemExit(
-                f"the model in {self.model} gives log-probabilities {apart:.2g} from those in the job; this version of "
-                f"transformers reads the checkpoint differently: write its config.json so that both agree"
+                f"the log-probabilities of the model in {self.model} differ by {difference:.2g} from those in the job; "
+                f"this version of transformers reads the checkpoint differently: write its config.json so that both agree"
             )
 
 
 @dataclass
 class Clock:
-    """CPU and wall seconds of what runs inside its `with` blocks, added up."""
+    """Total CPU and wall seconds of the code in its `with` blocks."""
 
     cpu: float = 0.0
     wall: float = 0.0
@@ -63,6 +63,6 @@ class Clock:
 
 
 def report(path: Path, cost: dict[str, Any]) -> None:
-    """Write what a lens cost; the file is there only when the lens is."""
+    """Write and print the cost of a lens; call this after the lens is saved."""
     path.write_text(json.dumps(cost, indent=1) + "\n")
     print(json.dumps({name: value for name, value in cost.items() if name != "curve"}))

@@ -1,15 +1,17 @@
-"""Train a tuned lens with the package tuned-lens 0.2.0, as well as its own pieces allow; runs in its environment.
+"""Train a tuned lens with the package tuned-lens 0.2.0; runs in its environment.
 
     python tuned.py JOB OUT [--steps 100] [--tokens-per-step 1024] [--least-cpu 0] [--most-cpu 3600]
 
-The package's lens, optimiser, schedule, gradient clipping and loss; its command line no longer runs. Different from it:
-no bfloat16 autocast (several times slower on CPUs), and position 0 is left out, as it is for the lenses it is held
-against. Short runs with its default and with other learning rates, ever further out while an outer one is best, and
-with its other optimiser; the way of least KL on the select sequences is trained again, longer, until the last fifth of
-its steps is worth less than 1 % of that KL and it has had `--least-cpu` seconds. The schedule falls to zero over a run
-and the KL falls with it, however long the run: so what the last fifth is worth is told by a run of four fifths of the
-steps, with a schedule of its own. The cost reported is that of the last run alone; `all_cpu` has every run. A script
-that is stopped goes on where it was, but for a few steps.
+The script uses the package's lens, optimisers, schedule, gradient clipping and loss (its command line no longer runs).
+There are two differences: no bfloat16 autocast, which is several times slower on CPUs, and position 0 is left out, as
+for all other lenses.
+
+Short runs try the default learning rate, others (further ones while an outermost one is best), and the other
+optimiser. The setting with the lowest KL on the validation sequences is then trained longer, until the last fifth of
+the steps lowers the KL by less than 1 % and the run has had `--least-cpu` seconds. The learning rate decays to zero
+over a run and the KL falls with it, however long the run is. The gain of the last fifth is therefore measured against a
+separate run of four fifths of the steps with its own schedule. The reported cost is that of the last run alone;
+`all_cpu` includes every run. A script that was stopped resumes, except for the last few steps.
 """
 
 from __future__ import annotations
@@ -28,27 +30,27 @@ from transformers import AutoModelForCausalLM
 from tuned_lens import TunedLens
 from tuned_lens.scripts.ingredients import Optimizer, OptimizerOption
 
-Way = tuple[str, float]
-"""Optimiser, and the factor on its default learning rate."""
+Setting = tuple[str, float]
+"""Optimiser, and the factor of its default learning rate."""
 SCALES = (1.0, 3.0, 10.0)
-OTHER: Way = ("adam", 10.0)
-WIDEST = 1_000.0  # times or parts of the default: none but a broken run would want more
+OTHER: Setting = ("adam", 10.0)
+WIDEST = 1_000.0  # largest factor or divisor of the default that is tried
 ENOUGH = 0.01
 HELD_OUT_TOKENS = 600
-SAVED = 25
+SAVE_EVERY = 25
 """Steps between two saves of a run."""
 
 
 class Run(NamedTuple):
-    """How a training went, and its lens."""
+    """The record of a training run, and its lens."""
 
     curve: list[tuple[int, float]]
-    """Steps, and the mean KL over levels on the select sequences after them: at four fifths, and at the end."""
+    """Steps and mean KL over levels on the validation sequences: after four fifths of the steps, and at the end."""
     cpu: float
     wall: float
     tokens: int
     lens: TunedLens | None = None
-    """None: of a run that was made before this script was stopped."""
+    """None for a run of an earlier start of this script."""
 
     @property
     def kl(self) -> float:
@@ -63,28 +65,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=100, help="of the short runs")
+    parser.add_argument("--steps", type=int, default=100, help="steps of the short runs")
     parser.add_argument("--tokens-per-step", type=int, default=1024)
-    parser.add_argument("--least-cpu", type=float, default=0, help="seconds that the long run gets")
-    parser.add_argument("--most-cpu", type=float, default=3600, help="after a long run, no longer one is begun")
+    parser.add_argument("--least-cpu", type=float, default=0, help="CPU seconds that the long run takes at least")
+    parser.add_argument("--most-cpu", type=float, default=3600, help="CPU seconds beyond which no longer run starts")
     options = parser.parse_args()
     job = Job.read(options.job)
     model = AutoModelForCausalLM.from_pretrained(job.model, torch_dtype=torch.float32).eval()
     job.require_same(lambda ids: model(ids).logits)
     trainer = Trainer(model, job, options.tokens_per_step, options.out / "short.json")
     short = trainer.short_runs(options.steps)
-    way = min(short, key=lambda each: short[each].kl)
+    setting = min(short, key=lambda candidate: short[candidate].kl)
     spent = sum(run.cpu for run in short.values())
-    for run, shorter in trainer.longer(way, short[way], options.least_cpu, options.most_cpu):
+    for run, shorter in trainer.longer(setting, short[setting], options.least_cpu, options.most_cpu):
         spent += run.cpu + shorter.cpu
         if run.lens is None:
-            continue  # kept by the script that was stopped
-        # At once: the next run is twice as long, and may be stopped.
+            continue  # saved by an earlier start of this script
+        # Save now: the next run is twice as long, and may be stopped.
         run.lens.save(options.out)
-        report(options.out / "cost.json", _cost(run, shorter, way, short, spent))
+        report(options.out / "cost.json", _cost(run, shorter, setting, short, spent))
 
 
-def _cost(run: Run, shorter: Run, way: Way, short: dict[Way, Run], spent: float) -> dict[str, Any]:
+def _cost(run: Run, shorter: Run, setting: Setting, short: dict[Setting, Run], spent: float) -> dict[str, Any]:
     assert run.lens is not None
     gain = _last_gain(run, shorter)
     return {
@@ -93,9 +95,9 @@ def _cost(run: Run, shorter: Run, way: Way, short: dict[Way, Run], spent: float)
         "tokens": run.tokens,
         "backward_passes": run.steps * len(run.lens),
         "all_cpu": spent,
-        "optimiser": way[0],
-        "learning_rate_scale": way[1],
-        "short_runs": {f"{name} × {scale:g}": each.kl for (name, scale), each in short.items()},
+        "optimiser": setting[0],
+        "learning_rate_scale": setting[1],
+        "short_runs": {f"{name} × {scale:g}": short_run.kl for (name, scale), short_run in short.items()},
         "select_kl": run.kl,
         "four_fifths": [shorter.steps, shorter.kl],
         "last_gain": gain,
@@ -105,78 +107,80 @@ def _cost(run: Run, shorter: Run, way: Way, short: dict[Way, Run], spent: float)
 
 
 def _last_gain(run: Run, shorter: Run) -> float:
-    """By what share the last fifth of the steps lowered the KL."""
+    """Return the share by which the last fifth of the steps lowered the KL."""
     return 1 - run.kl / shorter.kl
 
 
 class Trainer:
-    """Trains lenses of one model on one text."""
+    """Trains lenses of one model on one job."""
 
-    def __init__(self, model: Any, job: Job, tokens_per_step: int, kept: Path) -> None:
+    def __init__(self, model: Any, job: Job, tokens_per_step: int, record: Path) -> None:
         self.model, self.job, self.tokens_per_step = model, job, tokens_per_step
-        self._kept = kept
+        self._record = record
         self._held_out = _batch(_first(job.select, HELD_OUT_TOKENS))
 
-    def short_runs(self, steps: int) -> dict[Way, Run]:
-        """A run for each way to train that is worth trying."""
-        found = {scale: self._known("sgd", scale, steps) for scale in SCALES}
+    def short_runs(self, steps: int) -> dict[Setting, Run]:
+        """Return a short run for each setting to try."""
+        runs = {scale: self._run_or_load("sgd", scale, steps) for scale in SCALES}
         while True:
-            best = min(found, key=lambda scale: found[scale].kl)
-            further = {max(found): 3 * best, min(found): best / 3}.get(best)
+            best = min(runs, key=lambda scale: runs[scale].kl)
+            further = {max(runs): 3 * best, min(runs): best / 3}.get(best)
             if further is None or not 1 / WIDEST < further < WIDEST:
                 break
-            found[further] = self._known("sgd", further, steps)
-        sgd = {("sgd", scale): run for scale, run in found.items()}
-        return {**sgd, OTHER: self._known(*OTHER, steps)}
+            runs[further] = self._run_or_load("sgd", further, steps)
+        sgd = {("sgd", scale): run for scale, run in runs.items()}
+        return {**sgd, OTHER: self._run_or_load(*OTHER, steps)}
 
-    def _known(self, optimiser: str, scale: float, steps: int) -> Run:
-        """A run, or what is known of it: whoever stops this script need not make it again."""
+    def _run_or_load(self, optimiser: str, scale: float, steps: int) -> Run:
+        """Return the record of an earlier run, or run it now."""
         name = self._name(optimiser, scale, steps)
-        run = self._told(name) or self.run(optimiser, scale, steps)
-        self._tell(name, run)
+        run = self._load_record(name) or self.run(optimiser, scale, steps)
+        self._save_record(name, run)
         return run
 
-    def _told(self, name: str) -> Run | None:
-        known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
-        return Run(**known[name]) if name in known else None
+    def _load_record(self, name: str) -> Run | None:
+        records = json.loads(self._record.read_text()) if self._record.exists() else {}
+        return Run(**records[name]) if name in records else None
 
-    def _tell(self, name: str, run: Run) -> None:
-        known = json.loads(self._kept.read_text()) if self._kept.exists() else {}
-        known[name] = run._replace(lens=None)._asdict()
-        self._kept.parent.mkdir(parents=True, exist_ok=True)
-        self._kept.write_text(json.dumps(known, indent=1))
+    def _save_record(self, name: str, run: Run) -> None:
+        records = json.loads(self._record.read_text()) if self._record.exists() else {}
+        records[name] = run._replace(lens=None)._asdict()
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        self._record.write_text(json.dumps(records, indent=1))
 
     def _name(self, optimiser: str, scale: float, steps: int) -> str:
         text = hashlib.sha256(json.dumps(self.job.fit).encode()).hexdigest()
         return f"{optimiser} {scale:g} {steps} {self.tokens_per_step} {text}"
 
-    def longer(self, way: Way, short: Run, least: float, most: float) -> Iterator[tuple[Run, Run]]:
-        """Ever longer runs, each with one of four fifths of its steps, until the last fifth is worth little."""
-        a_step = short.cpu / short.steps
-        steps = max(2 * short.steps, int(least / a_step) + 1)
+    def longer(self, setting: Setting, short: Run, least: float, most: float) -> Iterator[tuple[Run, Run]]:
+        """Yield ever longer runs, each with a run of four fifths of its steps, until the last fifth gains little."""
+        step_seconds = short.cpu / short.steps
+        steps = max(2 * short.steps, int(least / step_seconds) + 1)
         while True:
-            shorter = self._known(*way, steps * 4 // 5)
-            name = self._name(*way, steps)
-            run = self._told(name) or self.run(*way, steps)
+            shorter = self._run_or_load(*setting, steps * 4 // 5)
+            name = self._name(*setting, steps)
+            run = self._load_record(name) or self.run(*setting, steps)
             yield run, shorter
-            self._tell(name, run)  # now that its lens is kept
+            self._save_record(name, run)  # the caller has saved its lens by now
             steps *= 2
             enough = _last_gain(run, shorter) < ENOUGH and run.cpu >= least
-            if enough or steps * a_step > most:
+            if enough or steps * step_seconds > most:
                 return
 
     def run(self, optimiser: str, scale: float, steps: int) -> Run:
-        """Train from the start: the schedule falls to zero over the steps, so that no run makes a longer one."""
+        """Train from the start: the learning rate decays to zero over the steps, so a longer run cannot continue it."""
         torch.manual_seed(0)
         lens, clock = TunedLens.from_model(self.model), Clock()
         recipe = Optimizer(optimizer=OptimizerOption(optimiser), lr_scale=scale)
         if optimiser == "adam":
-            recipe.warmup_steps = min(1000, steps // 5)  # what the package means to do; it compares the wrong types
+            recipe.warmup_steps = min(
+                1000, steps // 5
+            )  # as the package intends; its own check compares the wrong types
         optimizer = recipe.create_optim([p for p in lens.parameters() if p.requires_grad])
         scheduler = recipe.create_scheduler(optimizer, steps)
         marks = {max(1, steps * fifth // 5) for fifth in (4, 5)}
-        saved = Saved(self._kept.with_name("unfinished.pt"), self._name(optimiser, scale, steps))
-        done, tokens, curve = saved.restore(lens, optimizer, scheduler, clock)
+        checkpoint = Checkpoint(self._record.with_name("unfinished.pt"), self._name(optimiser, scale, steps))
+        done, tokens, curve = checkpoint.restore(lens, optimizer, scheduler, clock)
         for step, sequences in zip(range(1, steps + 1), self._draws(), strict=False):
             if step <= done:
                 continue
@@ -188,14 +192,14 @@ class Trainer:
                 scheduler.step()
             if step in marks:
                 curve.append((step, self.select_kl(lens)))
-            if step % SAVED == 0:
-                saved.save(lens, optimizer, scheduler, clock, (step, tokens, curve))
-        saved.path.unlink(missing_ok=True)
+            if step % SAVE_EVERY == 0:
+                checkpoint.save(lens, optimizer, scheduler, clock, (step, tokens, curve))
+        checkpoint.path.unlink(missing_ok=True)
         print(f"{optimiser} × {scale:g}, {steps} steps: {[round(kl, 4) for _, kl in curve]}")
         return Run(curve, clock.cpu, clock.wall, tokens, lens)
 
     def _draws(self) -> Iterator[list[list[int]]]:
-        """Sequences of a step, in a new order every time round."""
+        """Yield the sequences of each step, in a new order every epoch."""
         generator, step = torch.Generator().manual_seed(0), []
         while True:
             for index in torch.randperm(len(self.job.fit), generator=generator).tolist():
@@ -214,20 +218,20 @@ class Trainer:
     @torch.no_grad()
     def select_kl(self, lens: TunedLens) -> float:
         levels, target = self._states(*self._held_out)
-        found = [float(_kl(lens(states, idx=at), target)) for at, states in enumerate(levels)]
-        return sum(found) / len(found)
+        kl = [float(_kl(lens(states, idx=level), target)) for level, states in enumerate(levels)]
+        return sum(kl) / len(kl)
 
     @torch.no_grad()
     def _states(self, ids: Tensor, attention: Tensor) -> tuple[list[Tensor], Tensor]:
-        """States at every level, and the model's log-probabilities, of all positions but the first."""
-        found = self.model(ids, attention_mask=attention, output_hidden_states=True)
+        """Return states at every level and the model's log-probabilities, at all positions but the first."""
+        output = self.model(ids, attention_mask=attention, output_hidden_states=True)
         real = attention.bool()
         real[:, 0] = False
-        return [h[real] for h in found.hidden_states[:-1]], found.logits[real].log_softmax(-1)
+        return [h[real] for h in output.hidden_states[:-1]], output.logits[real].log_softmax(-1)
 
 
-class Saved(NamedTuple):
-    """A run on disk: all that its next step depends on."""
+class Checkpoint(NamedTuple):
+    """An unfinished run on disk."""
 
     path: Path
     name: str
@@ -240,7 +244,7 @@ class Saved(NamedTuple):
         new.replace(self.path)
 
     def restore(self, lens: Any, optimizer: Any, scheduler: Any, clock: Clock) -> Any:
-        """Steps, tokens and curve of the same run, as far as it came; of none at all without one."""
+        """Restore the same run; return its steps, tokens and curve so far (0, 0 and [] if there is none)."""
         if not self.path.exists():
             return 0, 0, []
         name, parts, spent, so_far = torch.load(self.path, weights_only=True)
@@ -253,12 +257,12 @@ class Saved(NamedTuple):
 
 
 def _kl(logits: Tensor, target: Tensor) -> Tensor:
-    """The package's loss: KL from the model's distribution to the lens', a mean over positions."""
+    """Return the package's loss: KL(model ‖ lens), averaged over positions."""
     return torch.sum(target.exp() * (target - logits.log_softmax(-1)), dim=-1).mean()
 
 
 def _batch(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids padded on the right, and which of them are real."""
+    """Return token ids padded on the right, and the attention mask."""
     longest = max(map(len, sequences))
     rows = [ids + [0] * (longest - len(ids)) for ids in sequences]
     real = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
@@ -266,12 +270,12 @@ def _batch(sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def _first(sequences: list[list[int]], tokens: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    selected: list[list[int]] = []
     for ids in sequences:
-        found.append(ids)
-        if sum(map(len, found)) >= tokens:
+        selected.append(ids)
+        if sum(map(len, selected)) >= tokens:
             break
-    return found
+    return selected
 
 
 if __name__ == "__main__":
