@@ -41,7 +41,7 @@ class Job:
         if difference > TOLERANCE:
             raise SystemExit(
                 f"the log-probabilities of the model in {self.model} differ by {difference:.2g} from those in the job; "
-                f"this version of transformers reads the checkpoint differently: write its config.json so that both agree"
+                f"this transformers reads the checkpoint differently: adapt its config.json so that both agree"
             )
 
 
