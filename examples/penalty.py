@@ -34,6 +34,6 @@ for weight in (0.0, 0.5):
         (loss + weight * penalty).backward()  # 3
         optimiser.step()
         optimiser.zero_grad()
-    profile = measure_profile(lj.Model.wrap(model, tokenizer), text).row()
-    linear = profile["without residual held out"]
+    profile = measure_profile(lj.Model.wrap(model, tokenizer), text)
+    linear = profile.mean("without residual held out")
     print(f"penalty weight {weight}: loss {loss.item():.3f}, linearity without residual {linear:.3f}")

@@ -191,7 +191,7 @@ def test_the_advice_of_error_messages_works(data_folder, tmp_path):
     jumps.unlink()
     collected.save(tmp_path / "out" / "unfinished-0-of-1.safetensors", progress={"fit": 1})
     other = CliRunner().invoke(app, ["--debug", *words, "--seed", "3", "--resume"])
-    assert "give the same, or --force in place of --resume" in str(other.exception)
+    assert "use the same, or --force instead of --resume" in str(other.exception)
     anew = CliRunner().invoke(app, [*words, "--seed", "3", "--force"])
     assert anew.exit_code == 0
     assert jumps.exists()

@@ -246,7 +246,7 @@ def test_an_encoder_is_refused(data_folder, data):
     ("line", "message"),
     [
         ("{not json", "line 1 of .* is not JSON"),
-        ('["a"]', "row 1 of .*an object was wanted"),
+        ('["a"]', "expected an object .*in row 1 of"),
         ('{"query": "a", "choices": ["b", "c"]}', "a number in `gold`, got nothing"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "there are 2 choices"),
         ('{"query": "a", "choices": ["b", "c"], "gold": true}', "expected a number"),

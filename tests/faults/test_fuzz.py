@@ -80,7 +80,7 @@ def test_the_planted_call_runs_where_nobody_is_careful(tmp_path, monkeypatch):
 def test_a_pickle_that_asks_for_much_memory_is_refused_before_it_gets_any(tmp_path):
     path = tmp_path / "0_3.pickle"
     path.write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
-    with pytest.raises(BadForeignLens, match="keeps a thing number 2147483647"):
+    with pytest.raises(BadForeignLens, match="has a memo number 2147483647"):
         lj.import_lens(path, formats.model())
 
 

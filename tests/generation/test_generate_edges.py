@@ -36,7 +36,7 @@ def test_unsupported_settings_are_refused_in_one_line(model, jumps):
         with pytest.raises(BadExit, match=message) as found:
             lj.generate(model, jumps, PROMPT, max_new_tokens=3, **settings)
         assert "\n" not in str(found.value)
-    with pytest.raises(BadText, match="no tokens"):
+    with pytest.raises(BadText, match="at least one token"):
         lj.generate(model, jumps, "")
     with pytest.raises(BadText, match="shorten it"):
         lj.generate(model, jumps, "dog " * 2_000)

@@ -169,7 +169,7 @@ def test_widths_are_known_before_the_run(family):
 
 
 def test_text_shorter_than_asked_for(model):
-    with pytest.raises(TextTooShort, match="asked for"):
+    with pytest.raises(TextTooShort, match="expected 8,000,000 tokens"):
         lj.collect_moments(model, lj.load_text("pydoc", limit=50), tokens=10**7)
 
 

@@ -191,7 +191,7 @@ def test_a_lens_that_reads_some_levels_alone_works_too(data_folder, tmp_path, fo
 def test_jumps_that_read_no_level_say_so(data_folder):
     model = lj.load(data_folder / "tiny-gpt2")
     jumps = lj.fit(model, "pydoc", tokens=1000, pairs="0:2", split="100/0/0")
-    with pytest.raises(BadJumps, match="no level can be read; fit with pairs='to-last'"):
+    with pytest.raises(BadJumps, match="no level can be decoded; fit with pairs='to-last'"):
         lj.Lens(model, jumps)(TEXT)
 
 

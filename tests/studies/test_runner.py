@@ -158,7 +158,7 @@ def command(monkeypatch, *arguments) -> int:
         (["--positions", "some"], "(a share of each sequence), got 'some'"),
         (["--target", "95"], "at most 1"),
         (["--split", "90/10/0"], "leaves no test documents"),
-        (["--protocol", "paper"], "9000/0/1000, 10,000 documents in all, but there are 30"),
+        (["--protocol", "paper"], "10,000 documents for --split 9000/0/1000, got 30"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_code_1(arguments, message, data_folder, tmp_path, monkeypatch, capsys):
