@@ -142,7 +142,7 @@ def test_what_it_cannot_do_is_one_line(model, text, collected):
         lj.fit(model, text, estimator="calibrated", pairs="to-last", features="raw", tokens=3_000)
     with pytest.raises(BadEstimator, match="no setting rank, it takes keep_both_targets"):
         solve_jumps(collected, "calibrated", rank=3, model=model)
-    with pytest.raises(BadEstimator, match="no model was given"):
+    with pytest.raises(BadEstimator, match="pass the model that these moments come from"):
         solve_jumps(collected, "calibrated")
     with pytest.raises(BadMoments, match="others start"):
         Moments([(Site(0), Site(1)), (Site(1), Site(2))], features="both")
