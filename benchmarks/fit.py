@@ -47,7 +47,7 @@ LONG = {"smollm2": SHARED / "text/leipzig/eng_wikipedia_2016_10K-sentences.txt",
 STORED = 9_000
 PARTS = ("to-last", "all-pairs", "memory")
 REPEATS, FEWER = 2, 2  # levels → last: two repetitions, on half of the tokens
-SETTINGS: dict[str, Any] = {"validation": False, "split": "90/0/10"}
+SETTINGS: dict[str, Any] = {"use_validation": False, "split": "90/0/10"}
 
 
 def main() -> None:
