@@ -76,7 +76,7 @@ class Bench:
         required = required_blocks(self.model, self.calibration.fit)
         print(f"{self.model}: {self.calibration.info.tokens:,} tokens; protected {required}")
         for text, losses in self.original.items():
-            print(f"  {text}: perplexity {losses.perplexity:.2f} on {len(losses.each):,} tokens")
+            print(f"  {text}: perplexity {losses.perplexity:.2f} on {len(losses.losses):,} tokens")
         self.ours = BlockSelector(self.model, self.calibration.fit, self.calibration.validation, required)
         self.published = replace(self.ours, protected=())
         self.keep_ends = replace(self.ours, protected=(1, self.model.n_blocks))

@@ -269,5 +269,5 @@ def marginal_kl(true: Tensor, other: Tensor) -> Tensor:
     `true` and `other` are (…, vocabulary): sums or means of probabilities over the same positions, the reference first.
     An unbiased lens may still be wrong everywhere.
     """
-    p, q = (each.double() / each.double().sum(-1, keepdim=True) for each in (true, other))
+    p, q = (rows.double() / rows.double().sum(-1, keepdim=True) for rows in (true, other))
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1).clamp_min(0)

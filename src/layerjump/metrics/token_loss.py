@@ -22,20 +22,20 @@ ROWS = 256
 class TokenLosses:
     """The loss of every predicted token in nats, and its document."""
 
-    each: Tensor
+    losses: Tensor
     document: Tensor
 
     @property
     def mean(self) -> float:
-        return float(self.each.mean())
+        return float(self.losses.mean())
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.mean)
 
     def over(self, other: TokenLosses) -> tuple[float, float, float]:
-        """The ratio of this perplexity to another on the same tokens, with its 95 % interval over documents."""
-        interval = mean_interval((self.each - other.each).numpy(), self.document.numpy())
+        """Return the ratio of this perplexity to another on the same tokens, with its 95 % interval over documents."""
+        interval = mean_interval((self.losses - other.losses).numpy(), self.document.numpy())
         ratio, low, high = (math.exp(float(value)) for value in interval)
         return ratio, low, high
 
@@ -43,36 +43,36 @@ class TokenLosses:
 def token_losses(
     model: Model, batches: Iterable[Batch], *, progress: Callable[[int], None] | None = None
 ) -> TokenLosses:
-    """The loss of each token of some batches: all positions of a causal model, the masks of a masked one."""
+    """Return the loss of each token of some batches: all positions of a causal model, the masks of a masked one."""
     last = model.n_blocks
-    found, documents = [], []
-    for one in capture_states(model, batches, [last]):
-        each, document = token_losses_at(model, one.batch, one[last])
-        found.append(each)
+    losses, documents = [], []
+    for states in capture_states(model, batches, [last]):
+        batch_losses, document = token_losses_at(model, states.batch, states[last])
+        losses.append(batch_losses)
         documents.append(document)
         if progress:
-            progress(one.batch.n_tokens)
-    return TokenLosses(torch.cat(found), torch.cat(documents))
+            progress(states.batch.n_tokens)
+    return TokenLosses(torch.cat(losses), torch.cat(documents))
 
 
 @torch.no_grad()
 def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
-    """The losses and documents of a batch, from its picks' states at level L."""
-    chosen, token = _predicted(model, batch)
+    """Return the losses and documents of a batch, from its picks' states at level L."""
+    picks, token = _predicted(model, batch)
     # With an empty part: in a batch of the shortest texts no pick may have a next token.
-    rows, parts = last[chosen.to(last.device)], [torch.zeros(0)]
+    rows, parts = last[picks.to(last.device)], [torch.zeros(0)]
     for start in range(0, len(rows), ROWS):
         part = slice(start, start + ROWS)
         logits = model.logits(rows[part]).float()
         parts.append(cross_entropy(logits, token[part].to(logits.device), reduction="none").cpu())
-    return torch.cat(parts).double(), batch.document[chosen]
+    return torch.cat(parts).double(), batch.document[picks]
 
 
 def _predicted(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The picks that predict a token, and that token: the next one, or the one under the mask."""
+    """Return the picks that predict a token, and that token: the next one, or the one under the mask."""
     if model.masked:
         return torch.arange(batch.n_picks), batch.token
     following = (batch.position + 1).clamp(max=batch.input_ids.shape[1] - 1)
-    there = batch.attention_mask[batch.row, following].bool() & (following > batch.position)
-    chosen = there.nonzero()[:, 0]
-    return chosen, batch.input_ids[batch.row[chosen], following[chosen]]
+    has_next = batch.attention_mask[batch.row, following].bool() & (following > batch.position)
+    picks = has_next.nonzero()[:, 0]
+    return picks, batch.input_ids[batch.row[picks], following[picks]]

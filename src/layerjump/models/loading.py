@@ -220,12 +220,12 @@ def check_sizes(path: Path) -> None:
     reader = GGUFReader(path)
     family = _stated(reader, "general.architecture", path)
     shapes = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
-    found = {
+    sizes = {
         "block_count": 1 + max((_block(name) for name in shapes), default=-1),
         "embedding_length": _width(shapes, "token_embd.weight", 0),
         "feed_forward_length": _width(shapes, "blk.0.ffn_up.weight", 1),
     }
-    for name, size in found.items():
+    for name, size in sizes.items():
         if size is None:
             continue
         stated = _stated(reader, f"{family}.{name}", path)
@@ -235,7 +235,7 @@ def check_sizes(path: Path) -> None:
             )
     # transformers builds a table of this size before it compares anything.
     rope = reader.get_field(f"{family}.rope.dimension_count")
-    width = found["embedding_length"]
+    width = sizes["embedding_length"]
     if rope is not None and width is not None and not 0 <= int(rope.contents()) <= width:
         raise BadModel(
             f"{path} states {family}.rope.dimension_count {rope.contents()}, but the model is {width} wide: it is "

@@ -90,7 +90,7 @@ class LossComparison(BaseModel):
             ratio=ratio,
             low=low,
             high=high,
-            tokens=len(after.each),
+            tokens=len(after.losses),
         )
 
 

@@ -291,8 +291,8 @@ def _task_panel(rows: Sequence[TaskRow]) -> Panel:
         charts.append(level_axis(figure, [row.n_dropped for row in group]))
     accuracy = [row for row in rows if row.metric == "acc"]
     most = max(row.n_dropped for row in accuracy)
-    whole = mean(row.score.mean for row in accuracy if row.method == WHOLE)
-    reading = f"The whole model is right in {number(whole)} of items, mean over tasks"
+    full_model = mean(row.score.mean for row in accuracy if row.method == WHOLE)
+    reading = f"The whole model is right in {number(full_model)} of items, mean over tasks"
     if most:
         last = [row for row in accuracy if row.n_dropped == most]
         means = {
