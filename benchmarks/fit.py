@@ -25,7 +25,7 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 import layerjump as lj
-from layerjump.jumps.collect import plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.moments import Moments

@@ -20,7 +20,7 @@ from typing import Any
 
 import layerjump as lj
 from layerjump.metrics.timing import describe_machine
-from layerjump.report.report import write_report
+from layerjump.report.write_report import write_report
 from layerjump.studies.results import Result, to_json
 from layerjump.studies.runner import MAIN, run_studies, select_studies
 from layerjump.studies.setup import Setup, make_settings

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.training.data import pack_rows, train_tokenizer
-from layerjump.training.profile import measure_profile
+from layerjump.training.linearity_profile import measure_profile
 from layerjump.training.regularizers import cosine
 from layerjump.training.trainer import LevelStates
 

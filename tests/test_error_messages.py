@@ -19,7 +19,7 @@ from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.dataset import split_documents_by_role
 from layerjump.generation.probes import log_odds
-from layerjump.jumps.collect import SplitMoments, collect_moments
+from layerjump.jumps.collect_moments import SplitMoments, collect_moments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
@@ -28,9 +28,9 @@ from layerjump.models.loading import LINEAR
 from layerjump.models.structure import FINAL, Site
 from layerjump.studies import human_evaluation
 from layerjump.studies.setup import make_settings
-from layerjump.training.finetune import load_task
+from layerjump.training.finetune_on_task import load_task
+from layerjump.training.linearity_profile import load_measurements
 from layerjump.training.pretrain import Recipe, training_arguments
-from layerjump.training.profile import load_measurements
 
 model, text, jumps = fitted_gpt2.model, fitted_gpt2.text, fitted_gpt2.jumps  # fixtures
 

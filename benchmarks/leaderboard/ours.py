@@ -14,7 +14,7 @@ import torch
 
 import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
-from layerjump.jumps.collect import RunPlan, plan_run
+from layerjump.jumps.collect_moments import RunPlan, plan_run
 from layerjump.jumps.estimators.low_rank import train_n_njtc
 from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS
 from layerjump.jumps.fit import solve_jumps

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from layerjump.generation.generate import generate as generate
     from layerjump.interventions.linearize import linearize as linearize
     from layerjump.interventions.linearize import skip_blocks as skip_blocks
-    from layerjump.jumps.collect import SplitMoments as SplitMoments
-    from layerjump.jumps.collect import collect_moments as collect_moments
+    from layerjump.jumps.collect_moments import SplitMoments as SplitMoments
+    from layerjump.jumps.collect_moments import collect_moments as collect_moments
     from layerjump.jumps.convert import export_lens as export_lens
     from layerjump.jumps.convert import import_lens as import_lens
     from layerjump.jumps.estimators.jacobian import fit_jacobian as fit_jacobian
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps as Jumps
     from layerjump.jumps.moments import Moments as Moments
     from layerjump.lens.lens import Lens as Lens
+    from layerjump.lens.refine import refine as refine
     from layerjump.lens.trajectory import Trajectory as Trajectory
-    from layerjump.lens.tuning import refine as refine
     from layerjump.models.loading import load as load
     from layerjump.models.model import Model as Model
     from layerjump.models.model import capture_states as capture_states
@@ -71,7 +71,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "Batch": "data.batches",
     "Batches": "data.batches",
-    "SplitMoments": "jumps.collect",
+    "SplitMoments": "jumps.collect_moments",
     "Corpus": "data.corpus",
     "Jumps": "jumps.jumps",
     "Lens": "lens.lens",
@@ -82,7 +82,7 @@ _HOME = {
     "Trajectory": "lens.trajectory",
     "make_batches": "data.batches",
     "calibrate": "generation.calibration.calibrate",
-    "collect_moments": "jumps.collect",
+    "collect_moments": "jumps.collect_moments",
     "early_exit": "generation.generate",
     "export_lens": "jumps.convert",
     "fit": "jumps.fit",
@@ -94,7 +94,7 @@ _HOME = {
     "batch_from_ids": "data.batches",
     "prune": "pruning.prune",
     "load_text": "data.corpus",
-    "refine": "lens.tuning",
+    "refine": "lens.refine",
     "self_check": "models.self_check",
     "split_documents": "data.corpus",
     "skip_blocks": "interventions.linearize",

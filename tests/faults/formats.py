@@ -27,15 +27,15 @@ from layerjump.generation.calibration import serialization as calibration_file
 from layerjump.generation.calibration.search import FittedProbes, RuleCandidate
 from layerjump.generation.calibration.serialization import Calibration, CalibrationReport
 from layerjump.jumps import serialization
-from layerjump.jumps.collect import SplitMoments, merge_moments
+from layerjump.jumps.collect_moments import SplitMoments, merge_moments
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.moments import Moments
-from layerjump.lens.tuning import CHECKPOINT_NAME as UNFINISHED
-from layerjump.lens.tuning import TrainableMap, Tuner
+from layerjump.lens.refine import CHECKPOINT_NAME as UNFINISHED
+from layerjump.lens.refine import TrainableMap, Tuner
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.structure import FINAL, Site
-from layerjump.report.report import write_report
+from layerjump.report.write_report import write_report
 from layerjump.studies.runner import load_results
 
 DATA = Path(__file__).resolve().parents[1] / "fixtures"

@@ -16,8 +16,8 @@ from layerjump.models.loading import LINEAR
 from layerjump.pruning.checkpoint import BASE
 from layerjump.studies import human_evaluation
 from layerjump.studies.human_evaluation import comparison, shares, shares_by_level
-from layerjump.training.finetune import load_task
-from layerjump.training.profile import load_measurements
+from layerjump.training.finetune_on_task import load_task
+from layerjump.training.linearity_profile import load_measurements
 
 GOOD = Path("good")
 ITEMS = {

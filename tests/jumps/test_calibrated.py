@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge
 
 import layerjump as lj
 from layerjump.errors import BadEstimator, BadMoments
-from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
+from layerjump.jumps.collect_moments import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.estimators.calibrated import fit_calibrated
 from layerjump.jumps.estimators.least_squares import ridge, strength_unit
 from layerjump.jumps.fit import solve_jumps

@@ -21,7 +21,7 @@ from layerjump.errors import (
     TooLarge,
     WrongModel,
 )
-from layerjump.jumps.collect import SplitMoments, merge_moments, plan_run
+from layerjump.jumps.collect_moments import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.cost_estimate import CostEstimate, site_width
 from layerjump.jumps.fit import solve_jumps
 from layerjump.models.structure import Site, parse_pairs

@@ -11,15 +11,15 @@ from helpers import fitted_gpt2
 from helpers.comparisons import same_bytes
 
 from layerjump.errors import BadArtifact
-from layerjump.jumps.collect import Checkpoint, SplitMoments, plan_run
+from layerjump.jumps.collect_moments import Checkpoint, SplitMoments, plan_run
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 
 RUN = """
 import sys, layerjump as lj
 from pathlib import Path
-from layerjump.jumps.collect import Checkpoint
-from layerjump.jumps.collect import plan_run
+from layerjump.jumps.collect_moments import Checkpoint
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.fit import solve_jumps
 model, out, every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 checkpoint = Checkpoint(out, every, resume=True)

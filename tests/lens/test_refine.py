@@ -13,9 +13,9 @@ from helpers.story_text import stories
 
 import layerjump as lj
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps
-from layerjump.jumps.collect import plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.tuning import CHECKPOINT_NAME, KLObjective, TrainableMap, TrainingRows, tunable_pairs
+from layerjump.lens.refine import CHECKPOINT_NAME, KLObjective, TrainableMap, TrainingRows, tunable_pairs
 from layerjump.metrics.logits import LOGITS_MEMORY
 from layerjump.models.structure import FINAL, Site
 
@@ -214,7 +214,7 @@ from pathlib import Path
 import torch
 import layerjump as lj
 from helpers.tiny_models import tiny_model
-from layerjump.lens.tuning import KLObjective, TrainableMap, TrainingRows
+from layerjump.lens.refine import KLObjective, TrainableMap, TrainingRows
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()

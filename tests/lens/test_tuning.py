@@ -13,7 +13,7 @@ from torch import nn
 import layerjump as lj
 from layerjump.errors import BadArtifact
 from layerjump.jumps.maps import to_affine
-from layerjump.lens.tuning import (
+from layerjump.lens.refine import (
     CHECKPOINT_NAME,
     KLObjective,
     SampledTarget,

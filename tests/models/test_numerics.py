@@ -8,7 +8,7 @@ import torch
 from helpers.story_text import stories
 
 import layerjump as lj
-from layerjump.jumps.collect import plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.models.structure import Site
 
 MASSIVE = 1e4

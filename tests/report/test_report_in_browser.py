@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.study_results import small_run, with_more
 
-from layerjump.report.report import write_comparison, write_report
+from layerjump.report.write_report import write_comparison, write_report
 from layerjump.studies.runner import results_from_json
 
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}

@@ -15,11 +15,11 @@ from helpers.tokenizers import byte_tokenizer
 import layerjump as lj
 from layerjump.errors import BadArtifact
 from layerjump.interventions.patching import Rerun
-from layerjump.report.report import panels
+from layerjump.report.write_report import panels
 from layerjump.studies import layer_skipping
 from layerjump.studies.layer_skipping import Schedule, cheapest, most_explained, round_robins, single_jumps
+from layerjump.studies.model_comparison import small_batches
 from layerjump.studies.setup import Settings, Setup
-from layerjump.studies.variants import small_batches
 
 SETTINGS = Settings(tokens=12_000, test_positions=100, variant_tokens=400)
 

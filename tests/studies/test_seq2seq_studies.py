@@ -10,7 +10,7 @@ from helpers.seq2seq_models import made
 from helpers.study_results import tables_of
 
 import layerjump as lj
-from layerjump.jumps.collect import plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.cost_estimate import estimate_cost
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens

@@ -9,7 +9,7 @@ from helpers.story_text import stories
 import layerjump as lj
 from layerjump.data.positions import PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
-from layerjump.report.report import write_report
+from layerjump.report.write_report import write_report
 from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup, make_settings, paper_deviations
 

@@ -12,8 +12,8 @@ import layerjump as lj
 from layerjump.data.positions import Positions
 from layerjump.interventions.patching import Rerun, replace_by_map
 from layerjump.studies import attention_heads, submodules
+from layerjump.studies.model_comparison import small_batches
 from layerjump.studies.setup import Settings, Setup
-from layerjump.studies.variants import small_batches
 
 SETTINGS = Settings(tokens=12_000, test_positions=150, variant_tokens=600)
 

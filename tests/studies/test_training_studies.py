@@ -15,10 +15,10 @@ from layerjump.errors import BadStudy, ModelNotFound
 from layerjump.studies import architecture, finetuning, training_dynamics
 from layerjump.studies.runner import run_studies, select_studies
 from layerjump.studies.setup import Settings, Setup
-from layerjump.training.finetune import ChoiceItem
+from layerjump.training.finetune_on_task import ChoiceItem
+from layerjump.training.linearity_profile import measure_profile
 from layerjump.training.model import VARIANTS
 from layerjump.training.pretrain import pretrain
-from layerjump.training.profile import measure_profile
 
 TEXT = stories(200)
 RECIPE = replace(SMALL, steps=9, eval_every=3, learning_rate=1e-3)

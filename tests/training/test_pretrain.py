@@ -20,9 +20,9 @@ import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact
 from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
+from layerjump.training.linearity_profile import LevelProfile, measure_profile
 from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model
 from layerjump.training.pretrain import PretrainingRecord, pretrain, train_model, training_arguments
-from layerjump.training.profile import LevelProfile, measure_profile
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from layerjump.jumps.estimators.registry import BY_GRADIENTS, CLOSED_FORM, ESTIM
 
 if TYPE_CHECKING:
     from layerjump.data.corpus import Corpus
-    from layerjump.jumps.collect import Checkpoint, RunPlan, SplitMoments
+    from layerjump.jumps.collect_moments import Checkpoint, RunPlan, SplitMoments
     from layerjump.jumps.jumps import Jumps
     from layerjump.jumps.maps import FeatureKind
     from layerjump.models.model import Model
@@ -116,7 +116,7 @@ def fit(
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   merged, without a model
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]                several processes
     """
-    from layerjump.jumps.collect import Checkpoint, ProcessGroup, SplitMoments, merge_moments, plan_run
+    from layerjump.jumps.collect_moments import Checkpoint, ProcessGroup, SplitMoments, merge_moments, plan_run
     from layerjump.jumps.fit import solve_jumps
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "ojfa_pooling": ojfa_pooling}
@@ -222,7 +222,7 @@ def _fit_by_gradients(
 
 def _collect(run: RunPlan, checkpoint: Checkpoint, estimator: str, refine: bool) -> SplitMoments:
     """Check what the estimator and `--refine` need, then collect the second moments."""
-    from layerjump.lens.tuning import check_tunable
+    from layerjump.lens.refine import check_tunable
 
     pairs, group = run.moments["fit"].pairs, checkpoint.group
     if refine:
@@ -253,7 +253,7 @@ def _refine(
     model: Model, jumps: Jumps, corpus: Corpus, steps: int, tokens: int | None, seed: int, output: Path, *, resume: bool
 ) -> Jumps:
     """Refine the jumps, and print the held-out KL of every level as it falls."""
-    from layerjump.lens.tuning import CHECKPOINT_NAME, refine
+    from layerjump.lens.refine import CHECKPOINT_NAME, refine
 
     if not resume:
         (output / CHECKPOINT_NAME).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ def inspect(
     [bold]layerjump inspect jumps[/]                              a folder that `layerjump fit` wrote
     [bold]layerjump inspect jumps/moments.safetensors --json[/]   second moments of `fit --save-moments`
     """
-    from layerjump.jumps.collect import SplitMoments
+    from layerjump.jumps.collect_moments import SplitMoments
     from layerjump.jumps.jumps import Jumps
 
     if not path.is_file():

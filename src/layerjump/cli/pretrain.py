@@ -115,7 +115,7 @@ def pretrain(
 
 
 def _render_page(record: PretrainingRecord) -> str:
-    from layerjump.report.report import training_page
+    from layerjump.report.write_report import training_page
 
     return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
 

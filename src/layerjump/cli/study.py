@@ -99,7 +99,7 @@ def study(
     """
     from layerjump.data.corpus import load_text
     from layerjump.evaluation.tasks import select_tasks
-    from layerjump.report.report import write_report
+    from layerjump.report.write_report import write_report
     from layerjump.studies.runner import run_studies, select_studies
     from layerjump.studies.setup import Setup, make_settings
 
@@ -150,7 +150,7 @@ def report(
     [bold]layerjump report study -o study[/]             the page of one study, written again
     [bold]layerjump report smollm2 stories -o both[/]    two studies compared
     """
-    from layerjump.report.report import write_comparison, write_report
+    from layerjump.report.write_report import write_comparison, write_report
     from layerjump.studies.runner import load_results
 
     loaded = [load_results(path) for path in results]

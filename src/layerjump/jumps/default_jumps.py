@@ -16,11 +16,11 @@ from layerjump.data.positions import MASKED_SHARE
 from layerjump.errors import BadArtifact, BadEstimator
 from layerjump.io import only_writer, replace_folder
 from layerjump.jumps import serialization
-from layerjump.jumps.collect import Progress, plan_run
+from layerjump.jumps.collect_moments import Progress, plan_run
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
-from layerjump.models.bundled_model import cache_home
+from layerjump.models.default_model import cache_home
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model
 

@@ -12,7 +12,7 @@ from layerjump import __version__
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadEstimator, BadMoments, argument
-from layerjump.jumps.collect import MAX_LENGTH, Progress, SplitMoments, plan_run
+from layerjump.jumps.collect_moments import MAX_LENGTH, Progress, SplitMoments, plan_run
 from layerjump.jumps.estimators.registry import Estimator, Pooling, Settings, find_estimator
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine, FeatureKind, SolvedMap

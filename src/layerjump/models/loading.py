@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
-from layerjump.models import bundled_model
+from layerjump.models import default_model
 from layerjump.models.families import family_of
 from layerjump.models.model import Model
 
@@ -113,8 +113,8 @@ def _resolve(name: str, options: dict[str, Any]) -> str:
                 f"expected a model folder, a GGUF file or a hub id, got {name}, which has no config.json"
             )
         return str(path)
-    if name in bundled_model.NAMES:
-        return str(bundled_model.bundled_folder(name))
+    if name in default_model.NAMES:
+        return str(default_model.bundled_folder(name))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"there is no folder or file {name}; pass a model folder, a GGUF file or a hub id")
     return name
@@ -128,7 +128,7 @@ def _attempt(name: str, action: Any) -> Any:
         raise
     except Exception as error:
         if isinstance(error, OSError) and not Path(name).expanduser().exists():
-            near = get_close_matches(name, bundled_model.NAMES, n=1)
+            near = get_close_matches(name, default_model.NAMES, n=1)
             hint = f"did you mean the bundled {near[0]}? Otherwise check" if near else "check"
             raise ModelNotFound(
                 f"{name} is neither a local folder nor a model on the hub ({one_line(error)}); {hint} the name and the "

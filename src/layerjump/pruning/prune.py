@@ -21,7 +21,7 @@ from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text
 from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, Positions
 from layerjump.errors import BadPruning, TextTooShort, argument
-from layerjump.jumps.collect import plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
-from layerjump.jumps.collect import SplitMoments, product_dtype
+from layerjump.jumps.collect_moments import SplitMoments, product_dtype
 from layerjump.jumps.estimators.least_squares import Factor, factorise_uncentred
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
 from layerjump.interventions.patching import Rerun
-from layerjump.jumps.collect import product_dtype
+from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import apply_map, to_module
 from layerjump.jumps.moments import Moments

@@ -25,9 +25,9 @@ from layerjump.studies.results import Column, Interval, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.data import pack_rows
+from layerjump.training.linearity_profile import measure_profile
 from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
 from layerjump.training.pretrain import Recipe, train_model, training_arguments
-from layerjump.training.profile import measure_profile
 
 MAX_LENGTH, BATCH_SIZE = 128, 16
 LEARNING_RATE = 1e-3

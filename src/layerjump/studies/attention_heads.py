@@ -19,9 +19,9 @@ from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.studies.charts import Panel, draw_heat_map, mean, number
+from layerjump.studies.model_comparison import Variants, announce_cost, rerun_batches, small_batches
 from layerjump.studies.results import Column, Result, Study, to_json
 from layerjump.studies.setup import Setup
-from layerjump.studies.variants import Variants, announce_cost, rerun_batches, small_batches
 
 TOKEN_SHARE = 0.25
 """Share of the run's test tokens: every head of every block has three variants."""

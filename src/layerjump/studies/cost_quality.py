@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from torch import Tensor, nn
 
 from layerjump.errors import BadEstimator
-from layerjump.jumps.collect import SplitMoments
+from layerjump.jumps.collect_moments import SplitMoments
 from layerjump.jumps.estimators.low_rank import low_rank, njtc_rank, truncate_rank
 from layerjump.jumps.estimators.registry import Pooling
 from layerjump.jumps.fit import solve_jumps

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus
-from layerjump.jumps.collect import RunPlan, product_dtype
+from layerjump.jumps.collect_moments import RunPlan, product_dtype
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.moments import Moments

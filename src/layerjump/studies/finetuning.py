@@ -22,8 +22,8 @@ from layerjump.studies.charts import Panel, level_axis, line_chart, number
 from layerjump.studies.results import Column, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
-from layerjump.training.finetune import BATCH_SIZE, LEARNING_RATE, ChoiceItem, accuracy, finetune, load_task
-from layerjump.training.profile import BlockProfile, Profile, measure_profile
+from layerjump.training.finetune_on_task import BATCH_SIZE, LEARNING_RATE, ChoiceItem, accuracy, finetune, load_task
+from layerjump.training.linearity_profile import BlockProfile, Profile, measure_profile
 
 DEFAULT_STEPS = 150
 MAX_SCORED = 200

@@ -42,9 +42,16 @@ from layerjump.studies.charts import (
     unique,
     unit_axis,
 )
+from layerjump.studies.model_comparison import (
+    Cost,
+    Variants,
+    VariantScores,
+    announce_cost,
+    rerun_batches,
+    small_batches,
+)
 from layerjump.studies.results import Column, Result, Study, to_json
 from layerjump.studies.setup import Setup, maps_of
-from layerjump.studies.variants import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 
 Jump = tuple[int, int]
 

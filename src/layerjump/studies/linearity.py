@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from layerjump.data.positions import ALL_POSITIONS
-from layerjump.jumps.collect import product_dtype
+from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.cost_estimate import estimate_cost
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.moments import Moments, sampling_keys

@@ -13,7 +13,7 @@ from typing import Annotated
 import plotly.graph_objects as go
 import torch
 
-from layerjump.jumps.collect import SplitMoments
+from layerjump.jumps.collect_moments import SplitMoments
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine

@@ -21,7 +21,7 @@ from layerjump.data.corpus import Corpus, Splits, split_documents
 from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
 from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
-from layerjump.jumps.collect import RunPlan, SplitMoments, plan_run, sample_positions
+from layerjump.jumps.collect_moments import RunPlan, SplitMoments, plan_run, sample_positions
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps

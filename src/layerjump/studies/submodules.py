@@ -50,9 +50,16 @@ from layerjump.studies.charts import (
     unique,
     unit_axis,
 )
+from layerjump.studies.model_comparison import (
+    Cost,
+    Variants,
+    VariantScores,
+    announce_cost,
+    rerun_batches,
+    small_batches,
+)
 from layerjump.studies.results import Column, Finding, Result, Study
 from layerjump.studies.setup import Setup
-from layerjump.studies.variants import Cost, Variants, VariantScores, announce_cost, rerun_batches, small_batches
 
 MAX_LEVELS = 12
 """A deeper model is replaced from this many evenly spaced levels on, and from the last."""

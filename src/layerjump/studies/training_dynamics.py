@@ -23,7 +23,7 @@ from layerjump.models.model import Model
 from layerjump.studies.charts import Panel, colours, draw_heat_map, line_chart, number, unique, unit_axis
 from layerjump.studies.results import Column, Result, Study, from_json
 from layerjump.studies.setup import Setup
-from layerjump.training.profile import PROFILE_SPLIT, Profile, measure_profile
+from layerjump.training.linearity_profile import PROFILE_SPLIT, Profile, measure_profile
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from layerjump.jumps.serialization import Record, read_record
 from layerjump.models.families import family_of
 from layerjump.models.loading import quiet_transformers
 from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
+from layerjump.training.linearity_profile import Measurements, TrainingMonitor
 from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model
-from layerjump.training.profile import Measurements, TrainingMonitor
 from layerjump.training.regularizers import PENALTIES
 from layerjump.training.trainer import PenaltyTrainer, find_checkpoint, remove_training_folder, silence_trainer
 

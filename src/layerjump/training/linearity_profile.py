@@ -22,7 +22,7 @@ from layerjump.data.corpus import Corpus
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, TextTooShort
 from layerjump.io import read_json, write_json
-from layerjump.jumps.collect import RunPlan, plan_run
+from layerjump.jumps.collect_moments import RunPlan, plan_run
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.scoring import block_map, block_pair, block_scores
 from layerjump.lens.evaluate import evaluate_lenses
