@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated
@@ -21,7 +20,7 @@ from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.models.model import Model
 from layerjump.studies.charts import BLUE, Panel, colours, draw_bars, empty_figure, number, unique
-from layerjump.studies.results import Column, Interval, Result, Study
+from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.data import pack_rows
@@ -33,8 +32,7 @@ MAX_LENGTH, BATCH_SIZE = 128, 16
 LEARNING_RATE = 1e-3
 
 
-@dataclass(frozen=True)
-class RunRow:
+class RunRow(Record):
     """One trained model."""
 
     varies: str
@@ -46,8 +44,7 @@ class RunRow:
     """Agreement of the map to the last level with the model, minus that of the identity, mean over levels."""
 
 
-@dataclass(frozen=True)
-class VariantRow:
+class VariantRow(Record):
     """Means over the runs of one variant; the intervals are one standard deviation to each side."""
 
     varies: str
@@ -63,16 +60,14 @@ class VariantRow:
     jump_strength: Annotated[Interval, Column("jump strength{}")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows by run and by variant."""
 
     runs: list[RunRow]
     variants: list[VariantRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Means over runs, by variant."""
 
     gain: Annotated[dict[str, float], Column("gain_{}")]
@@ -211,11 +206,5 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 
 STUDY = Study(
-    "architecture",
-    "does it matter for linear jumps how a transformer is built?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    cannot_run=cannot_run,
+    "architecture", "does it matter for linear jumps how a transformer is built?", run, figures, cannot_run=cannot_run
 )

@@ -9,7 +9,6 @@ between tokens. For each replacement the heads are ranked by KL; rank 1 hurts mo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
@@ -20,7 +19,7 @@ from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.studies.charts import Panel, draw_heat_map, mean, number
 from layerjump.studies.model_comparison import Variants, announce_cost, rerun_batches, small_batches
-from layerjump.studies.results import Column, Result, Study, to_json
+from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
 TOKEN_SHARE = 0.25
@@ -31,8 +30,7 @@ REPLACEMENTS: tuple[Replacement, ...] = get_args(Replacement)
 NAMES = {"linear": "linear prediction", "zero": "zero", "mean": "mean output"}
 
 
-@dataclass(frozen=True)
-class HeadRow:
+class HeadRow(Record):
     """One replacement of one attention head; blocks and heads count from 1."""
 
     block: int
@@ -43,15 +41,13 @@ class HeadRow:
     rank: int
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows by replacement, the most harmful first."""
 
     heads: list[HeadRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Mean KL and most harmful head of each replacement, and how many heads are nearly linear."""
 
     mean_kl: Annotated[dict[str, float], Column("mean_kl_{}")]
@@ -164,12 +160,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [Panel("KL of replacing one attention head", reading, ("heads",), charts)]
 
 
-STUDY = Study(
-    "heads",
-    "which attention heads can be replaced by a linear map?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    cannot_run=cannot_run,
-)
+STUDY = Study("heads", "which attention heads can be replaced by a linear map?", run, figures, cannot_run=cannot_run)

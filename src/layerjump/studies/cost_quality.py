@@ -13,7 +13,6 @@ weights, are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import plotly.graph_objects as go
@@ -32,7 +31,7 @@ from layerjump.models.structure import Pair, Site, unembedding_metric
 from layerjump.studies import layer_skipping
 from layerjump.studies.charts import Panel, colours, empty_figure, line_chart, number, percent, safe, unique, unit_axis
 from layerjump.studies.layer_skipping import Schedule
-from layerjump.studies.results import Column, Result, Study
+from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
 RANK_DIVISORS = (2, 4, 8, 16, 32, 100)
@@ -41,8 +40,7 @@ FULL_RANK, LOW_RANK, LOW_RANK_METRIC = ("full rank", "low-rank", "low-rank in th
 POOLED, STORED = "one map for all levels", "full rank, stored in fewer bits"
 
 
-@dataclass(frozen=True)
-class MapRow:
+class MapRow(Record):
     """One kind of map, for all levels."""
 
     name: Annotated[str, Column("map")]
@@ -56,8 +54,7 @@ class MapRow:
     """What kinds of map are drawn as one line; older results do not have it."""
 
 
-@dataclass(frozen=True)
-class ExitRow:
+class ExitRow(Record):
     """An early exit at one level: the blocks up to it, the jump and the LM head."""
 
     level: int
@@ -68,8 +65,7 @@ class ExitRow:
     p1: Annotated[float, Column("p@1")]
 
 
-@dataclass(frozen=True)
-class ScheduleRow:
+class ScheduleRow(Record):
     """A layer-skipping schedule; `single jump` with few blocks skipped is a pruned model."""
 
     rule: str
@@ -81,8 +77,7 @@ class ScheduleRow:
     p1: Annotated[float, Column("p@1")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Costs of maps, of early exits and of schedules."""
 
     maps: list[MapRow]
@@ -90,8 +85,7 @@ class Tables:
     schedules: Annotated[list[ScheduleRow] | None, Column(optional=True)] = None
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """The smallest maps that lose at most one point of precision@1 against the first kind."""
 
     full_bytes: int
@@ -156,8 +150,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     return Result("size", tables, _headline(maps), notes, facts)
 
 
-@dataclass(frozen=True)
-class _MapKind:
+class _MapKind(Record):
     """One way to represent the maps of all levels."""
 
     name: str
@@ -364,4 +357,4 @@ def _flops_panel(exits: Sequence[ExitRow], schedules: Sequence[ScheduleRow]) -> 
     return Panel("Quality and operations of shortcuts", reading, tables, [unit_axis(figure)])
 
 
-STUDY = Study("size", "what do maps and shortcuts cost, and what do they give?", run, Tables, Headline, figures)
+STUDY = Study("size", "what do maps and shortcuts cost, and what do they give?", run, figures)

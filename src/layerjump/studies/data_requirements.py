@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated
 
 import numpy as np
@@ -39,7 +39,7 @@ from layerjump.studies.charts import (
     number,
     unit_axis,
 )
-from layerjump.studies.results import Column, Result, Study
+from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup, mean_r2
 
 PREFIXES = 8
@@ -52,8 +52,7 @@ CLEAN = "clean"
 _WHITESPACE = re.compile(r"(\s+)")
 
 
-@dataclass(frozen=True)
-class PrefixRow:
+class PrefixRow(Record):
     """Maps fitted on the first documents, averaged over the levels below the last."""
 
     positions: int
@@ -65,8 +64,7 @@ class PrefixRow:
     p1: Annotated[float, Column("p@1")]
 
 
-@dataclass(frozen=True)
-class PrefixLevelRow:
+class PrefixLevelRow(Record):
     """Maps fitted on the first documents, at one level."""
 
     positions: int
@@ -79,8 +77,7 @@ class PrefixLevelRow:
     p1: Annotated[float, Column("p@1")]
 
 
-@dataclass(frozen=True)
-class VariantRow:
+class VariantRow(Record):
     """Maps fitted on the clean text or on a corrupted copy, averaged over the levels below the last."""
 
     variant: str
@@ -90,8 +87,7 @@ class VariantRow:
     p1: Annotated[float, Column("p@1")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows by amount and by kind of text."""
 
     prefixes: list[PrefixRow]
@@ -99,8 +95,7 @@ class Tables:
     variants: list[VariantRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Scores of the fit on all the text, and what less or corrupted text costs."""
 
     per_coordinate: Annotated[float, Column("positions_per_d")]
@@ -143,8 +138,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     return Result("data", tables, _headline(tables), notes, facts)
 
 
-@dataclass(frozen=True)
-class _Fit:
+class _Fit(Record):
     """Maps to the last level, and how they were fitted."""
 
     jumps: Jumps
@@ -388,4 +382,4 @@ def _variant_panel(rows: Sequence[VariantRow]) -> Panel:
     return Panel("Clean and corrupted text", reading, ("variants",), charts)
 
 
-STUDY = Study("data", "how much text does a map need, and of what kind?", run, Tables, Headline, figures)
+STUDY = Study("data", "how much text does a map need, and of what kind?", run, figures)

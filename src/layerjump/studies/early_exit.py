@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -36,15 +35,14 @@ from layerjump.studies.charts import (
     safe,
     unique,
 )
-from layerjump.studies.results import Column, Finding, Interval, Result, Study
+from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 AUTHORS_BERT_POSITION = 3
 """The position t that the authors' BERT code passes to the rule for every example."""
 
 
-@dataclass(frozen=True)
-class CurveRow:
+class CurveRow(Record):
     """One threshold of a rule, or one fixed level."""
 
     lens: str
@@ -57,8 +55,7 @@ class CurveRow:
     agreement: Annotated[Interval, Column("agreement{}")]
 
 
-@dataclass(frozen=True)
-class SavedRow:
+class SavedRow(Record):
     """Blocks saved at a target agreement."""
 
     lens: str
@@ -74,16 +71,14 @@ class SavedRow:
     """Of all blocks."""
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Agreement against blocks run, and blocks saved at the targets."""
 
     curves: list[CurveRow]
     saved: list[SavedRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Blocks saved by kind, lens and target, such as `dynamic_mat_at_0.95`."""
 
     blocks_saved: Annotated[dict[str, float], Column("{}")]
@@ -371,4 +366,4 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     )
 
 
-STUDY = Study("exits", "how many blocks does early exit save?", run, Tables, Headline, figures, finding)
+STUDY = Study("exits", "how many blocks does early exit save?", run, figures, finding)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -14,7 +13,7 @@ from layerjump.data.positions import Positions
 from layerjump.data.tokenization import escape_token, token_text
 from layerjump.models.model import Model, capture_states
 from layerjump.studies.charts import Panel, html_table, listed, mean, number, safe
-from layerjump.studies.results import Column, Empty, Result, Study
+from layerjump.studies.results import Column, Empty, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 SENTENCES = 4
@@ -24,8 +23,7 @@ _MAX_TOKENS = 512  # of a sequence: enough tokens for all sentences
 _CONTEXT = 70  # characters shown on each side of the position
 
 
-@dataclass(frozen=True)
-class ExampleRow:
+class ExampleRow(Record):
     """The best tokens of every lens at one position and level."""
 
     context: str
@@ -34,8 +32,7 @@ class ExampleRow:
     """By lens, the most likely first."""
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """The rows of all sentences, levels rising within each."""
 
     examples: list[ExampleRow]
@@ -161,4 +158,4 @@ def _sentence_table(rows: Sequence[ExampleRow], lenses: Sequence[str]) -> str:
     return f'<div class="sentence"><p class="context">… {safe(rows[0].context)}</p>{table}</div>'
 
 
-STUDY: Study[Tables, Empty] = Study("examples", "which tokens does each level predict?", run, Tables, Empty, figures)
+STUDY: Study[Tables, Empty] = Study("examples", "which tokens does each level predict?", run, figures)

@@ -10,7 +10,6 @@ are fitted on documents of the validation split and replayed on the test split.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +29,7 @@ from layerjump.studies.charts import (
     unit_axis,
 )
 from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of, saved_chart, saved_row
-from layerjump.studies.results import Result, Study
+from layerjump.studies.results import Record, Result, Study
 from layerjump.studies.setup import Setup
 
 RULES: dict[str, RuleType] = {"gate": "probe", "both": "two-stage"}
@@ -40,8 +39,7 @@ MAX_POSITIONS = 12_000
 """Positions of the validation split to fit probes on; a probe has d_model weights."""
 
 
-@dataclass(frozen=True)
-class CurveRow:
+class CurveRow(Record):
     """One threshold of one rule."""
 
     lens: str
@@ -54,8 +52,7 @@ class CurveRow:
     agreement: float
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Agreement against blocks run, and blocks saved at the targets."""
 
     curves: list[CurveRow]
@@ -171,8 +168,6 @@ STUDY = Study(
     "gates",
     "how many more blocks does early exit save with a probe of the hidden state?",
     run,
-    Tables,
-    Headline,
     figures,
     cannot_run=cannot_run,
 )

@@ -8,7 +8,6 @@ positions; percentiles of the error; and the examples with the largest KL in wor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -34,7 +33,7 @@ from layerjump.studies.charts import (
     unit_axis,
 )
 from layerjump.studies.examples import context
-from layerjump.studies.results import Column, Result, Study
+from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 N_WORST = 20
@@ -43,8 +42,7 @@ MIN_EXAMPLES = 10
 FIRST, OTHERS = "position 0", "other positions"
 
 
-@dataclass(frozen=True)
-class BinRow:
+class BinRow(Record):
     """One lens at one level on the examples of one bin."""
 
     level: int
@@ -55,8 +53,7 @@ class BinRow:
     kl: float
 
 
-@dataclass(frozen=True)
-class FirstTokenRow:
+class FirstTokenRow(Record):
     """Mean norms of the states and errors of one map, at position 0 or at the other positions."""
 
     level: int
@@ -70,8 +67,7 @@ class FirstTokenRow:
     relative_error: Annotated[float, Column("relative error")]
 
 
-@dataclass(frozen=True)
-class ErrorTail:
+class ErrorTail(Record):
     """Percentiles of an error."""
 
     p50: Annotated[float, Column("50 %")]
@@ -85,8 +81,7 @@ class ErrorTail:
         return cls(*map(float, (*np.percentile(errors, (50, 90, 95, 99)), errors.max())))
 
 
-@dataclass(frozen=True)
-class ErrorRow:
+class ErrorRow(Record):
     """The error of one map at the test positions, absolute and relative to the norm of the last level."""
 
     level: int
@@ -95,8 +90,7 @@ class ErrorRow:
     relative: Annotated[ErrorTail, Column("{} relative")]
 
 
-@dataclass(frozen=True)
-class WorstRow:
+class WorstRow(Record):
     """An example of large KL."""
 
     kl: float
@@ -108,8 +102,7 @@ class WorstRow:
     document: int
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Agreement by bins of examples, errors of states, worst examples."""
 
     by_position: Annotated[list[BinRow], Column("by position")]
@@ -120,8 +113,7 @@ class Tables:
     worst: list[WorstRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Agreement and relative error of the first estimator, half-way up."""
 
     p1_where_model_is_sure: Annotated[float, Column("p@1_where_model_is_sure")]
@@ -216,8 +208,7 @@ def _token_counts(setup: Setup) -> np.ndarray:
     return np.bincount(ids, minlength=setup.model.structure.vocab_size)
 
 
-@dataclass(frozen=True)
-class _Errors:
+class _Errors(Record):
     """Norms in float64: of states and errors (levels, positions), and of the last level (positions,)."""
 
     position: Tensor
@@ -429,4 +420,4 @@ def _worst_panel(rows: Sequence[WorstRow]) -> Panel:
     return Panel("Where the map is most wrong", reading, ("worst",), html=html)
 
 
-STUDY = Study("failures", "where are the maps wrong?", run, Tables, Headline, figures)
+STUDY = Study("failures", "where are the maps wrong?", run, figures)

@@ -9,7 +9,6 @@ not say how it fine-tuned and on what text it measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated
@@ -19,7 +18,7 @@ import plotly.graph_objects as go
 
 from layerjump.errors import BadStudy, argument
 from layerjump.studies.charts import Panel, level_axis, line_chart, number
-from layerjump.studies.results import Column, Result, Study
+from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.finetune_on_task import BATCH_SIZE, LEARNING_RATE, ChoiceItem, accuracy, finetune, load_task
@@ -30,8 +29,7 @@ MAX_SCORED = 200
 """Held-out items to score in a run, at most."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(Record):
     """A number before and after fine-tuning."""
 
     before: Annotated[float, Column(" before")]
@@ -39,8 +37,7 @@ class Change:
     change: Annotated[float, Column(" change")]
 
 
-@dataclass(frozen=True)
-class MeanChange:
+class MeanChange(Record):
     """A number before fine-tuning and its mean after it, with the standard deviation over runs."""
 
     before: Annotated[float, Column(" before")]
@@ -50,8 +47,7 @@ class MeanChange:
     """None for a single run."""
 
 
-@dataclass(frozen=True)
-class RunRow:
+class RunRow(Record):
     """One fine-tuning run."""
 
     run: int
@@ -66,8 +62,7 @@ class RunRow:
     without_residual_held_out: Annotated[Change, Column("without residual held out{}")]
 
 
-@dataclass(frozen=True)
-class BlockRow:
+class BlockRow(Record):
     """One block, over all runs."""
 
     block: int
@@ -77,16 +72,14 @@ class BlockRow:
     without_residual_held_out: Annotated[MeanChange, Column("without residual held out{}")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows by run and by block."""
 
     runs: list[RunRow]
     blocks: list[BlockRow]
 
 
-@dataclass(frozen=True)
-class RunMean:
+class RunMean(Record):
     """A mean over runs with its standard deviation, which a single run does not have."""
 
     mean: Annotated[float, Column("")]
@@ -97,8 +90,7 @@ class RunMean:
         return cls(mean(values), stdev(values) if len(values) > 1 else None)
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Means over runs."""
 
     with_residual: Annotated[RunMean, Column("with_residual_change{}")]
@@ -242,12 +234,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [Panel("Before and after fine-tuning", reading, ("blocks", "runs"), charts)]
 
 
-STUDY = Study(
-    "finetune",
-    "does fine-tuning on a task make blocks more linear?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    cannot_run=cannot_run,
-)
+STUDY = Study("finetune", "does fine-tuning on a task make blocks more linear?", run, figures, cannot_run=cannot_run)

@@ -19,7 +19,6 @@ import io
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,7 +34,7 @@ from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.model import capture_states
 from layerjump.studies.charts import Panel, html_table, number, safe
 from layerjump.studies.examples import context
-from layerjump.studies.results import Column, Result, Study, to_json
+from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
 SHEET, KEY = "plausibility.csv", "plausibility-key.json"
@@ -48,8 +47,7 @@ GAP = "____"
 MARKS = {**dict.fromkeys(("1", "yes", "y", "true"), True), **dict.fromkeys(("0", "no", "n", "false"), False)}
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(Record):
     """The most likely tokens of one reading, and where the reading comes from."""
 
     context: str
@@ -59,8 +57,7 @@ class Item:
     sentence: int
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(Record):
     """The annotator's judgement of one reading."""
 
     lens: str
@@ -118,8 +115,7 @@ class KeyFile(BaseModel):
     items: list[KeyItem]
 
 
-@dataclass(frozen=True)
-class SheetInfo:
+class SheetInfo(Record):
     """The size of a sheet; the key is never part of the results."""
 
     items: int
@@ -129,15 +125,13 @@ class SheetInfo:
     top_tokens: Annotated[int, Column("best")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """One row on the sheet."""
 
     sheet: list[SheetInfo]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """The work of the annotator."""
 
     items_to_mark: int
@@ -297,8 +291,7 @@ def _load_key(path: Path) -> dict[str, KeyItem]:
     return {str(item.item): item for item in items}
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(Record):
     """A share of readings or cases with its 95 % interval; sentences are resampled."""
 
     n: int
@@ -360,6 +353,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [Panel("The sheet", reading, ("sheet",), html=html)]
 
 
-STUDY = Study(
-    "plausibility", "are the readings plausible to a human? (a blinded sheet)", run, Tables, Headline, figures
-)
+STUDY = Study("plausibility", "are the readings plausible to a human? (a blinded sheet)", run, figures)

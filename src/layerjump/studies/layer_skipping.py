@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import plotly.graph_objects as go
@@ -50,7 +50,7 @@ from layerjump.studies.model_comparison import (
     rerun_batches,
     small_batches,
 )
-from layerjump.studies.results import Column, Result, Study, to_json
+from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup, maps_of
 
 Jump = tuple[int, int]
@@ -61,8 +61,7 @@ GOOD_AGREEMENT = 0.95
 """Agreement at which the headline states the blocks needed."""
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(Record):
     """Which blocks run and which are skipped.
 
     The jumps ((4, 6), (9, 12)) of 12 blocks run blocks 1 to 4, jump from level 4 to 6, run blocks 7 to 9 and jump from
@@ -158,8 +157,7 @@ def most_explained(n_blocks: int, r2: Mapping[Jump, float]) -> dict[int, Schedul
     return cheapest(n_blocks, {jump: -math.log(max(value, floor)) for jump, value in r2.items()})
 
 
-@dataclass(frozen=True)
-class ScheduleRow:
+class ScheduleRow(Record):
     """One schedule of one rule."""
 
     rule: str
@@ -172,8 +170,7 @@ class ScheduleRow:
     scores: Annotated[VariantScores, Column("{}")]
 
 
-@dataclass(frozen=True)
-class JumpRow:
+class JumpRow(Record):
     """One jump alone, on validation documents."""
 
     source: Annotated[int, Column("from")]
@@ -182,16 +179,14 @@ class JumpRow:
     kl: float
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """All schedules, and the jumps that they are chosen by."""
 
     schedules: list[ScheduleRow]
     pairs: list[JumpRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Per rule (with underscores): means over the schedules, and the blocks that a precision@1 of 0.95 takes."""
 
     mean_p1: Annotated[dict[str, float], Column("mean_p@1_{}")]
@@ -390,6 +385,4 @@ def _rule_chart(rows: Sequence[ScheduleRow], title: str, score: Callable[[Schedu
     return level_axis(figure, [row.blocks_run for row in rows])
 
 
-STUDY: Study[Tables, Headline] = Study(
-    "alternation", "which blocks to run, and which to skip?", run, Tables, Headline, figures
-)
+STUDY: Study[Tables, Headline] = Study("alternation", "which blocks to run, and which to skip?", run, figures)

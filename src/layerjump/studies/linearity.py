@@ -43,15 +43,14 @@ from layerjump.studies.charts import (
     number,
     unit_axis,
 )
-from layerjump.studies.results import Column, Finding, Interval, Result, Study, from_json
+from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study, from_json
 from layerjump.studies.setup import Setup
 
 MAX_TOKENS = 16_000
 """Tokens to run at most (the paper's notebook takes about 14,000)."""
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(Record):
     """R² of one block on all positions, weighted by variance."""
 
     with_residual: Annotated[float, Column("with residual")]
@@ -62,8 +61,7 @@ class Scores:
     chance_floor: Annotated[float, Column("chance floor")]
 
 
-@dataclass(frozen=True)
-class LaterScores:
+class LaterScores(Record):
     """R² of one block on all positions but position 0, weighted by variance."""
 
     with_residual: Annotated[float, Column("with residual without position 0")]
@@ -74,8 +72,7 @@ class LaterScores:
     chance_floor: Annotated[float, Column("chance floor without position 0")]
 
 
-@dataclass(frozen=True)
-class StepSize:
+class StepSize(Record):
     """How much a block changes the residual stream, at positions other than 0."""
 
     relative_norm: Annotated[float, Column("step norm over stream norm")]
@@ -85,8 +82,7 @@ class StepSize:
     """In half turns."""
 
 
-@dataclass(frozen=True)
-class BlockRow:
+class BlockRow(Record):
     """One block."""
 
     block: int
@@ -95,8 +91,7 @@ class BlockRow:
     step: Annotated[StepSize, Column("{}")]
 
 
-@dataclass(frozen=True)
-class LevelRow:
+class LevelRow(Record):
     """The states of one level."""
 
     level: int
@@ -105,8 +100,7 @@ class LevelRow:
     intrinsic_dimension: Annotated[float, Column("intrinsic dimension")]
 
 
-@dataclass(frozen=True)
-class AngleRow:
+class AngleRow(Record):
     """The mean angle between the states of two levels, in half turns."""
 
     source: Annotated[int, Column("from")]
@@ -114,8 +108,7 @@ class AngleRow:
     angle: float
 
 
-@dataclass(frozen=True)
-class StackTables:
+class StackTables(Record):
     """One stack of blocks."""
 
     levels: list[LevelRow]
@@ -123,15 +116,13 @@ class StackTables:
     angles: list[AngleRow]
 
 
-@dataclass(frozen=True)
 class Tables(StackTables):
     """The decoder's stack, and of an encoder–decoder also the encoder's."""
 
     encoder: Annotated[StackTables | None, Column("encoder {}")] = None
 
 
-@dataclass(frozen=True)
-class StackHeadline:
+class StackHeadline(Record):
     """Means over the blocks of one stack."""
 
     mean_with_residual: float
@@ -148,7 +139,6 @@ class StackHeadline:
     """The angle of the last block over the mean angle of the others."""
 
 
-@dataclass(frozen=True)
 class Headline(StackHeadline):
     """The decoder's stack, and of an encoder–decoder also the encoder's."""
 
@@ -476,13 +466,4 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     )
 
 
-STUDY = Study(
-    "linearity",
-    "how linear is each block, and why?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    finding,
-    cannot_run=lambda setup: None,
-)
+STUDY = Study("linearity", "how linear is each block, and why?", run, figures, finding, cannot_run=lambda setup: None)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -19,7 +18,7 @@ from layerjump.interventions.patching import Rerun
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import Agreement, ReferenceLogits, agreement, chunk_rows, reference_logits, upcast
 from layerjump.models.model import Model
-from layerjump.studies.results import Column, Interval
+from layerjump.studies.results import Column, Interval, Record
 from layerjump.studies.setup import Setup
 
 log = logging.getLogger("layerjump")
@@ -28,8 +27,7 @@ CELLS = 1024
 """Tokens and padding of one batch: all its levels are in memory at once."""
 
 
-@dataclass(frozen=True)
-class VariantScores:
+class VariantScores(Record):
     """How well a variant predicts what the model predicts."""
 
     p1: Annotated[Interval, Column("p@1{}")]
@@ -131,8 +129,7 @@ def rerun_batches(setup: Setup, batches: Batches, variants: Variants) -> Iterato
             setup.progress(done, batches.n_tokens)
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(Record):
     """What a study of variants takes."""
 
     tokens: int

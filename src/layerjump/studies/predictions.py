@@ -8,7 +8,6 @@ with the text. A masked model predicts [MASK] tokens through its full prediction
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -16,12 +15,11 @@ import plotly.graph_objects as go
 
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.studies.charts import Panel, identity_last, level_axis, line_chart, listed, mean, number, unit_axis
-from layerjump.studies.results import Column, Finding, Interval, Result, Study
+from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 
-@dataclass(frozen=True)
-class LevelRow:
+class LevelRow(Record):
     """One lens at one level."""
 
     lens: str
@@ -33,15 +31,13 @@ class LevelRow:
     kl: Annotated[Interval, Column("kl{}")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """The rows of all lenses and levels."""
 
     levels: list[LevelRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Per lens: the mean precision@1 below the last level, and the first level with a precision@1 of one half."""
 
     mean_p1: Annotated[dict[str, float], Column("mean_p@1_{}")]
@@ -140,4 +136,4 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     )
 
 
-STUDY = Study("predictions", "what does each level already predict?", run, Tables, Headline, figures, finding)
+STUDY = Study("predictions", "what does each level already predict?", run, figures, finding)

@@ -10,7 +10,7 @@ is on the Pareto front if no other is at least as good in parameters, time and l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated
 
 import plotly.graph_objects as go
@@ -26,7 +26,7 @@ from layerjump.pruning.select import BlockSelector, contiguous_spans, required_b
 from layerjump.pruning.surgery import cannot_drop, cannot_fold, cannot_rotate, count_parameters
 from layerjump.studies.charts import Panel, colours, empty_figure, level_axis, line_chart, mean, number, safe, unique
 from layerjump.studies.layer_skipping import with_validation_documents
-from layerjump.studies.results import Column, Interval, Result, Study
+from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 MAX_TOKENS = 16_000
@@ -37,8 +37,7 @@ TIME_REPEATS = 3
 WHOLE = "whole model"
 
 
-@dataclass(frozen=True)
-class PrunedRow:
+class PrunedRow(Record):
     """The whole model, or one method with some blocks dropped."""
 
     method: str
@@ -60,8 +59,7 @@ class PrunedRow:
         return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
 
 
-@dataclass(frozen=True)
-class TaskRow:
+class TaskRow(Record):
     """One metric of one task for one model."""
 
     method: str
@@ -72,16 +70,14 @@ class TaskRow:
     items: int
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows by model, and by model and task where tasks were given."""
 
     pruned: list[PrunedRow]
     tasks: Annotated[list[TaskRow] | None, Column(optional=True)] = None
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Perplexity of each method relative to the whole model, with the most blocks dropped."""
 
     dropped: Annotated[int | None, Column(optional=True)] = None
@@ -304,4 +300,4 @@ def _task_panel(rows: Sequence[TaskRow]) -> Panel:
     return Panel("Tasks", f"{reading}.", ("tasks",), charts)
 
 
-STUDY = Study("pruning", "what is lost when blocks are dropped?", run, Tables, Headline, figures, cannot_run=cannot_run)
+STUDY = Study("pruning", "what is lost when blocks are dropped?", run, figures, cannot_run=cannot_run)

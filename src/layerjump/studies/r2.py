@@ -7,7 +7,6 @@ weighted by variance. For every level: R² at the last level of the product of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import plotly.graph_objects as go
@@ -20,12 +19,11 @@ from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.scoring import r2
 from layerjump.models.structure import Site
 from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unit_axis
-from layerjump.studies.results import Column, Finding, Result, Study
+from layerjump.studies.results import Column, Finding, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 
-@dataclass(frozen=True)
-class PairRow:
+class PairRow(Record):
     """One pair of levels."""
 
     source: Annotated[int, Column("from")]
@@ -36,8 +34,7 @@ class PairRow:
     r2_weighted_identity: float
 
 
-@dataclass(frozen=True)
-class ComposedRow:
+class ComposedRow(Record):
     """From one level to the last: the direct map, and the product of the adjacent maps."""
 
     source: Annotated[int, Column("from")]
@@ -47,16 +44,14 @@ class ComposedRow:
     r2_weighted_composed: float
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows by estimator."""
 
     pairs: Annotated[dict[str, list[PairRow]], Column("pairs {}")]
     composed: Annotated[dict[str, list[ComposedRow]], Column("composed {}")]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Means over all pairs of levels, of the first estimator."""
 
     pairs: int
@@ -229,8 +224,6 @@ STUDY = Study(
     "r2",
     "how much of each level does a linear map from an earlier level explain?",
     run,
-    Tables,
-    Headline,
     figures,
     finding,
     cannot_run=lambda setup: None,

@@ -1,10 +1,9 @@
 """Typed results of studies, and their form in results.json.
 
-A study declares its rows, tables and headline as frozen dataclasses. A field is one key of a JSON object, with the
-field's name unless `Column` gives another. A `{}` in the key spreads a nested dataclass or a mapping over several keys:
+A study declares its rows, tables and headline as records. A field is one key of a JSON object, with the field's name
+unless `Column` gives another. A `{}` in the key spreads a nested record or a mapping over several keys:
 
-    @dataclass(frozen=True)
-    class LevelRow:
+    class LevelRow(Record):
         level: int
         kl: float
         p1: Annotated[Interval, Column("p@1{}")]                    # "p@1", "p@1 low", "p@1 high"
@@ -22,7 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 from typing import get_type_hints as type_hints
 
 from layerjump.errors import BadArtifact
@@ -36,8 +46,17 @@ Tables = TypeVar("Tables")
 Headline = TypeVar("Headline")
 
 
-@dataclass(frozen=True)
-class Column:
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.Field, field))
+class Record:
+    """A base class that makes its subclasses frozen dataclasses."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Column(Record):
     """The key of a dataclass field in JSON."""
 
     key: str | None = None
@@ -46,8 +65,7 @@ class Column:
     """Whether the key is left out of the file where the value is None."""
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(Record):
     """A mean with its 95 % confidence interval."""
 
     mean: Annotated[float, Column("")]
@@ -55,8 +73,7 @@ class Interval:
     high: Annotated[float, Column(" high")]
 
 
-@dataclass(frozen=True)
-class Empty:
+class Empty(Record):
     """No tables, or no headline."""
 
 
@@ -82,8 +99,7 @@ class Result(Generic[Tables, Headline]):
         return {name: to_json(getattr(self, name)) for name in names} | {"skipped": None}
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(Record):
     """A study that could not run."""
 
     study: str
@@ -94,8 +110,7 @@ class Skipped:
         return Result(self.study, Empty(), Empty()).to_json() | {"skipped": self.reason}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Record):
     """What a study found, for the top of a report."""
 
     title: str
@@ -113,8 +128,7 @@ class Study(Generic[Tables, Headline]):
     question: str
     """What it answers; the title of its section."""
     run: Callable[[Setup], Result[Tables, Headline]]
-    tables: type[Tables]
-    headline: type[Headline]
+    """Its annotation also tells the types of tables and headline."""
     figures: Callable[[Result[Tables, Headline]], list[Panel]]
     finding: Callable[[Result[Tables, Headline]], Finding | None] = lambda result: None
     cannot_run: Callable[[Setup], str | None] = lambda setup: setup.model.no_predictions
@@ -127,10 +141,11 @@ class Study(Generic[Tables, Headline]):
         where = f"the study {self.name[:50]}"
         if saved.get("skipped") is not None:
             return Skipped(self.name, from_json(str, saved["skipped"], where))
+        tables, headline = get_args(type_hints(self.run)["return"])
         return Result(
             self.name,
-            from_json(self.tables, saved.get("tables"), where),
-            from_json(self.headline, saved.get("headline"), where),
+            from_json(tables, saved.get("tables"), where),
+            from_json(headline, saved.get("headline"), where),
             from_json(list[str], saved.get("notes"), where),
             from_json(dict[str, Any], saved.get("settings"), where),
             from_json(float, saved.get("seconds"), where),
@@ -141,8 +156,7 @@ AnyStudy = Study[Any, Any]
 Outcome = Result[Any, Any] | Skipped
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(Record):
     """The model of a run."""
 
     name: str
@@ -155,23 +169,20 @@ class ModelInfo:
     vocab_size: Annotated[int, Column("vocabulary")]
 
 
-@dataclass(frozen=True)
-class TextInfo:
+class TextInfo(Record):
     """A text of a run."""
 
     name: str
     sha256: str
 
 
-@dataclass(frozen=True)
 class MainTextInfo(TextInfo):
     """The text that a run fits and tests on."""
 
     note: str
 
 
-@dataclass(frozen=True)
-class RunInfo:
+class RunInfo(Record):
     """How the results of a run were made."""
 
     layerjump: str

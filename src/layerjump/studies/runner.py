@@ -219,4 +219,4 @@ def study_named(name: str) -> AnyStudy:
     def run(setup: Setup) -> Result[dict[str, list[dict[str, Any]]], dict[str, Any]]:
         raise BadStudy(f"there is no study {name!r}; expected one of {', '.join(STUDIES)}")
 
-    return Study(name, name, run, dict[str, list[dict[str, Any]]], dict[str, Any], figures)
+    return Study(name, name, run, figures)

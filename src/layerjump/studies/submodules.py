@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
 import plotly.graph_objects as go
@@ -58,7 +58,7 @@ from layerjump.studies.model_comparison import (
     rerun_batches,
     small_batches,
 )
-from layerjump.studies.results import Column, Finding, Result, Study
+from layerjump.studies.results import Column, Finding, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 MAX_LEVELS = 12
@@ -83,8 +83,7 @@ NAMES = {
 Replacement = Literal["map", "mean", "noise"]
 
 
-@dataclass(frozen=True)
-class SuffixRow:
+class SuffixRow(Record):
     """One kind of sub-module replaced in all blocks after a level."""
 
     part: str
@@ -92,8 +91,7 @@ class SuffixRow:
     scores: Annotated[VariantScores, Column("{}")]
 
 
-@dataclass(frozen=True)
-class BlockRow:
+class BlockRow(Record):
     """One kind of sub-module replaced by its map in one block."""
 
     part: str
@@ -101,8 +99,7 @@ class BlockRow:
     scores: Annotated[VariantScores, Column("{}")]
 
 
-@dataclass(frozen=True)
-class WhyRow:
+class WhyRow(Record):
     """One sub-module of one block: how linear it is, how large its output, and what three replacements cost."""
 
     part: str
@@ -117,8 +114,7 @@ class WhyRow:
     kl_noise: Annotated[float, Column("kl of noise of the same norm")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows from a level on, and in one block at a time."""
 
     suffix: list[SuffixRow] = field(default_factory=list)
@@ -126,8 +122,7 @@ class Tables:
     why: list[WhyRow] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Means over levels below the last and over blocks, by kind of sub-module."""
 
     most_tolerant: str | None = None
@@ -543,12 +538,4 @@ def finding(result: Result[Tables, Headline]) -> Finding | None:
     )
 
 
-STUDY = Study(
-    "submodules",
-    "which sub-modules can be replaced by linear maps, where, and why?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    finding,
-)
+STUDY = Study("submodules", "which sub-modules can be replaced by linear maps, where, and why?", run, figures, finding)

@@ -8,7 +8,6 @@ all texts are scored. A loss is the score of the maps fitted on the test text it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import plotly.graph_objects as go
@@ -24,12 +23,11 @@ from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.structure import Pair
 from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unique, unit_axis
-from layerjump.studies.results import Column, Interval, Result, Study
+from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
 
-@dataclass(frozen=True)
-class PairRow:
+class PairRow(Record):
     """Maps of one text on another, averaged over the levels below the last."""
 
     fit: str
@@ -42,8 +40,7 @@ class PairRow:
     p1_lost: Annotated[Interval, Column("p@1 lost{}")]
 
 
-@dataclass(frozen=True)
-class LevelRow:
+class LevelRow(Record):
     """Maps of one text on another, at one level."""
 
     fit: str
@@ -54,16 +51,14 @@ class LevelRow:
     p1: Annotated[float, Column("p@1")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Rows for every pair of texts."""
 
     matrix: list[PairRow]
     levels: list[LevelRow]
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """Mean scores on the text of the fit, and mean and largest losses on other texts."""
 
     p1_at_home: Annotated[float, Column("mean_p@1_at_home")]
@@ -214,12 +209,4 @@ def _level_panel(rows: Sequence[LevelRow]) -> Panel:
     return Panel("From text to text, level by level", reading, ("levels",), charts)
 
 
-STUDY = Study(
-    "transfer",
-    "does a map fitted on one text also serve another?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    cannot_run=cannot_run,
-)
+STUDY = Study("transfer", "does a map fitted on one text also serve another?", run, figures, cannot_run=cannot_run)

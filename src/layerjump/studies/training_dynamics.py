@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,13 +21,12 @@ from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
 from layerjump.studies.charts import Panel, colours, draw_heat_map, line_chart, number, unique, unit_axis
-from layerjump.studies.results import Column, Result, Study, from_json
+from layerjump.studies.results import Column, Record, Result, Study, from_json
 from layerjump.studies.setup import Setup
 from layerjump.training.linearity_profile import PROFILE_SPLIT, Profile, measure_profile
 
 
-@dataclass(frozen=True)
-class Linearity:
+class Linearity(Record):
     """Linearity with and without the residual stream, of the identity, and of noise in sample."""
 
     with_residual: Annotated[float, Column("with residual")]
@@ -38,8 +37,7 @@ class Linearity:
     chance_floor: Annotated[float, Column("chance floor")]
 
 
-@dataclass(frozen=True)
-class ProfileRow:
+class ProfileRow(Record):
     """Loss, jump strength, and means over blocks (linearity) and over levels below the last (predictions)."""
 
     loss: float
@@ -55,8 +53,7 @@ class ProfileRow:
         return from_json(cls, profile.tables()["steps"][0])
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(Record):
     """The model at one step."""
 
     step: int
@@ -64,8 +61,7 @@ class StepRow:
     profile: Annotated[ProfileRow, Column("{}")]
 
 
-@dataclass(frozen=True)
-class BlockRow:
+class BlockRow(Record):
     """Linearity of one block at one step."""
 
     step: int
@@ -75,8 +71,7 @@ class BlockRow:
     angle: float
 
 
-@dataclass(frozen=True)
-class LevelRow:
+class LevelRow(Record):
     """Predictions of one level at one step."""
 
     step: int
@@ -87,8 +82,7 @@ class LevelRow:
     agreement_identity: Annotated[float, Column("agreement identity")]
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(Record):
     """Measurements by step, by step and block, and by step and level."""
 
     steps: list[StepRow] = field(default_factory=list)
@@ -96,8 +90,7 @@ class Tables:
     levels: list[LevelRow] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class StepSummary:
+class StepSummary(Record):
     """The main numbers at one step."""
 
     step: int
@@ -122,8 +115,7 @@ class StepSummary:
         )
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(Record):
     """The first and the last step."""
 
     first: Annotated[StepSummary, Column("first_{}")]
@@ -267,11 +259,5 @@ def _block_panel(blocks: Sequence[BlockRow], levels: Sequence[LevelRow]) -> Pane
 
 
 STUDY = Study(
-    "dynamics",
-    "how does linearity change from checkpoint to checkpoint?",
-    run,
-    Tables,
-    Headline,
-    figures,
-    cannot_run=cannot_run,
+    "dynamics", "how does linearity change from checkpoint to checkpoint?", run, figures, cannot_run=cannot_run
 )
