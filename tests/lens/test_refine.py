@@ -86,7 +86,7 @@ def test_gradients_are_finite_differences(model, jumps, landing):
     rows = objective.sample_rows(fit, 0, 12)
     pair = Site(1), landing
     tuned = TrainableMap(jumps[pair], rows.states[pair[0]])
-    objective.backward(rows, {pair: tuned}, (0,))
+    objective.mean_kl(rows, {pair: tuned}, (0,))
     draw = torch.Generator().manual_seed(0)
     for parameter in tuned.parameters():
         along = torch.randn(parameter.shape, generator=draw)
@@ -132,7 +132,7 @@ def test_the_model_is_decoded_once_for_all_levels(model, jumps):
     tuned = {pair: TrainableMap(jumps[pair], rows.states[pair[0]]) for pair in objective.pairs}
     calls = []
     handle = model.structure.unembedding.register_forward_hook(lambda *_: calls.append(1))
-    objective.backward(rows, tuned, (0,))
+    objective.mean_kl(rows, tuned, (0,))
     handle.remove()
     assert len(calls) == model.n_blocks + 1
 
@@ -229,9 +229,9 @@ pair = site, lj.Site(model.n_blocks)
 objective = KLObjective(model, None, [pair])
 tuned = {pair: TrainableMap(jump, at)}
 few = TrainingRows({site: at[:2]}, at[:2])
-objective.backward(few, tuned, (0,))  # loads what is loaded on first use
+objective.mean_kl(few, tuned, (0,))  # loads what is loaded on first use
 before = peak()
-objective.backward(TrainingRows({site: at}, at), tuned, (0,))
+objective.mean_kl(TrainingRows({site: at}, at), tuned, (0,))
 objective.mean_kl(TrainingRows({site: at}, at), tuned)
 print(peak() - before)
 """

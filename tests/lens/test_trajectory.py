@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from helpers.tiny_models import tiny_model
 import layerjump as lj
 from layerjump.errors import BadJumps, BadModel, BadText
 from layerjump.lens.lens import read_trajectories
-from layerjump.lens.trajectory import LensQuery, compute_stats, settled_level
+from layerjump.lens.trajectory import LensQuery, compute_stats
 
 STORY = "Once upon a time, there was a little girl named Lily. She had a red ball."
 NUMBERS = "3 1 4 1 5 9 2 6 5 35"
@@ -264,9 +265,12 @@ def test_a_cross_level_lens_maps_the_source_to_the_target(gpt2, jumps):
         lens.between(2, 3)(STORY)
 
 
-def test_settled_level_is_the_first_level_with_the_final_top_token():
+def test_settled_level_is_the_first_level_with_the_final_top_token(gpt2):
     top = torch.tensor([[7, 7, 1, 2], [7, 3, 1, 2], [7, 7, 7, 7], [7, 7, 7, 9]])
-    assert settled_level(top, torch.tensor([7, 7, 7, 7])).tolist() == [0, 2, 2, -1]
+    trajectory = lj.Lens(gpt2)("Once")
+    stats = trajectory.stats._replace(top=top[:, :, None])
+    trajectory = replace(trajectory, stats=stats, model_top=torch.tensor([7, 7, 7, 7]))
+    assert trajectory.settled_level.tolist() == [0, 2, 2, -1]
 
 
 def test_settled_level_is_minus_one_if_no_level_agrees(gpt2):

@@ -98,34 +98,19 @@ def _score_batches(model: Model, lenses: Mapping[str, Lens], captured: list[Stat
         return []
     levels = [torch.cat([states[level] for states in captured]) for level in range(model.n_blocks + 1)]
     picks = torch.cat([torch.stack([s.batch.document, s.batch.position, s.batch.token]) for s in captured], 1)
-    return [
-        _score_rows(model, lenses, [states[rows] for states in levels], picks[:, rows])
-        for rows in chunks(picks.shape[1], n_rows)
-    ]
-
-
-def _score_rows(model: Model, lenses: Mapping[str, Lens], levels: list[Tensor], picks: Tensor) -> LensScores:
-    reference = reference_logits(upcast(model.logits(levels[-1])))
-    of_model = agreement(reference.logits, reference)
-    cells = [
-        [agreement(upcast(lens.logits(i, states)), reference) for i, states in enumerate(levels[:-1])] + [of_model]
-        for lens in lenses.values()
-    ]
-    return LensScores(
-        lenses=tuple(lenses),
-        top=_stack(cells, "top"),
-        rank=_stack(cells, "rank"),
-        surprisal=_stack(cells, "surprisal"),
-        kl=_stack(cells, "kl"),
-        confidence=_stack(cells, "confidence"),
-        document=picks[0],
-        position=picks[1],
-        token=picks[2],
-        model_top=of_model.top.cpu(),
-        model_entropy=-reference.negative_entropy.cpu(),
-    )
-
-
-def _stack(cells: list[list[Agreement]], name: str) -> Tensor:
-    """(lenses, levels, examples) of one statistic, from lists by lens and level."""
-    return torch.stack([torch.stack([getattr(cell, name).cpu() for cell in row]) for row in cells])
+    scores = []
+    for rows in chunks(picks.shape[1], n_rows):
+        reference = reference_logits(upcast(model.logits(levels[-1][rows])))
+        of_model = agreement(reference.logits, reference)
+        cells = [
+            [*(agreement(upcast(lens.logits(i, at[rows])), reference) for i, at in enumerate(levels[:-1])), of_model]
+            for lens in lenses.values()
+        ]
+        statistics = {
+            name: torch.stack([torch.stack([getattr(cell, name).cpu() for cell in row]) for row in cells])
+            for name in Agreement._fields
+        }
+        document, position, token = picks[:, rows]
+        own = {"model_top": of_model.top.cpu(), "model_entropy": -reference.negative_entropy.cpu()}
+        scores.append(LensScores(tuple(lenses), **statistics, document=document, position=position, token=token, **own))
+    return scores

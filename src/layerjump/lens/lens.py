@@ -200,22 +200,21 @@ class CrossLevelLens(Lens):
         if self.target == Site(self.model.n_blocks):
             return super().readout(self.source)
         readout = super().readout(self.target)
-        is_mapped = self.jumps is not None and self.source != self.target
-        maps = (self._jump(), *readout.maps) if is_mapped else readout.maps
-        return replace(readout, site=self.source, maps=maps)
+        return replace(readout, site=self.source, maps=(*self._maps(), *readout.maps))
 
     def map_states(self, states: Tensor) -> Tensor:
         """Hidden states at the source mapped to the target."""
-        if self.jumps is None or self.source == self.target:
-            return states
-        return apply_map(self._jump(), states)
+        for jump in self._maps():
+            states = apply_map(jump, states)
+        return states
 
-    def _jump(self) -> nn.Module:
-        assert self.jumps is not None
+    def _maps(self) -> tuple[nn.Module, ...]:
+        """The jump from the source to the target; none without jumps, or if the two are the same."""
+        if self.jumps is None or self.source == self.target:
+            return ()
         if (self.source, self.target) in self.jumps:
-            return self.jumps[self.source, self.target]
-        last = Site(self.model.n_blocks)
-        pairs = [(self.source, self.target), (self.target, last)]
+            return (self.jumps[self.source, self.target],)
+        pairs = [(self.source, self.target), (self.target, Site(self.model.n_blocks))]
         missing = ",".join(f"{a}:{b}" for a, b in pairs if a != b)
         raise BadJumps(f"{self.jumps} has no jump {self.source} → {self.target}; fit with {argument('pairs', missing)}")
 

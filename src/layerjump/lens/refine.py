@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -96,7 +96,12 @@ def refine(
     validation_rows = objective.validation_rows(validation_batches)
     maps = {pair: TrainableMap(jumps[pair], validation_rows.states[pair[0]]) for pair in objective.pairs}
     tuner = Tuner(maps, learning_rate, steps)
-    run_id = f"{_FORMAT} {_digest(jumps)} {corpus.sha256} {steps} {tokens} {positions_per_step} {learning_rate} {seed}"
+    # The starting maps belong to the identity of a run: those of other estimators have the same shapes.
+    digest = hashlib.sha256(jumps.provenance.fingerprint.encode())
+    for parameter in jumps.parameters():
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    start = digest.hexdigest()
+    run_id = f"{_FORMAT} {start} {corpus.sha256} {steps} {tokens} {positions_per_step} {learning_rate} {seed}"
 
     def validate() -> None:
         tuner.record_validation(objective.mean_kl(validation_rows, maps))
@@ -109,7 +114,7 @@ def refine(
         validate()
     while not tuner.is_finished(patience):
         rows = objective.sample_rows(batches, tuner.step, positions_per_step)
-        tuner.update(objective.backward(rows, maps, (seed, tuner.step)))
+        tuner.update(objective.mean_kl(rows, maps, (seed, tuner.step)))
         if tuner.step % _VALIDATION_INTERVAL == 0 or tuner.step == steps:
             validate()
             if checkpoint_folder is not None:
@@ -150,38 +155,38 @@ def kl_by_level(values: Sequence[float], pairs: Sequence[Pair]) -> list[float]:
     by_source: dict[Site, list[float]] = {}
     for (source, _), value in zip(pairs, values, strict=True):
         by_source.setdefault(source, []).append(value)
-    return [_finite_min(level) for level in by_source.values()]
+    return [min(filter(math.isfinite, level), default=math.inf) for level in by_source.values()]
 
 
 def select_refined(jumps: Jumps, tuner: Tuner, corpus: Corpus) -> Jumps:
     """Jumps with the best map of each level, and the course of the refinement in their provenance."""
-    pairs = list(tuner.maps)
-    maps = {pair: to_affine(jumps[pair]) for pair in jumps}
-    infos = dict(jumps.info)
-    provenance = jumps.provenance
-    temperatures = dict(provenance.settings.get("temperature", {}))
+    pairs, provenance = list(tuner.maps), jumps.provenance
     lowest_kl, best_maps = dict(zip(pairs, tuner.best_kl, strict=True)), tuner.best_maps()
-    for pair in pairs:
-        rivals = [other for other in pairs if other[0] == pair[0] and other in maps]
-        if min(rivals, key=lambda rival: lowest_kl[rival]) == pair:
-            maps[pair] = best_maps[pair]
-            # R² and strength describe the closed form.
-            infos[pair] = replace(infos[pair], r2=None, strength=None)
-            continue
-        del maps[pair], infos[pair]
-        if pair[1] == FINAL:
-            temperatures.pop(str(pair[0]), None)
+    best = {min((pair for pair in pairs if pair[0] == source), key=lowest_kl.__getitem__) for source, _ in pairs}
+    worse = set(pairs) - best
+    maps = {pair: best_maps[pair] if pair in best else to_affine(jumps[pair]) for pair in jumps if pair not in worse}
+    infos = {
+        # R² and strength describe the closed form.
+        pair: replace(jumps.info[pair], r2=None, strength=None) if pair in best else jumps.info[pair]
+        for pair in maps
+    }
+    kl_before, kl_after = (
+        [value if math.isfinite(value) else None for value in kl_by_level(values, pairs)]
+        for values in (tuner.history[0], tuner.best_kl)
+    )
     course = {
         "steps": tuner.step,
         "rate": tuner.learning_rate,
         "text": corpus.name,
         "text_sha256": corpus.sha256,
-        "kl_before": _nullable(kl_by_level(tuner.history[0], pairs)),
-        "kl_after": _nullable(kl_by_level(tuner.best_kl, pairs)),
+        "kl_before": kl_before,
+        "kl_after": kl_after,
     }
     settings = provenance.settings | {"refine": course}
     if "temperature" in settings:
-        settings["temperature"] = temperatures
+        dropped = {str(source) for source, target in worse if target == FINAL}
+        temperatures = settings["temperature"].items()
+        settings["temperature"] = {level: value for level, value in temperatures if level not in dropped}
     estimator = f"{provenance.estimator}+kl"
     return Jumps.from_maps(maps, infos, replace(provenance, estimator=estimator, settings=settings))
 
@@ -212,13 +217,9 @@ class KLObjective:
 
         A text other than the one of the fit is split in the default ratio.
         """
-        provenance = self.jumps.provenance
-        n_documents, same_text = len(corpus.documents), provenance.text_sha256 == corpus.sha256
-        split = (
-            split_documents(n_documents, provenance.split, seed=provenance.seed)
-            if same_text
-            else split_documents(n_documents, seed=provenance.seed)
-        )
+        provenance, n_documents = self.jumps.provenance, len(corpus.documents)
+        ratio = {"split": provenance.split} if provenance.text_sha256 == corpus.sha256 else {}
+        split = split_documents(n_documents, **ratio, seed=provenance.seed)
         positions = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
 
         def cut(documents: tuple[int, ...]) -> Batches:
@@ -248,8 +249,7 @@ class KLObjective:
         return self._capture(batches, indices, _POSITIONS_PER_BATCH, 0)
 
     def _capture(self, batches: Batches, indices: list[int], count: int, step: int) -> TrainingRows:
-        sources = list(dict.fromkeys(source for source, _ in self.pairs))
-        sites = [*sources, FINAL]
+        sites = [*dict.fromkeys(source for source, _ in self.pairs), FINAL]
         parts: dict[Site, list[Tensor]] = {site: [] for site in sites}
         for index in indices:
             batch = batches[index]
@@ -260,24 +260,15 @@ class KLObjective:
         # A model can be spread over devices: maps run on the device of the unembedding.
         device = parts[FINAL][0].device
         rows = {site: torch.cat(parts[site]).to(device) for site in sites}
-        return TrainingRows({site: rows[site] for site in sources}, rows[FINAL])
+        return TrainingRows(rows, rows.pop(FINAL))
 
-    def backward(
-        self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap], seed: tuple[int, ...]
+    def mean_kl(
+        self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap], seed: tuple[int, ...] | None = None
     ) -> dict[Pair, float]:
-        """Add the gradient of every map's mean KL to its parameters; return the KL by the sampled softmax."""
-        with torch.enable_grad():
-            return self._mean_kl(rows, maps, seed)
+        """Every map's mean KL by the full softmax.
 
-    def mean_kl(self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap]) -> dict[Pair, float]:
-        """Every map's mean KL by the full softmax."""
-        with torch.no_grad():
-            return self._mean_kl(rows, maps, None)
-
-    def _mean_kl(
-        self, rows: TrainingRows, maps: Mapping[Pair, TrainableMap], seed: tuple[int, ...] | None
-    ) -> dict[Pair, float]:
-        """Every map's mean KL; with a seed, by a sampled softmax, and with gradients."""
+        With a seed it is the KL by a sampled softmax, and its gradient is added to the parameters of each map.
+        """
         totals = dict.fromkeys(maps, 0.0)
         n_rows = len(rows.final)
         for chunk in chunks(n_rows, chunk_rows(self.model)):
@@ -285,9 +276,9 @@ class KLObjective:
             if seed is not None:
                 target = target.sample(np.random.default_rng((*seed, chunk.start)))
             for pair, trainable in maps.items():
-                source, landing = pair
-                mapped = trainable(rows.states[source][chunk].float()).to(rows.final.dtype)
-                logits = target.logits(mapped, needs_final_norm=landing != FINAL)
+                with torch.set_grad_enabled(seed is not None):
+                    mapped = trainable(rows.states[pair[0]][chunk].float()).to(rows.final.dtype)
+                    logits = target.logits(mapped, needs_final_norm=pair[1] != FINAL)
                 kl, gradient = target.kl(logits.detach())
                 if seed is not None:
                     logits.backward(gradient.div_(n_rows).to(logits.dtype))
@@ -396,11 +387,6 @@ class TrainableMap(nn.Module):
         """A copy of the state dict."""
         return {name: value.detach().clone() for name, value in self.state_dict().items()}
 
-    def has_finite_gradient(self) -> bool:
-        """Whether gradients and their squares are finite: Adam would never forget an infinite second moment."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return all(bool(gradient.square().sum().isfinite()) for gradient in gradients)
-
 
 class _Scale(nn.Module):
     """A parametrization in units of the parameter's own size, so that one learning rate suits all."""
@@ -417,37 +403,19 @@ class _Scale(nn.Module):
 
 
 class _Checkpoint(BaseModel):
-    """The checkpoint file. Aliases are the keys on disk."""
+    """The checkpoint file; aliases are its keys."""
 
-    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
     run_id: str = Field(validation_alias="settings")
     """The format, the jumps, the text and the settings; another run cannot resume from the file."""
     step: int = Field(ge=0)
     history: list[list[float]] = Field(min_length=1)
     best_kl: list[float] = Field(validation_alias="best")
-    rate_factors: list[float] = Field(validation_alias="pace")
+    rate_factors: list[Annotated[float, Field(gt=0, le=1)]] = Field(validation_alias="pace")
     parameters: dict[str, dict[str, Tensor]] = Field(validation_alias="now")
     best_parameters: dict[str, dict[str, Tensor]] = Field(validation_alias="kept")
     optimizer: dict[str, Any] = Field(validation_alias="optimiser")
-
-    def to_disk(self) -> dict[str, Any]:
-        fields = type(self).model_fields
-        return {str(field.validation_alias or name): getattr(self, name) for name, field in fields.items()}
-
-    def check(self, n_maps: int, steps: int) -> None:
-        """Raise ValueError for values with which a run could not go on."""
-        if self.step > steps:
-            raise ValueError(f"expected a step of at most {steps}, got {self.step}")
-        if any(len(row) != n_maps for row in (*self.history, self.best_kl, self.rate_factors)):
-            raise ValueError(f"expected a KL for each of {n_maps} maps at every validation")
-        if not all(value > -_ROUNDING for value in self.best_kl):
-            raise ValueError("the lowest KL of a map is below 0")
-        if not all(0 < value <= 1 for value in self.rate_factors):
-            raise ValueError("expected learning-rate factors above 0 and at most 1")
-        for name, parameters in self.best_parameters.items():
-            if not all(bool(value.isfinite().all()) for value in parameters.values()):
-                raise ValueError(f"the best map {name} has NaN or infinite values")
 
 
 class Tuner:
@@ -468,7 +436,10 @@ class Tuner:
     def update(self, losses: Mapping[Pair, float]) -> None:
         """Take one step along the gradients; skip a map whose loss or gradient is not finite."""
         for pair, trainable in self.maps.items():
-            if not math.isfinite(losses[pair]) or not trainable.has_finite_gradient():
+            gradients = [p.grad for p in trainable.parameters() if p.grad is not None]
+            # Squares too: Adam would never forget an infinite second moment.
+            squares = [float(gradient.square().sum()) for gradient in gradients]
+            if not all(map(math.isfinite, (losses[pair], *squares))):
                 trainable.zero_grad(set_to_none=True)
         rate = self.learning_rate * min(1.0, 2 * (1 - self.step / self.steps))
         for group, factor in zip(self._optimizer.param_groups, self._rate_factors, strict=True):
@@ -497,10 +468,13 @@ class Tuner:
         if self.step >= self.steps or len(self.history) <= patience:
             return self.step >= self.steps
         # The best KL of each map, because a map whose KL rose has returned to its best parameters.
-        earlier_best = [_finite_min(values) for values in zip(*self.history[:-patience], strict=True)]
-        pairs = list(self.maps)
-        now, earlier = (_finite_mean(kl_by_level(values, pairs)) for values in (self.best_kl, earlier_best))
-        return now > (1 - _MIN_IMPROVEMENT) * earlier
+        columns = zip(*self.history[:-patience], strict=True)
+        earlier_best = [min(filter(math.isfinite, values), default=math.inf) for values in columns]
+        means = []
+        for values in (self.best_kl, earlier_best):
+            finite = [value for value in kl_by_level(values, list(self.maps)) if math.isfinite(value)]
+            means.append(sum(finite) / len(finite) if finite else math.inf)
+        return means[0] > (1 - _MIN_IMPROVEMENT) * means[1]
 
     def best_maps(self) -> dict[Pair, Affine]:
         """Every map with its best parameters."""
@@ -514,17 +488,16 @@ class Tuner:
         """Write a checkpoint to the folder, atomically."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = _Checkpoint(
-            run_id=run_id,
-            step=self.step,
-            history=self.history,
-            best_kl=self.best_kl,
-            rate_factors=self._rate_factors,
-            parameters={_key(pair): m.parameters_copy() for pair, m in self.maps.items()},
-            best_parameters={_key(pair): best for pair, best in self._best_parameters.items()},
-            optimizer=self._optimizer.state_dict(),
-        )
-        state = checkpoint.to_disk()
+        state = {
+            "settings": run_id,
+            "step": self.step,
+            "history": self.history,
+            "best": self.best_kl,
+            "pace": self._rate_factors,
+            "now": {_key(pair): m.parameters_copy() for pair, m in self.maps.items()},
+            "kept": {_key(pair): best for pair, best in self._best_parameters.items()},
+            "optimiser": self._optimizer.state_dict(),
+        }
         replace_file(folder / CHECKPOINT_NAME, lambda path: torch.save(state, path))
 
     def restore(self, folder: Path, run_id: str) -> None:
@@ -534,48 +507,46 @@ class Tuner:
             return
         try:
             checkpoint = _Checkpoint.model_validate(torch.load(path, weights_only=True))
-            if checkpoint.run_id != run_id:
-                raise BadArtifact(
-                    f"{path} is a checkpoint of a run with other settings, model or text; use the same, or remove it"
-                )
-            checkpoint.check(len(self.maps), self.steps)
-            self._load(checkpoint)
-        except BadArtifact:
-            raise
+            if checkpoint.run_id == run_id:
+                self._load(checkpoint)
+                return
         except Exception as error:  # torch's readers raise all kinds of errors for damaged bytes
             raise BadArtifact(f"{path} is damaged ({one_line(error)}); remove it to start anew") from error
+        raise BadArtifact(
+            f"{path} is a checkpoint of a run with other settings, model or text; use the same, or remove it"
+        )
 
     def _load(self, checkpoint: _Checkpoint) -> None:
+        """Take over a checkpoint; raise any error for values with which a run could not go on."""
+        if checkpoint.step > self.steps:
+            raise ValueError(f"expected a step of at most {self.steps}, got {checkpoint.step}")
+        rows, n_maps = (*checkpoint.history, checkpoint.best_kl, checkpoint.rate_factors), len(self.maps)
+        if any(len(row) != n_maps for row in rows):
+            raise ValueError(f"expected a KL for each of {n_maps} maps at every validation")
+        if not all(value > -_ROUNDING for value in checkpoint.best_kl):
+            raise ValueError("the lowest KL of a map is below 0")
+        for name, parameters in checkpoint.best_parameters.items():
+            if not all(bool(value.isfinite().all()) for value in parameters.values()):
+                raise ValueError(f"the best map {name} has NaN or infinite values")
         self.step, self.history = checkpoint.step, checkpoint.history
         self.best_kl, self._rate_factors = checkpoint.best_kl, checkpoint.rate_factors
         for pair, trainable in self.maps.items():
             trainable.load_state_dict(checkpoint.best_parameters[_key(pair)])
             self._best_parameters[pair] = trainable.parameters_copy()
             trainable.load_state_dict(checkpoint.parameters[_key(pair)])
-        # Take the moments from the file, but keep this run's hyperparameters.
-        hyperparameters = [
-            {name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups
-        ]
-        self._optimizer.load_state_dict(checkpoint.optimizer)
-        for group, values in zip(self._optimizer.param_groups, hyperparameters, strict=True):
-            group.update(values)
-        _check_adam_state(self._optimizer)
-
-
-def _check_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a state with which the next step would fail: Adam loads any state with its keys."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        state = optimizer.state.get(parameter)
-        if not state:
-            continue
-        for name in ("exp_avg", "exp_avg_sq"):
-            if not isinstance(state[name], Tensor) or state[name].shape != parameter.shape:
-                raise ValueError(f"the optimizer's {name} does not have its parameter's shape")
-        step = state["step"]
-        if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
-            raise ValueError("the optimizer's step is not a number")
-        if not 0 < float(step) < math.inf:
-            raise ValueError("the optimizer's step is not a count")
+        # The moments are the file's, the hyperparameters this run's.
+        own_groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": checkpoint.optimizer["state"], "param_groups": own_groups})
+        # Adam loads any state, also one with which its next step would fail.
+        for parameter, state in self._optimizer.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if not isinstance(state[name], Tensor) or state[name].shape != parameter.shape:
+                    raise ValueError(f"the optimizer's {name} does not have its parameter's shape")
+            step = state["step"]
+            if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
+                raise ValueError("the optimizer's step is not a number")
+            if not 0 < float(step) < math.inf:
+                raise ValueError("the optimizer's step is not a count")
 
 
 def _key(pair: Pair) -> str:
@@ -588,27 +559,5 @@ def _deviation(rows: Tensor) -> Tensor:
     return deviation.clamp_min(max(1e-3 * float(deviation.mean()), 1e-8))
 
 
-def _finite_mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.inf
-
-
-def _finite_min(values: Sequence[float]) -> float:
-    return min((value for value in values if math.isfinite(value)), default=math.inf)
-
-
-def _nullable(values: Sequence[float]) -> list[float | None]:
-    """The values as JSON can hold them."""
-    return [value if math.isfinite(value) else None for value in values]
-
-
 def _permutation(n: int, *seed: int) -> list[int]:
     return np.random.default_rng(seed).permutation(n).tolist()
-
-
-def _digest(jumps: Jumps) -> str:
-    """A hash of the model's fingerprint and the starting maps: other estimators' maps have the same shapes."""
-    digest = hashlib.sha256(jumps.provenance.fingerprint.encode())
-    for parameter in jumps.parameters():
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -51,7 +51,17 @@ def token_direction(model: Model, readout: Readout, token: str | int) -> Tensor:
     unembedding = model.structure.unembedding.get_parameter("weight").double()
     direction = unembedding[token_id(model, token)] - unembedding.mean(0)
     if readout.needs_final_norm:
-        direction = _pull_through_norm(model, direction)
+        weight = norm_weight(model)
+        if weight is None:
+            raise BadModel(
+                f"{model.name} has more than one norm between level L and the unembedding, so no single direction at "
+                f"level L stands for a token; use jumps to `final`, fitted with {argument('pairs', '3:final')} for "
+                f"example"
+            )
+        direction = weight * direction
+        if isinstance(model.structure.final_steps[0], nn.LayerNorm):
+            # A layer norm subtracts the mean, so it ignores what all coordinates have in common.
+            direction = direction - direction.mean()
     for jump in reversed(readout.maps):
         if any(isinstance(step, Features) for step in jump.modules()):
             raise BadJumps(
@@ -61,20 +71,6 @@ def token_direction(model: Model, readout: Readout, token: str | int) -> Tensor:
         for factor in to_affine(jump).factors:
             direction = factor.to(direction).mT @ direction
     return direction / direction.norm()
-
-
-def _pull_through_norm(model: Model, direction: Tensor) -> Tensor:
-    weight = norm_weight(model)
-    if weight is None:
-        raise BadModel(
-            f"{model.name} has more than one norm between level L and the unembedding, so no single direction at "
-            f"level L stands for a token; use jumps to `final`, fitted with {argument('pairs', '3:final')} for "
-            f"example"
-        )
-    direction = weight * direction
-    # A layer norm subtracts the mean, so it ignores what all coordinates have in common.
-    subtracts_mean = isinstance(model.structure.final_steps[0], nn.LayerNorm)
-    return direction - direction.mean() if subtracts_mean else direction
 
 
 @torch.no_grad()
@@ -122,14 +118,9 @@ def _logit_changes(
     # Entered first, so that the captured state is the ablated one.
     with Patch({model.structure.tap(site): ablate}):
         (states,) = capture_states(model, [batch], [site, last])
-    return (
-        _token_changes(upcast(readout.logits(states[site])), ids),
-        _token_changes(upcast(model.logits(states[last])), ids),
-    )
-
-
-def _token_changes(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Token i's logit in row i + 1 less the one in row 0, both relative to their row's mean."""
-    centred = (logits - logits.mean(-1, keepdim=True)).cpu()
-    tokens = torch.tensor(list(ids))
-    return centred[1:].gather(1, tokens[:, None])[:, 0] - centred[0, tokens]
+    tokens, changes = torch.tensor(list(ids)), []
+    for logits in (upcast(readout.logits(states[site])), upcast(model.logits(states[last]))):
+        # Token i's logit in row i + 1 less the one in row 0, both relative to their row's mean.
+        centred = (logits - logits.mean(-1, keepdim=True)).cpu()
+        changes.append(centred[1:].gather(1, tokens[:, None])[:, 0] - centred[0, tokens])
+    return changes[0], changes[1]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from layerjump.data.batches import Batch
 from layerjump.data.tokenization import token_texts
 from layerjump.errors import BadModel, BadText
+from layerjump.io import write_text
 from layerjump.jumps.maps import apply_map
 from layerjump.metrics.logits import (
     LOGITS_MEMORY,
@@ -40,7 +42,7 @@ BATCH_TOKENS = 4096
 """Tokens of a batch, padding included; a longer text is a batch of its own."""
 _CHUNK_POSITIONS = 64  # positions decoded at once, at all levels
 _EXCERPT = 20  # characters of a text in an error message
-_DIGITS = 5  # significant digits of numbers in `Trajectory.to_dict`
+_NUMBERS = ("probability", "entropy", "kl", "confidence", "cross_entropy")  # the order of `Trajectory.to_dict`
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,6 @@ class Prompt:
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
-    targets: Tensor
-    """(positions,) the id of the next token in the text; −1 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,22 @@ class Trajectory:
     model_top: Tensor
     """(positions,) the id of the model's own most probable token."""
     stats: LogitStats
+    top: Tensor = field(init=False)
+    """(levels, positions, k) ids of the most probable tokens, in descending order of probability."""
+    probability: Tensor = field(init=False)
+    """(levels, positions, k) probabilities of the tokens in `top`."""
+    confidence: Tensor = field(init=False)
+    """The highest probability minus the second highest."""
+    entropy: Tensor = field(init=False)
+    """The entropy of the lens' distribution in nats."""
+    kl: Tensor = field(init=False)
+    """KL(model ‖ lens) in nats; zero at level L."""
+    cross_entropy: Tensor = field(init=False)
+    """−ln p of the next token in the text; NaN where there is none: at the last position and in masked models."""
+
+    def __post_init__(self) -> None:
+        for name in ("top", *_NUMBERS):
+            object.__setattr__(self, name, getattr(self.stats, name))
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -153,42 +169,14 @@ class Trajectory:
         return self.prompt.positions
 
     @property
-    def top(self) -> Tensor:
-        """(levels, positions, k) ids of the most probable tokens, in descending order of probability."""
-        return self.stats.top
-
-    @property
-    def probability(self) -> Tensor:
-        """(levels, positions, k) probabilities of the tokens in `top`."""
-        return self.stats.probability
-
-    @property
-    def confidence(self) -> Tensor:
-        """The highest probability minus the second highest."""
-        return self.stats.confidence
-
-    @property
-    def entropy(self) -> Tensor:
-        """The entropy of the lens' distribution in nats."""
-        return self.stats.entropy
-
-    @property
-    def kl(self) -> Tensor:
-        """KL(model ‖ lens) in nats; zero at level L."""
-        return self.stats.kl
-
-    @property
-    def cross_entropy(self) -> Tensor:
-        """−ln p of the next token in the text; NaN where there is none: at the last position and in masked models."""
-        return self.stats.cross_entropy
-
-    @property
     def settled_level(self) -> Tensor:
         """(positions,) the index of the first level from which on the top token is the model's, at all later levels.
 
         −1 where the last level read has another top token; level L never has.
         """
-        return settled_level(self.top[:, :, 0], self.model_top)
+        agrees = (self.top[:, :, 0] == self.model_top).flip(0).long()
+        n_agreeing = agrees.cumprod(0).sum(0)
+        return torch.where(n_agreeing > 0, len(agrees) - n_agreeing, -1)
 
     @property
     def tracked(self) -> tuple[TokenTrack, ...]:
@@ -249,11 +237,7 @@ class Trajectory:
             "k": self.query.k,
             "words": {str(token): text for token, text in zip(ids, self.decode(ids), strict=True)},
             "top": top,
-            "probability": _rounded(self.probability),
-            "entropy": _rounded(self.entropy),
-            "kl": _rounded(self.kl),
-            "confidence": _rounded(self.confidence),
-            "cross_entropy": _rounded(self.cross_entropy),
+            **{name: _rounded(getattr(self, name)) for name in _NUMBERS},
             "js": _rounded(self.stats.jensen_shannon) if self.query.jensen_shannon else None,
             "decided_at": [None if level < 0 else level for level in self.settled_level.tolist()],
             "followed": [
@@ -275,6 +259,13 @@ class Trajectory:
         n_rows = n_levels * len(self.positions)
         tokens, settled = self.tokens, self.settled_level.tolist()
         top = self.decode(self.top.flatten().tolist())
+        numbers = {"probability": self.probability[:, :, 0], "confidence": self.confidence}
+        numbers |= {"entropy": self.entropy, "kl": self.kl, "cross_entropy": self.cross_entropy}
+        if self.query.jensen_shannon:
+            numbers["jensen_shannon"] = self.stats.jensen_shannon
+        for track in self.tracked:
+            numbers[f"p({track.text!r})"] = track.probability
+            numbers[f"rank({track.text!r})"] = track.rank
         columns: dict[str, Any] = {
             "level": [level for level in self.levels for _ in self.positions],
             "position": [*self.positions] * n_levels,
@@ -285,20 +276,7 @@ class Trajectory:
             "best": [top[k * row : k * (row + 1)] for row in range(n_rows)],
             "probabilities": self.probability.reshape(n_rows, k).tolist(),
         }
-        numbers = {
-            "probability": self.probability[:, :, 0],
-            "confidence": self.confidence,
-            "entropy": self.entropy,
-            "kl": self.kl,
-            "cross_entropy": self.cross_entropy,
-        }
-        if self.query.jensen_shannon:
-            numbers["jensen_shannon"] = self.stats.jensen_shannon
-        for track in self.tracked:
-            numbers[f"p({track.text!r})"] = track.probability
-            numbers[f"rank({track.text!r})"] = track.rank
-        columns |= {name: values.flatten().numpy() for name, values in numbers.items()}
-        return pandas.DataFrame(columns)
+        return pandas.DataFrame(columns | {name: values.flatten().numpy() for name, values in numbers.items()})
 
     def plot(self, value: str = "probability") -> go.Figure:
         """A heat map of levels and positions; its colour is the top token's probability, or `entropy`, `kl` …"""
@@ -308,9 +286,10 @@ class Trajectory:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The heat map as one HTML page that needs no network; written to `path` if there is one."""
-        from layerjump.lens.render.html import to_html
-
-        return to_html(self, path)
+        page: str = self.plot().to_html(include_plotlyjs=True, full_html=True)
+        if path is not None:
+            write_text(Path(path).expanduser(), page)
+        return page
 
     def _repr_html_(self) -> str:
         from layerjump.lens.render.html import to_table
@@ -327,13 +306,6 @@ class Trajectory:
             f"Trajectory({self.model.name} through {self.name}: {len(self.levels)} levels, "
             f"{len(self.positions)} of {len(self.prompt.ids)} positions)"
         )
-
-
-def settled_level(top: Tensor, model_top: Tensor) -> Tensor:
-    """The first level from which on `top`, (levels, positions), equals `model_top`, (positions,); −1 for none."""
-    agrees = (top == model_top).flip(0).long()
-    n_agreeing = agrees.cumprod(0).sum(0)
-    return torch.where(n_agreeing > 0, len(top) - n_agreeing, -1)
 
 
 def token_id(model: Model, token: str | int) -> int:
@@ -374,9 +346,7 @@ def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None
             raise BadText(f"the text {excerpt} has no tokens; pass at least one word")
         masked = tuple(position for position, token in enumerate(ids) if token == mask)
         positions = masked or tuple(range(len(ids)))
-        positions = positions if last is None else positions[-last:]
-        targets = torch.tensor([*ids[1:], -1] if model.causal else [-1] * len(ids))
-        prompts.append(Prompt(ids, positions, targets[list(positions)]))
+        prompts.append(Prompt(ids, positions if last is None else positions[-last:]))
     return prompts
 
 
@@ -391,27 +361,21 @@ def capture_prompts(
         while size < len(order) and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS:
             size += 1
         indices, order = order[:size], order[size:]
-        batch = _pad([prompts[index] for index in indices], padding)
+        group = [prompts[index] for index in indices]
+        # A batch whose picks are the positions to read.
+        rows = [torch.tensor(prompt.ids) for prompt in group]
+        ids = pad_sequence(rows, batch_first=True, padding_value=padding)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        counts = [len(prompt.positions) for prompt in group]
+        row = torch.arange(size).repeat_interleave(torch.tensor(counts))
+        position = torch.tensor([position for prompt in group for position in prompt.positions])
+        batch = Batch(ids, mask, row, position, row, ids[row, position])
         (captured,) = capture_states(model, [batch], [*sites, last])
-        counts = [len(prompts[index].positions) for index in indices]
         by_site = {site: captured[site].split(counts) for site in (*sites, last)}
-        for row, index in enumerate(indices):
-            states = tuple(by_site[site][row] for site in sites)
-            yield index, PromptStates(sites, states, by_site[last][row], prompts[index].targets)
-
-
-def _pad(prompts: Sequence[Prompt], padding: int) -> Batch:
-    """A batch of prompts whose picks are the positions to read."""
-    longest = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.full((len(prompts), longest), padding)
-    attention = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt.ids)] = torch.tensor(prompt.ids)
-        attention[row, : len(prompt.ids)] = 1
-    positions = torch.tensor([position for prompt in prompts for position in prompt.positions])
-    counts = torch.tensor([len(prompt.positions) for prompt in prompts])
-    rows = torch.arange(len(prompts)).repeat_interleave(counts)
-    return Batch(ids, attention, rows, positions, rows, ids[rows, positions])
+        for number, (index, prompt) in enumerate(zip(indices, group, strict=True)):
+            targets = torch.tensor([*prompt.ids[1:], -1] if model.causal else [-1] * len(prompt.ids))
+            states = tuple(by_site[site][number] for site in sites)
+            yield index, PromptStates(sites, states, by_site[last][number], targets[list(prompt.positions)])
 
 
 @torch.no_grad()
@@ -427,57 +391,35 @@ def compute_stats(
 
     `readouts` has one readout for each site by lens. At level L every lens is the model.
     """
-    n_rows = chunk_rows(model, memory)
-    parts = [
-        _chunk_stats(model, readouts, states, query, chunk, n_rows)
-        for chunk in chunks(len(states.last_level), min(n_rows, _CHUNK_POSITIONS))
-    ]
-    model_top = torch.cat([model_stats.top[:, 0] for model_stats, _ in parts])
-    by_lens = {name: [stats[name] for _, stats in parts] for name in readouts}
-    return model_top, {
-        name: LogitStats(*(torch.cat(column, 1) for column in zip(*stats, strict=True)))
-        for name, stats in by_lens.items()
-    }
-
-
-def _chunk_stats(
-    model: Model,
-    readouts: Mapping[str, Sequence[Readout]],
-    states: PromptStates,
-    query: LensQuery,
-    chunk: slice,
-    n_rows: int,
-) -> tuple[LogitStats, dict[str, LogitStats]]:
-    """Statistics at some positions: of the model, (positions, …), and of each lens, (levels, positions, …)."""
-    reference = reference_logits(upcast(model.logits(states.last_level[chunk])))
-    n_positions, device = len(reference.logits), reference.logits.device
-    compare = LogitComparison(
-        reference,
-        k=query.k,
-        targets=states.targets[chunk].to(device),
-        tracked=torch.tensor(query.tracked, dtype=torch.long, device=device),
-        entropy=True,
-        jensen_shannon=query.jensen_shannon,
-    )
-
-    def measure(logits: Tensor) -> LogitStats:
-        return LogitStats(*(column.cpu() for column in compare(logits)))
-
-    model_stats, last = measure(reference.logits), Site(model.n_blocks)
-    indices = range(len(states.sites))
-    cells = {(name, index): model_stats for name in readouts for index in indices}
-    pending = [(name, index) for name, index in cells if states.sites[index] != last]
-    # One product with the unembedding for many rows costs far less than many products for few.
-    per_product = max(1, n_rows // n_positions)
-    for batch in chunks(len(pending), per_product):
-        group = pending[batch]
-        final = torch.cat([readouts[name][index].to_final(states.states[index][chunk]) for name, index in group])
-        logits = upcast(model.structure.decode(final)).split(n_positions)
-        for cell, cell_logits in zip(group, logits, strict=True):
-            cells[cell] = measure(cell_logits)
-    return model_stats, {
-        name: LogitStats(*map(torch.stack, zip(*(cells[name, index] for index in indices), strict=True)))
-        for name in readouts
+    n_rows, last, indices = chunk_rows(model, memory), Site(model.n_blocks), range(len(states.sites))
+    model_top: list[Tensor] = []
+    parts: dict[str, list[LogitStats]] = {name: [] for name in readouts}
+    for chunk in chunks(len(states.last_level), min(n_rows, _CHUNK_POSITIONS)):
+        reference = reference_logits(upcast(model.logits(states.last_level[chunk])))
+        n_positions, device = len(reference.logits), reference.logits.device
+        compare = LogitComparison(
+            reference,
+            k=query.k,
+            targets=states.targets[chunk].to(device),
+            tracked=torch.tensor(query.tracked, dtype=torch.long, device=device),
+            entropy=True,
+            jensen_shannon=query.jensen_shannon,
+        )
+        model_stats = compare(reference.logits)
+        model_top.append(model_stats.top[:, 0])
+        cells = {(name, index): model_stats for name in readouts for index in indices}
+        pending = [(name, index) for name, index in cells if states.sites[index] != last]
+        # One product with the unembedding for many rows costs far less than many products for few.
+        for batch in chunks(len(pending), max(1, n_rows // n_positions)):
+            group = pending[batch]
+            final = torch.cat([readouts[name][index].to_final(states.states[index][chunk]) for name, index in group])
+            logits = upcast(model.structure.decode(final)).split(n_positions)
+            cells |= {cell: compare(cell_logits) for cell, cell_logits in zip(group, logits, strict=True)}
+        for name, part in parts.items():
+            part.append(LogitStats(*map(torch.stack, zip(*(cells[name, index] for index in indices), strict=True))))
+    return torch.cat(model_top).cpu(), {
+        name: LogitStats(*(torch.cat(column, 1).cpu() for column in zip(*part, strict=True)))
+        for name, part in parts.items()
     }
 
 
@@ -487,4 +429,4 @@ def _rounded(values: Any) -> Any:
         values = values.tolist()
     if isinstance(values, list):
         return [_rounded(value) for value in values]
-    return float(f"{values:.{_DIGITS}g}") if math.isfinite(values) else None
+    return float(f"{values:.5g}") if math.isfinite(values) else None

@@ -1,16 +1,14 @@
-"""Render a trajectory as a plotly heat map, an HTML page, or a notebook table."""
+"""Render a trajectory as a plotly heat map, or as a notebook table."""
 
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from layerjump.data.tokenization import escape_token
 from layerjump.errors import BadText
-from layerjump.io import write_text
 from layerjump.lens.render.terminal import mark_unfitted, spread
 
 if TYPE_CHECKING:
@@ -29,11 +27,15 @@ def plot(trajectory: Trajectory, value: str = "probability") -> go.Figure:
     """A heat map: levels upwards, positions across, the top token in each cell, the k top tokens on hovering."""
     import plotly.graph_objects as go
 
+    if value not in VALUES:
+        raise BadText(f"expected a value to plot of {', '.join(VALUES)}, got {value!r}")
+    values: Tensor = trajectory.jensen_shannon() if value == "jensen_shannon" else getattr(trajectory, value)
+    values = values[:, :, 0] if value == "probability" else values
     rows = _last_rows(trajectory, _PLOT_POSITIONS)
     positions, tokens = trajectory.positions[rows], trajectory.tokens
     figure = go.Figure(
         go.Heatmap(
-            z=_values(trajectory, value)[:, rows].tolist(),
+            z=values[:, rows].tolist(),
             x=list(range(len(positions))),
             y=list(range(len(trajectory.levels))),
             text=[[_escape(token) for token in level] for level in _top_tokens(trajectory, rows)],
@@ -58,14 +60,6 @@ def plot(trajectory: Trajectory, value: str = "probability") -> go.Figure:
     figure.update_xaxes(title_text="token", tickvals=list(range(len(positions))), ticktext=labels)
     figure.update_yaxes(title_text="level", tickvals=list(range(len(levels))), ticktext=levels)
     return figure
-
-
-def to_html(trajectory: Trajectory, path: str | Path | None = None) -> str:
-    """The heat map as one page that includes plotly's script; written to `path` if there is one."""
-    page: str = plot(trajectory).to_html(include_plotlyjs=True, full_html=True)
-    if path is not None:
-        write_text(Path(path).expanduser(), page)
-    return page
 
 
 def to_table(trajectory: Trajectory) -> str:
@@ -96,15 +90,6 @@ def _escape(text: str) -> str:
 
 def _last_rows(trajectory: Trajectory, limit: int) -> slice:
     return slice(max(0, len(trajectory.positions) - limit), None)
-
-
-def _values(trajectory: Trajectory, value: str) -> Tensor:
-    if value not in VALUES:
-        raise BadText(f"expected a value to plot of {', '.join(VALUES)}, got {value!r}")
-    if value == "jensen_shannon":
-        return trajectory.jensen_shannon()
-    values: Tensor = getattr(trajectory, value)
-    return values[:, :, 0] if value == "probability" else values
 
 
 def _top_tokens(trajectory: Trajectory, rows: slice) -> list[list[str]]:
