@@ -16,18 +16,23 @@ from layerjump import __version__
 from layerjump.errors import BadArtifact, WrongModel
 from layerjump.io import read_json, replace_folder, write_json, write_text
 from layerjump.jumps.jumps import Jumps
+from layerjump.jumps.maps import apply_map
 from layerjump.jumps.serialization import Record, read_record
 from layerjump.models.fingerprint import fingerprint
+from layerjump.models.hooks import attach_map
 from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import Distillation, LossComparison, Pruned, on_disk
-from layerjump.pruning.replace import METHODS, attach_maps, level_after_pruning
+from layerjump.pruning.replace import METHODS, level_after_pruning
 
 RECORD_FILE = "pruning.json"
 BASE = "base"
 """Subfolder of the checkpoint without its maps: a plain loader must not mistake it for the pruned model."""
 _REPLACEMENTS = METHODS | {"truncate": "a jump to the state after the final norm, folded into an untied unembedding"}
+
+
+RUN_INFO_KEYS = ("fingerprint", "text", "text_sha256", "tokens", "split", "seed")
 
 
 class ParameterCounts(BaseModel):
@@ -75,7 +80,7 @@ class PruningRecord(Record):
     def of(cls, pruned: Pruned) -> PruningRecord:
         """Describe a pruned model."""
         before, after = pruned.parameters
-        name, info = pruned.original.name, pruned.info
+        name = pruned.original.name
         return cls(
             layerjump=__version__,
             # The path of a folder describes a machine, not the model.
@@ -87,12 +92,7 @@ class PruningRecord(Record):
             parameters=ParameterCounts(before=before, after=after),
             loss=pruned.test_loss,
             distilled=pruned.distillation,
-            fingerprint=info.fingerprint,
-            text=info.text,
-            text_sha256=info.text_sha256,
-            tokens=info.tokens,
-            split=info.split,
-            seed=info.seed,
+            **{key: getattr(pruned.info, key) for key in RUN_INFO_KEYS},
         )
 
     @classmethod
@@ -162,13 +162,33 @@ def load_linear(folder: Path, load_base: Callable[[Path], Model]) -> Model:
                 f"{path} names a map from level {str(i)[:20]} to {str(j)[:20]}, which {folder} does not hold; prune "
                 f"again"
             )
-    attach_maps(model, {level_after_pruning(i, header.cuts): jumps[i, j] for i, j in header.cuts})
+        attach_map(model.structure.tap(Site(level_after_pruning(i, header.cuts))), jumps[i, j], apply_map)
     return model
 
 
 def model_card(record: PruningRecord) -> str:
     """Return the README.md of a pruned model."""
-    n_left = record.blocks - len(record.dropped)
+    training, loss = record.distilled, record.loss
+    distilled = training and (
+        f"\n- Then distilled: {training.steps} steps of {training.trained}, KL weight {training.kl_weight}, "
+        f"{training.minutes} minutes."
+    )
+    if loss is None:
+        losses = "The loss was not measured."
+    else:
+        losses = f"""| on test documents of that text | before | after |
+|---|---|---|
+| loss, nats per token | {loss.loss_before:.4f} | {loss.loss_after:.4f} |
+| perplexity | {loss.perplexity_before:.3f} | {loss.perplexity_after:.3f} |
+
+Perplexity ratio {loss.ratio:.3f} (95 % interval over documents {loss.low:.3f} to {loss.high:.3f}), {loss.tokens:,} \
+tokens."""
+    usage = (
+        "The maps are stored next to the checkpoint in `base/`: load the folder with `layerjump.load(folder)`."
+        if record.method == "linear"
+        else "An ordinary checkpoint: `AutoModelForCausalLM.from_pretrained(folder)` (encoders: "
+        "`AutoModelForMaskedLM`) loads it without layerjump."
+    )
     return f"""---
 library_name: transformers
 tags:
@@ -176,49 +196,16 @@ tags:
 - pruned
 ---
 
-# {record.model}, {n_left} of {record.blocks} blocks
+# {record.model}, {record.blocks - len(record.dropped)} of {record.blocks} blocks
 
-{_method_section(record)}
+Made from `{record.model}` (weights {record.fingerprint[:12]}) by layerjump {record.layerjump}.
+- Dropped blocks, counted from 1: {", ".join(map(str, record.dropped))} (selected by: {record.criterion}).
+- Replacement (`{record.method}`): {_REPLACEMENTS[record.method]}.
+- Fitted in closed form on text `{record.text}`: {record.tokens:,} tokens in all, split {record.split}, seed \
+{record.seed}.
+- Parameters: {record.parameters.before:,} before, {record.parameters.after:,} after.{distilled or ""}
 
-{_loss_section(record.loss)}
+{losses}
 
-{_usage_section(record.method)}
+{usage}
 """
-
-
-def _method_section(record: PruningRecord) -> str:
-    lines = [
-        f"Made from `{record.model}` (weights {record.fingerprint[:12]}) by layerjump {record.layerjump}.",
-        f"- Dropped blocks, counted from 1: {', '.join(map(str, record.dropped))} (selected by: {record.criterion}).",
-        f"- Replacement (`{record.method}`): {_REPLACEMENTS[record.method]}.",
-        f"- Fitted in closed form on text `{record.text}`: {record.tokens:,} tokens in all, split {record.split}, seed "
-        f"{record.seed}.",
-        f"- Parameters: {record.parameters.before:,} before, {record.parameters.after:,} after.",
-    ]
-    if training := record.distilled:
-        lines.append(
-            f"- Then distilled: {training.steps} steps of {training.trained}, KL weight {training.kl_weight}, "
-            f"{training.minutes} minutes."
-        )
-    return "\n".join(lines)
-
-
-def _loss_section(loss: LossComparison | None) -> str:
-    if loss is None:
-        return "The loss was not measured."
-    return f"""| on test documents of that text | before | after |
-|---|---|---|
-| loss, nats per token | {loss.loss_before:.4f} | {loss.loss_after:.4f} |
-| perplexity | {loss.perplexity_before:.3f} | {loss.perplexity_after:.3f} |
-
-Perplexity ratio {loss.ratio:.3f} (95 % interval over documents {loss.low:.3f} to {loss.high:.3f}), {loss.tokens:,} \
-tokens."""
-
-
-def _usage_section(method: str) -> str:
-    if method == "linear":
-        return "The maps are stored next to the checkpoint in `base/`: load the folder with `layerjump.load(folder)`."
-    return (
-        "An ordinary checkpoint: `AutoModelForCausalLM.from_pretrained(folder)` (encoders: "
-        "`AutoModelForMaskedLM`) loads it without layerjump."
-    )

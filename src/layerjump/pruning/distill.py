@@ -25,7 +25,7 @@ from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import CalibrationData, Distillation, Pruned, with_test_loss
-from layerjump.pruning.replace import FOLDING_METHODS, StreamTransform, level_after_pruning
+from layerjump.pruning.replace import FOLDING_METHODS, level_after_pruning
 from layerjump.pruning.surgery import ffn_output_layer
 from layerjump.training.trainer import ResumableTrainer, find_checkpoint, silence_trainer
 
@@ -56,12 +56,8 @@ def distill(
     if steps < 1:
         raise BadPruning(f"expected 1 or more distillation steps, got {steps}")
     module = DistillationModule(pruned, kl_weight=kl_weight, train_all_weights=train_all_weights)
-    # Everything that the result depends on.
-    run = {
-        "fingerprint": pruned.info.fingerprint,
-        "text_sha256": pruned.info.text_sha256,
-        "tokens": pruned.info.tokens,
-        "split": pruned.info.split,
+    run = {  # everything that the result depends on
+        **{name: getattr(pruned.info, name) for name in ("fingerprint", "text_sha256", "tokens", "split")},
         "steps": steps,
         "learning_rate": learning_rate,
         "kl": kl_weight,
@@ -116,9 +112,19 @@ class DistillationModule(nn.Module):
         self._models = [pruned.model, pruned.original]
         self._kl_weight = kl_weight
         self._transforms = pruned.transforms
-        self._level_pairs = _matching_levels(pruned)
+        # Levels of the pruned model after its first span, each with the original model's level that it approximates.
+        first_source, first_target = pruned.spans[0]
+        remaining = [block for block in range(1, pruned.original.n_blocks + 1) if block not in pruned.dropped]
+        pairs = [(new, dict(pruned.spans).get(old, old)) for new, old in enumerate(remaining, start=1)]
+        self._level_pairs = [(0, first_target)] if first_source == 0 else []
+        self._level_pairs += [pair for pair in pairs if pair[1] >= first_target]
+
         trained = list(pruned.model.hf.parameters()) if train_all_weights else []
-        trained += _replacement_parameters(pruned)
+        if pruned.jumps is not None:
+            trained += pruned.jumps.parameters()
+        elif pruned.method in FOLDING_METHODS:
+            for source, _ in pruned.spans:
+                trained += ffn_output_layer(pruned.model, level_after_pruning(source, pruned.spans)).parameters()
         if not trained:
             raise BadPruning(
                 f"{pruned.method} has no replacement to train; train all weights, or prune with another method"
@@ -137,7 +143,9 @@ class DistillationModule(nn.Module):
         states = _capture_levels(student, batch, [level for level, _ in self._level_pairs])
         errors = []
         for level, original_level in self._level_pairs:
-            target = self._transform(level, targets[Site(original_level)])
+            target = targets[Site(original_level)]
+            for transform in [t for t in self._transforms if t.level <= level][-1:]:
+                target = transform(target)  # in the coordinates of the pruned model's stream
             error = (states[Site(level)] - target).square().sum(-1)
             errors.append((error / target.square().sum(-1).clamp_min(1e-12)).mean())
         loss = torch.stack(errors).mean()
@@ -158,34 +166,9 @@ class DistillationModule(nn.Module):
         for parameter in self._models[0].hf.parameters():
             parameter.requires_grad_(True)
 
-    def _transform(self, level: int, states: Tensor) -> Tensor:
-        """Return the original model's states in the coordinates of the pruned model's stream at a level."""
-        below = [transform for transform in self._transforms if transform.level <= level]
-        return (below[-1] if below else StreamTransform(0))(states)
-
 
 def _capture_levels(model: Model, batch: Batch, levels: list[int]) -> dict[Site, Tensor]:
     with Capture(model.structure, [Site(level) for level in levels]) as capture:
         capture.start(batch.row * batch.input_ids.shape[1] + batch.position)
         model.run_body(batch.input_ids, batch.attention_mask)
         return capture.take()
-
-
-def _matching_levels(pruned: Pruned) -> list[tuple[int, int]]:
-    """Levels of the pruned model after its first span, each with the original model's level that it approximates."""
-    first_source, first_target = pruned.spans[0]
-    remaining = [block for block in range(1, pruned.original.n_blocks + 1) if block not in pruned.dropped]
-    targets = dict(pruned.spans)
-    pairs = [(new, targets.get(old, old)) for new, old in enumerate(remaining, start=1)]
-    start = [(0, first_target)] if first_source == 0 else []
-    return start + [pair for pair in pairs if pair[1] >= first_target]
-
-
-def _replacement_parameters(pruned: Pruned) -> list[nn.Parameter]:
-    """Parameters of the attached maps, or of the layers that maps are folded into."""
-    if pruned.jumps is not None:
-        return list(pruned.jumps.parameters())
-    if pruned.method not in FOLDING_METHODS:
-        return []
-    layers = [ffn_output_layer(pruned.model, level_after_pruning(i, pruned.spans)) for i, _ in pruned.spans]
-    return [parameter for layer in layers for parameter in layer.parameters()]

@@ -23,9 +23,9 @@ from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, Positions
 from layerjump.errors import BadPruning, TextTooShort, argument
 from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.jumps import Jumps, RunInfo
-from layerjump.metrics.token_loss import TokenLosses, token_losses
+from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model, require_model
-from layerjump.pruning.replace import ReplacementFitter, StreamTransform, check_method, check_spans
+from layerjump.pruning.replace import StreamTransform, check_method, fit_replacements
 from layerjump.pruning.select import (
     BlockSelector,
     Span,
@@ -77,21 +77,6 @@ class LossComparison(BaseModel):
     low: float
     high: float
     tokens: int
-
-    @classmethod
-    def of(cls, before: TokenLosses, after: TokenLosses) -> LossComparison:
-        """Compare two models' losses on the same tokens."""
-        ratio, low, high = after.over(before)
-        return cls(
-            loss_before=before.mean,
-            loss_after=after.mean,
-            perplexity_before=before.perplexity,
-            perplexity_after=after.perplexity,
-            ratio=ratio,
-            low=low,
-            high=high,
-            tokens=len(after.losses),
-        )
 
 
 class Distillation(BaseModel):
@@ -199,11 +184,19 @@ def prune(
     check_criterion(criterion)
     model.require_predictions()
     calibration = prepare_calibration(model, text, tokens=tokens, split=split, seed=seed)
+    if protect is None:
+        required = required_blocks(model, calibration.fit)
+        reasons = "; ".join(f"block {block}, {why}" for block, why in sorted(required.items()))
+        log.info("%s: blocks that stay: %s", model.name, reasons)
+        protect = list(required)
+    for block in protect:
+        if not 1 <= block <= model.n_blocks:
+            raise BadPruning(f"expected {argument('protect')} among blocks 1 to {model.n_blocks}, got {block}")
     selector = BlockSelector(
         model,
         calibration.fit,
         calibration.validation,
-        _protected_blocks(model, calibration, protect),
+        protect,
         use_maps=method != "remove" and not (method == "auto" and model.masked),
         contiguous=contiguous,
     )
@@ -229,36 +222,38 @@ def prepare_calibration(
                 f"{argument('split', split)} leaves no {name} documents of {corpus.name}; give that part a larger share"
             )
     fit = plan.batches["fit"].with_picks_at(ALL_POSITIONS) if model.masked else plan.batches["fit"]
+    sequences = plan.batches["validation"].sequences
+    documents: list[int] = []  # the first that have enough tokens
+    n_tokens = 0
+    for document, length in zip(sequences.document, sequences.length, strict=True):
+        if document not in documents:
+            if n_tokens >= VALIDATION_TOKENS:
+                break
+            documents.append(document)
+        n_tokens += length
     validation = make_batches(
-        corpus,
-        model.tokenization,
-        positions,
-        documents=_first_documents(plan.batches["validation"], VALIDATION_TOKENS),
-        seed=seed,
-        max_batch_tokens=VALIDATION_BATCH,
+        corpus, model.tokenization, positions, documents=documents, seed=seed, max_batch_tokens=VALIDATION_BATCH
     )
     return CalibrationData(fit, validation, plan.batches["test"], plan.info)
-
-
-def _first_documents(batches: Batches, tokens: int) -> list[int]:
-    """The first documents that have this number of tokens."""
-    lengths: dict[int, int] = {}
-    sequences = batches.sequences
-    for document, length in zip(sequences.document, sequences.length, strict=True):
-        if sum(lengths.values()) >= tokens and document not in lengths:
-            break
-        lengths[document] = lengths.get(document, 0) + length
-    return list(lengths)
 
 
 def drop_and_replace(model: Model, spans: Sequence[Span], method: str, calibration: CalibrationData) -> Pruned:
     """Return a copy of the model without the blocks of these spans, with replacements, not measured yet."""
     dropped = blocks_in_spans(spans)
     shorter = without_blocks(model, dropped)
-    if method == "auto":
-        method = _best_method(model, shorter, spans)
-    check_method(model, method)
-    check_spans(spans, method)
+    if method == "auto":  # the best that stores no more parameters than the original model
+        if cannot_fold(model):
+            method = "remove"
+        elif spans[0][0] == 0:
+            method = "linear"
+        elif cannot_rotate(model):
+            method = "fold"
+        else:
+            unembedding = shorter.structure.unembedding.get_parameter("weight")
+            is_tied = unembedding is shorter.hf.get_input_embeddings().weight
+            n_untied = count_parameters(shorter.hf) + (unembedding.numel() if is_tied else 0)
+            method = "rotation" if n_untied <= count_parameters(model.hf) else "fold"
+    check_method(model, method, spans)
     n_positions, width = calibration.fit.n_picks, model.d_model
     if method != "remove" and n_positions < 2 * width:
         raise TextTooShort(
@@ -266,56 +261,30 @@ def drop_and_replace(model: Model, spans: Sequence[Span], method: str, calibrati
             f"at least {2 * width:,} (better {10 * width:,}), or {argument('method', 'remove')}, which fits nothing"
         )
     log.info("%s: drop blocks %s, %s", model.name, ", ".join(map(str, dropped)), method)
-    fitter = ReplacementFitter(model, shorter, calibration.fit, calibration.info)
-    jumps = fitter.fit(spans, method)
-    return Pruned(
-        shorter,
-        model,
-        tuple(spans),
-        method,
-        "given",
-        calibration.info,
-        jumps=jumps,
-        transforms=tuple(fitter.transforms),
-    )
+    jumps, transforms = fit_replacements(model, shorter, spans, method, calibration.fit, calibration.info)
+    return Pruned(shorter, model, tuple(spans), method, "given", calibration.info, jumps=jumps, transforms=transforms)
 
 
 def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
     """Measure the loss on test documents."""
-    before = token_losses(pruned.original, calibration.test)
-    after = token_losses(pruned.model, calibration.test)
-    return replace(pruned, test_loss=LossComparison.of(before, after))
+    before, after = (token_losses(model, calibration.test) for model in (pruned.original, pruned.model))
+    ratio, low, high = after.over(before)
+    comparison = LossComparison(
+        loss_before=before.mean,
+        loss_after=after.mean,
+        perplexity_before=before.perplexity,
+        perplexity_after=after.perplexity,
+        ratio=ratio,
+        low=low,
+        high=high,
+        tokens=len(after.losses),
+    )
+    return replace(pruned, test_loss=comparison)
 
 
 def lowest_loss(candidates: Sequence[Pruned], calibration: CalibrationData) -> Pruned:
     """Return the candidate with the lowest validation loss: several spans cost more than their maps predict."""
     return min(candidates, key=lambda p: token_losses(p.model, calibration.validation).mean)
-
-
-def _best_method(model: Model, shorter: Model, spans: Sequence[Span]) -> str:
-    """The best method that stores no more parameters than the original model."""
-    if cannot_fold(model):
-        return "remove"
-    if spans[0][0] == 0:
-        return "linear"
-    if cannot_rotate(model):
-        return "fold"
-    unembedding = shorter.structure.unembedding.get_parameter("weight")
-    is_tied = unembedding is shorter.hf.get_input_embeddings().weight
-    n_untied = count_parameters(shorter.hf) + (unembedding.numel() if is_tied else 0)
-    return "rotation" if n_untied <= count_parameters(model.hf) else "fold"
-
-
-def _protected_blocks(model: Model, calibration: CalibrationData, protect: Sequence[int] | None) -> Sequence[int]:
-    if protect is None:
-        required = required_blocks(model, calibration.fit)
-        reasons = "; ".join(f"block {block}, {why}" for block, why in sorted(required.items()))
-        log.info("%s: blocks that stay: %s", model.name, reasons)
-        return list(required)
-    for block in protect:
-        if not 1 <= block <= model.n_blocks:
-            raise BadPruning(f"expected {argument('protect')} among blocks 1 to {model.n_blocks}, got {block}")
-    return protect
 
 
 def _prune_count(

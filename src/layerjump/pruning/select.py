@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
@@ -133,20 +132,41 @@ class BlockSelector:
                 f"{count} blocks are to be dropped, but only {len(self.candidates)} may go; drop fewer, or pass the "
                 f"blocks that must stay as {argument('protect')}"
             )
-        select_by: dict[str, Callable[[int], Collection[int]]] = {
-            "loss": self._by_loss,
-            "linearity": lambda n: self._lowest(n, {b: -s for b, s in self.linearity().items()}),
-            "linearity-iterative": self._by_iterative_linearity,
-            "influence": lambda n: self._lowest(n, self.influence()),
-            "angle": self._by_angle,
-            "deepest": lambda n: blocks_in_spans([self._require_spans(n)[-1]]),
-        }
-        return tuple(sorted(select_by[criterion](count)))
+        if criterion == "linearity-iterative":
+            return tuple(sorted(self._order_by_linearity(count)))
+        if criterion == "loss" and not self.contiguous:
+            return tuple(sorted(self.order_by_loss(count)))
+        block_scores: dict[int, float] = {}  # low for the blocks to drop
+        if criterion == "linearity":
+            block_scores = {block: -score for block, score in self.linearity().items()}
+        elif criterion == "influence":
+            block_scores = self.influence()
+        if block_scores and not self.contiguous:
+            return tuple(sorted(sorted(self.candidates, key=block_scores.__getitem__)[:count]))
+
+        spans = self.spans(count)
+        if not spans:
+            raise BadPruning(
+                f"there is no span of {count} blocks that may go: blocks "
+                f"{', '.join(map(str, sorted(self.protected)))} must stay; drop fewer, or select by loss, linearity or "
+                f"influence, which take separate blocks"
+            )
+        if criterion == "loss":
+            trials = SpanTrials(self, count)
+            scores = {span: trials.loss([span]) for span in spans}
+        elif criterion == "angle":  # the mean angle arccos(cos)/π between the levels of a span (arXiv 2403.17887)
+            moments = self.collect([(Site(i), Site(j)) for i, j in spans])
+            scores = {(i, j): moments.mean_angle((Site(i), Site(j))) for i, j in spans}
+        elif criterion == "deepest":
+            scores = {(i, j): -float(i) for i, j in spans}
+        else:
+            scores = {span: sum(block_scores[block] for block in blocks_in_spans([span])) for span in spans}
+        return blocks_in_spans([min(spans, key=scores.__getitem__)])
 
     def linearity(self, model: Model | None = None) -> dict[int, float]:
         """Return 1 − error / variance of the affine map over each block (in sample, as in arXiv 2405.12250)."""
         n_blocks = (model or self.model).n_blocks
-        moments = self._collect([block_pair(level) for level in range(n_blocks)], model)
+        moments = self.collect([block_pair(level) for level in range(n_blocks)], model)
         scores = {}
         for level in range(n_blocks):
             pair = block_pair(level)
@@ -158,47 +178,21 @@ class BlockSelector:
     def influence(self) -> dict[int, float]:
         """Return Block Influence: 1 − mean cosine between the input and output of each block (arXiv 2403.03853)."""
         pairs = [block_pair(level) for level in range(self.model.n_blocks)]
-        moments = self._collect(pairs)
+        moments = self.collect(pairs)
         return {pair[1].index: 1 - moments.mean_cosine(pair) for pair in pairs}
 
-    def order_by_loss(self, count: int) -> list[int]:
-        """Return `count` blocks in the greedy order by loss: the first n of them are the selection of n blocks."""
-        return self._greedy(count, SpanTrials(self, count))
-
-    def _lowest(self, count: int, scores: dict[int, float]) -> Collection[int]:
-        if not self.contiguous:
-            return sorted(self.candidates, key=lambda block: scores[block])[:count]
-
-        def span_score(span: Span) -> float:
-            return sum(scores[block] for block in blocks_in_spans([span]))
-
-        return blocks_in_spans([min(self._require_spans(count), key=span_score)])
-
-    def _by_iterative_linearity(self, count: int) -> Collection[int]:
+    def _order_by_linearity(self, count: int) -> list[int]:
         dropped: list[int] = []
         for _ in range(count):
             remaining = [b for b in range(1, self.model.n_blocks + 1) if b not in dropped]
             scores = self.linearity(without_blocks(self.model, dropped) if dropped else None)
             scores = {remaining[new - 1]: score for new, score in scores.items()}
-            free = [block for block in remaining if block in self.candidates]
-            dropped.append(max(free, key=lambda block: scores[block]))
+            dropped.append(max((b for b in self.candidates if b not in dropped), key=scores.__getitem__))
         return dropped
 
-    def _by_angle(self, count: int) -> Collection[int]:
-        """The span of least mean angle arccos(cos)/π between its levels (arXiv 2403.17887)."""
-        spans = self._require_spans(count)
-        moments = self._collect([(Site(i), Site(j)) for i, j in spans])
-        angles = {(i, j): moments.mean_angle((Site(i), Site(j))) for i, j in spans}
-        return blocks_in_spans([min(spans, key=lambda span: angles[span])])
-
-    def _by_loss(self, count: int) -> Collection[int]:
+    def order_by_loss(self, count: int) -> list[int]:
+        """Return `count` blocks in the greedy order by loss: the first n of them are the selection of n blocks."""
         trials = SpanTrials(self, count)
-        if not self.contiguous:
-            return self._greedy(count, trials)
-        spans = self._require_spans(count)
-        return blocks_in_spans([min(spans, key=lambda span: trials.loss([span]))])
-
-    def _greedy(self, count: int, trials: SpanTrials) -> list[int]:
         dropped: list[int] = []
         loss = {block: trials.loss(contiguous_spans([block])) for block in self.candidates}
         while len(dropped) < count:
@@ -218,23 +212,13 @@ class BlockSelector:
             dropped.append(min(candidates, key=lambda block: loss[block]))
         return dropped
 
-    def _require_spans(self, count: int) -> list[Span]:
-        spans = self.spans(count)
-        if not spans:
-            raise BadPruning(
-                f"there is no span of {count} blocks that may go: blocks "
-                f"{', '.join(map(str, sorted(self.protected)))} must stay; drop fewer, or select by loss, linearity or "
-                f"influence, which take separate blocks"
-            )
-        return spans
-
-    def _collect(self, pairs: Sequence[Pair], model: Model | None = None) -> Moments:
-        """Collect second moments of fit documents without the first position, whose state would dominate."""
+    def collect(self, pairs: Sequence[Pair], model: Model | None = None, *, skip_first: bool = True) -> Moments:
+        """Collect second moments of fit documents, without the first position, whose state would dominate."""
         moments = Moments(pairs, reservoir=0, products=product_dtype(self.model))
         for states in capture_states(model or self.model, self.fit, moments.sites):
-            later = states.batch.position > 0
-            if bool(later.any()):
-                moments.add({site: state[later] for site, state in states.at.items()})
+            selected = states.batch.position >= int(skip_first)
+            if bool(selected.any()):
+                moments.add({site: state[selected] for site, state in states.at.items()})
         return moments
 
 
@@ -245,45 +229,37 @@ class SpanTrials:
     """
 
     def __init__(self, selector: BlockSelector, count: int) -> None:
-        self._selector = selector
+        self._model = selector.model
         self._max_span = count if selector.contiguous else min(count, MAX_SPAN)
         self._reruns = [Rerun(selector.model, batch) for batch in selector.validation]
-        self._maps = self._fit_maps() if selector.use_maps else {}
+        self._maps: dict[Span, torch.nn.Module] = {}
+        if not selector.use_maps:
+            return
+        lengths = [self._max_span] if selector.contiguous else range(1, self._max_span + 1)
+        spans = [span for length in lengths for span in selector.spans(length)]
+        # The maps apply to all positions, so they are fitted on all, the first included.
+        moments = selector.collect([(Site(i), Site(j)) for i, j in spans], skip_first=False)
+        for i in dict.fromkeys(i for i, _ in spans):
+            same_source = [span for span in spans if span[0] == i]
+            targets = [moments.target(Site(i), Site(j)) for _, j in same_source]
+            solved = solve("affine", moments.source(Site(i)), targets)
+            self._maps |= {span: to_module(affine) for span, affine in zip(same_source, solved, strict=True)}
 
     def covers(self, spans: Sequence[Span]) -> bool:
         """Return whether no span is longer than those that maps are fitted for."""
         return all(j - i <= self._max_span for i, j in spans)
 
+    @torch.no_grad()
     def loss(self, spans: Sequence[Span]) -> float:
         """Return the mean loss with these spans dropped."""
-        model = self._selector.model
-        losses = [
-            token_losses_at(model, rerun.batch, rerun.pick(self._last_level(rerun, spans)))[0] for rerun in self._reruns
-        ]
+        losses = []
+        for rerun in self._reruns:
+            level = spans[0][0]
+            states = rerun.levels[level]
+            for i, j in spans:
+                states = rerun.from_level(level, states, to=i)
+                states = apply_map(self._maps[i, j], states) if self._maps else states
+                level = j
+            last = rerun.pick(rerun.from_level(level, states))
+            losses.append(token_losses_at(self._model, rerun.batch, last)[0])
         return float(torch.cat(losses).mean())
-
-    @torch.no_grad()
-    def _last_level(self, rerun: Rerun, spans: Sequence[Span]) -> Tensor:
-        level = spans[0][0]
-        states = rerun.levels[level]
-        for i, j in spans:
-            states = rerun.from_level(level, states, to=i)
-            states = apply_map(self._maps[i, j], states) if self._maps else states
-            level = j
-        return rerun.from_level(level, states)
-
-    def _fit_maps(self) -> dict[Span, torch.nn.Module]:
-        selector = self._selector
-        lengths = [self._max_span] if selector.contiguous else range(1, self._max_span + 1)
-        spans = [span for length in lengths for span in selector.spans(length)]
-        # The maps apply to all positions, so they are fitted on all, the first included.
-        moments = Moments([(Site(i), Site(j)) for i, j in spans], reservoir=0, products=product_dtype(selector.model))
-        for states in capture_states(selector.model, selector.fit, moments.sites):
-            moments.add(states.at)
-        maps: dict[Span, torch.nn.Module] = {}
-        for i in dict.fromkeys(i for i, _ in spans):
-            same_source = [span for span in spans if span[0] == i]
-            targets = [moments.target(Site(i), Site(j)) for _, j in same_source]
-            solved = solve("affine", moments.source(Site(i)), targets)
-            maps |= {s: to_module(affine) for s, affine in zip(same_source, solved, strict=True)}
-        return maps

@@ -10,7 +10,7 @@ it is. (Norms add a small ε to the variance, so a scale changes results by abou
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,7 @@ def can_scale(model: Model) -> bool:
     return bool(steps) and "norm" in type(steps[0]).__name__.lower()
 
 
+@torch.no_grad()
 def without_blocks(model: Model, dropped: Collection[int]) -> Model:
     """Return a copy of the model without the dropped blocks, counted from 1."""
     if reason := cannot_drop(model):
@@ -116,17 +117,12 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
     path, _, name = model.structure.family.blocks.rpartition(".")
     modules = list(hf.get_submodule(model.structure.family.blocks).children())
     setattr(hf.get_submodule(path), name, nn.ModuleList(modules[old - 1] for old in remaining))
-    _shorten_config(hf.config, remaining, model.n_blocks)
-    for new, old in enumerate(remaining, start=1):
-        _renumber_block(modules[old - 1], hf.config, old, new)
-    return Model(hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
 
-
-def _shorten_config(config: Any, remaining: list[int], n_blocks: int) -> None:
+    config = hf.config
     config.num_hidden_layers = len(remaining)
     for name in PER_BLOCK_CONFIG:
         values = getattr(config, name, None)
-        if values is not None and len(values) == n_blocks:
+        if values is not None and len(values) == model.n_blocks:
             setattr(config, name, [values[block - 1] for block in remaining])
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo's form of attention_layers
         config.attention_types = [[list(config.attention_layers), 1]]
@@ -134,35 +130,25 @@ def _shorten_config(config: Any, remaining: list[int], n_blocks: int) -> None:
     if n_full is not None:  # the first blocks have full attention
         config.max_window_layers = sum(block <= n_full for block in remaining)
 
-
-@torch.no_grad()
-def _renumber_block(block: nn.Module, config: Any, old: int, new: int) -> None:
-    for module in block.modules():
-        for name in BLOCK_INDEX_NAMES:
-            if isinstance(module.__dict__.get(name), int):
-                setattr(module, name, new - 1)
-    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
-        # This GPT-2 divides attention scores by the block's number; queries compensate for the new number.
-        attention: Any = block.get_submodule("attn")
-        queries = slice(0, attention.embed_dim)
-        attention.c_attn.weight[:, queries] *= new / old
-        attention.c_attn.bias[queries] *= new / old
-        attention.scaling *= old / new
+    for new, old in enumerate(remaining, start=1):
+        for module in modules[old - 1].modules():
+            for name in BLOCK_INDEX_NAMES:
+                if isinstance(module.__dict__.get(name), int):
+                    setattr(module, name, new - 1)
+        if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+            # This GPT-2 divides attention scores by the block's number; queries compensate for the new number.
+            attention: Any = modules[old - 1].get_submodule("attn")
+            queries = slice(0, attention.embed_dim)
+            attention.c_attn.weight[:, queries] *= new / old
+            attention.c_attn.bias[queries] *= new / old
+            attention.scaling *= old / new
+    return Model(hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
 
 
 def ffn_output_layer(model: Model, block: int) -> nn.Module:
     """Return the output layer of a block's feed-forward network; blocks count from 1."""
     projections = PROJECTIONS[model.hf.config.model_type]
     return model.structure.blocks[block - 1].get_submodule(projections.ffn_out)
-
-
-def _layers_reading_norms(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    projections, family = PROJECTIONS[model.hf.config.model_type], model.structure.family
-    module = model.structure.blocks[block - 1]
-    for norm, paths in ((family.ln1, projections.read_ln1), (family.ln2, projections.read_ln2)):
-        if norm is None:
-            raise BadModel("the stream of a block without both norms cannot be rotated")
-        yield module.get_submodule(norm), [module.get_submodule(path) for path in paths]
 
 
 @torch.no_grad()
@@ -195,18 +181,19 @@ def fold_input_map(layer: nn.Module, weight: Tensor) -> None:
 @torch.no_grad()
 def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
     """Edit the weights so that the residual stream h from a level on becomes scale · rotation @ h."""
-    family = model.structure.family
+    family, projections = model.structure.family, PROJECTIONS[model.hf.config.model_type]
     identity = torch.eye(model.d_model, dtype=torch.float64)
     matrix = identity if rotation is None else rotation.double().cpu()
-    for block in range(level + 1, model.n_blocks + 1):
-        module = model.structure.blocks[block - 1]
-        for layer in (module.get_submodule(family.attn_out_proj), ffn_output_layer(model, block)):
-            fold_output_map(layer, scale * matrix)
+    for block in model.structure.blocks[level:]:
+        for path in (family.attn_out_proj, projections.ffn_out):
+            fold_output_map(block.get_submodule(path), scale * matrix)
         if rotation is not None:
-            for norm, layers in _layers_reading_norms(model, block):
-                norm_weight = absorb_norm_weight(norm, family.norm_offset)
-                for layer in layers:
-                    fold_input_map(layer, norm_weight[:, None] * matrix.mT)
+            for norm, paths in ((family.ln1, projections.read_ln1), (family.ln2, projections.read_ln2)):
+                if norm is None:
+                    raise BadModel("the stream of a block without both norms cannot be rotated")
+                norm_weight = absorb_norm_weight(block.get_submodule(norm), family.norm_offset)
+                for path in paths:
+                    fold_input_map(block.get_submodule(path), norm_weight[:, None] * matrix.mT)
     if rotation is not None:
         final_norm = model.structure.final_steps[0]
         if not isinstance(final_norm, nn.Module):
