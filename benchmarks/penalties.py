@@ -36,7 +36,6 @@ from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import describe_machine
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
-from layerjump.training.model import ModelShape
 from layerjump.training.pretrain import PretrainingRecord, Recipe, join_corpora, pretrain
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -50,7 +49,10 @@ MAX_ITEMS = 200
 PENALTY_WEIGHTS = {"none": 0.0, "cosine": 0.5, "mse": 0.5, "jump": 0.5}
 FULL = Recipe(
     arch="mistral",
-    shape=ModelShape(layers=6, hidden_size=128, heads=4, max_positions=128),
+    layers=6,
+    hidden_size=128,
+    heads=4,
+    max_positions=128,
     vocab_size=1024,
     length=128,
     steps=600,
@@ -58,12 +60,7 @@ FULL = Recipe(
     learning_rate=1e-3,
 )
 QUICK = replace(
-    FULL,
-    shape=ModelShape(layers=3, hidden_size=64, heads=4, max_positions=64),
-    vocab_size=512,
-    length=64,
-    steps=200,
-    learning_rate=3e-3,
+    FULL, layers=3, hidden_size=64, heads=4, max_positions=64, vocab_size=512, length=64, steps=200, learning_rate=3e-3
 )
 T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Number of paired differences → 95 % quantile of t."""

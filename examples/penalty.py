@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
-from layerjump.training.data import pack_rows, train_tokenizer
+from layerjump.training.data import pack_rows
 from layerjump.training.linearity_profile import measure_profile
+from layerjump.training.model import train_tokenizer
 from layerjump.training.regularizers import cosine
 from layerjump.training.trainer import LevelStates
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from helpers.story_text import stories
-from layerjump.training.model import ModelShape
 from layerjump.training.pretrain import Recipe
 
 TEXT, HELD_OUT = stories(300), stories(60, seed=1, name="others")
 SMALL = Recipe(
-    shape=ModelShape(layers=2, hidden_size=16, heads=2, max_positions=16),
+    layers=2,
+    hidden_size=16,
+    heads=2,
+    max_positions=16,
     vocab_size=300,
     length=16,
     steps=8,

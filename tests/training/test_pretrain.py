@@ -19,9 +19,9 @@ from helpers.story_text import stories
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact
-from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
+from layerjump.training.data import PackedRows, pack_rows
 from layerjump.training.linearity_profile import LevelProfile, measure_profile
-from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model
+from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model, train_tokenizer
 from layerjump.training.pretrain import PretrainingRecord, pretrain, train_model, training_arguments
 
 
@@ -34,7 +34,7 @@ def train(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     masked = recipe.architecture.masked
     tokenizer = tokenizers[masked]
     rows = pack_rows(TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16)
-    hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed).to(dtype)
+    hf = build_model(recipe.architecture, recipe, tokenizer, seed=recipe.seed).to(dtype)
     settings = training_arguments(recipe, folder, gradient_accumulation_steps=accumulate, device="cpu")
     log = train_model(hf, tokenizer, rows, recipe, settings)
     return hf.state_dict(), log
@@ -49,7 +49,7 @@ def test_penalty_weight_zero_is_plain_training_bit_for_bit(tokenizers, tmp_path)
     recipe = replace(SMALL, penalty="cosine", penalty_weight=0.0)
     ours, log = train(recipe, tokenizers, tmp_path / "ours")
     rows = pack_rows(TEXT.documents, Tokenization.of(tokenizers[False], max_positions=16), 16)
-    plain = build_model(recipe.architecture, recipe.shape, tokenizers[False], seed=0)
+    plain = build_model(recipe.architecture, recipe, tokenizers[False], seed=0)
     transformers.Trainer(
         plain, training_arguments(recipe, tmp_path / "plain", device="cpu"), train_dataset=PackedRows(rows, 64, seed=0)
     ).train()

@@ -8,7 +8,8 @@ from helpers.story_text import stories
 
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadTraining, TextTooShort
-from layerjump.training.data import IGNORE_INDEX, PackedRows, pack_rows, train_tokenizer
+from layerjump.training.data import IGNORE_INDEX, PackedRows, pack_rows
+from layerjump.training.model import train_tokenizer
 
 TEXT = stories(80).documents
 

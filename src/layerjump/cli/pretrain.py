@@ -78,14 +78,15 @@ def pretrain(
     [bold]torchrun --nproc-per-node 2 -m layerjump pretrain --text stories.txt[/]    two processes
     """
     from layerjump.data.corpus import load_text
-    from layerjump.training.model import ModelShape
     from layerjump.training.pretrain import Recipe, join_corpora
     from layerjump.training.pretrain import pretrain as train
 
-    positions = length if max_positions is None else max_positions
     recipe = Recipe(
         arch=arch,
-        shape=ModelShape(layers, hidden_size, heads, positions),
+        layers=layers,
+        hidden_size=hidden_size,
+        heads=heads,
+        max_positions=length if max_positions is None else max_positions,
         vocab_size=vocab_size,
         length=length,
         penalty=penalty,

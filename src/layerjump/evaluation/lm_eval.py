@@ -14,7 +14,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -130,24 +132,21 @@ class LayerjumpLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
+        # How many tokens of an input are scored: lm-eval does not pass it on when it calls the model.
         for texts, context, continuation in requests:
-            self._note_request(texts, context, continuation)
+            if not 0 < len(continuation) <= self.max_length:
+                raise BadEvaluation(
+                    f"the continuation {str(texts and texts[1])[:40]!r} has {len(continuation)} tokens, but this model "
+                    f"scores 1 to {self.max_length}; leave the item out"
+                )
+            ids = context + continuation
+            self.n_truncated += len(ids) > self.max_length + 1
+            inputs = tuple(ids[-(self.max_length + 1) :][:-1])
+            self._n_scored[inputs] = max(len(continuation), self._n_scored.get(inputs, 0))
         try:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         finally:
             self._n_scored.clear()
-
-    def _note_request(self, texts: Any, context: list[int], continuation: list[int]) -> None:
-        """Note how many tokens of an input are scored: lm-eval does not pass it on when it calls the model."""
-        if not 0 < len(continuation) <= self.max_length:
-            raise BadEvaluation(
-                f"the continuation {str(texts and texts[1])[:40]!r} has {len(continuation)} tokens, but this model "
-                f"scores 1 to {self.max_length}; leave the item out"
-            )
-        ids = context + continuation
-        self.n_truncated += len(ids) > self.max_length + 1
-        inputs = tuple(ids[-(self.max_length + 1) :][:-1])
-        self._n_scored[inputs] = max(len(continuation), self._n_scored.get(inputs, 0))
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         if not self.reader.levels:
@@ -196,22 +195,14 @@ def run_tasks(
         with closing(LayerjumpLM(model, variant=variant, batch_size=batch_size)) as lm:
             lm.show_progress = False
             n_requests = sum(len(item.choices or [item.target]) for part in items for item in part)
-            lm.set_cache_hook(_RequestCounter(progress, n_requests))
+            if progress:
+                answered = count(1)
+                # lm-eval calls its cache hook with every answer.
+                hook = SimpleNamespace(add_partial=lambda *_: progress(next(answered), n_requests))
+                lm.set_cache_hook(hook)
             # Without lm-eval's bootstrap: we compute our own intervals.
             results = run_lm_eval(lm, local, bootstrap_iters=0, log_samples=True)
     return results["samples"], lm
-
-
-class _RequestCounter:
-    """A cache hook of lm-eval, which is called with every answer, that counts the answers."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._n_done = progress, total, 0
-
-    def add_partial(self, *_: Any) -> None:
-        self._n_done += 1
-        if self._progress:
-            self._progress(self._n_done, self._total)
 
 
 @contextmanager

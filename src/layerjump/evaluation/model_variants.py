@@ -181,26 +181,22 @@ class TeacherForcedExit:
 
         Rows without early exit come last if `states` has level L; otherwise they are left to the caller.
         """
+        last = Site(self._last)
         for rows in torch.arange(len(positions), device=positions.device).split(self._chunk_rows):
-            yield from self._read_rows(states, positions, rows)
-
-    def _read_rows(
-        self, states: Mapping[Site, Tensor], positions: Tensor, rows: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        earlier: tuple[Tensor, ...] = ()
-        for level in self.levels:
-            state = states[Site(level)][rows]
-            reading = LevelReading(level, state, positions[rows], self._rule_lens.logits, earlier)
-            exits = self._rule.should_exit(reading)
-            if bool(exits.any()):
-                self._n_exits[level] += int(exits.sum())
-                is_full = self._rule_lens is self._lens
-                logits = reading.logits if is_full else self._lens.logits(level, state)
-                yield rows[exits], logits[exits]
-            earlier += (reading.top_token,) if reading.has_logits else ()
-            rows, earlier = rows[~exits], tuple(top[~exits] for top in earlier)
-            if not len(rows):
-                return
-        self._n_exits[self._last] += len(rows)
-        if (last := Site(self._last)) in states:
-            yield rows, self._lens.logits(last, states[last][rows])
+            earlier: tuple[Tensor, ...] = ()
+            for level in self.levels:
+                state = states[Site(level)][rows]
+                reading = LevelReading(level, state, positions[rows], self._rule_lens.logits, earlier)
+                exits = self._rule.should_exit(reading)
+                if bool(exits.any()):
+                    self._n_exits[level] += int(exits.sum())
+                    is_full = self._rule_lens is self._lens
+                    logits = reading.logits if is_full else self._lens.logits(level, state)
+                    yield rows[exits], logits[exits]
+                earlier += (reading.top_token,) if reading.has_logits else ()
+                rows, earlier = rows[~exits], tuple(top[~exits] for top in earlier)
+                if not len(rows):
+                    break
+            self._n_exits[self._last] += len(rows)
+            if len(rows) and last in states:
+                yield rows, self._lens.logits(last, states[last][rows])

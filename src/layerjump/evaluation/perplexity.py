@@ -9,15 +9,14 @@ token of each is not scored. The perplexity is exp of the mean loss of the score
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from layerjump.errors import BadEvaluation, argument
-from layerjump.evaluation.model_variants import ModelVariant, TeacherForcedExit, WholeModel, require_causal
+from layerjump.evaluation.model_variants import ModelVariant, WholeModel, require_causal
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import upcast
 from layerjump.models.hooks import Capture
@@ -83,9 +82,20 @@ def perplexity(
     spans = list(windows(len(ids), window, stride))[:limit]
     variant = variant or WholeModel()
     reader, losses = variant.make_reader(model), []
-    with variant.applied_to(model):
+    sites = [Site(level) for level in (*reader.levels, model.n_blocks)]
+    with variant.applied_to(model), Capture(model.structure, sites) as capture, torch.no_grad():
         for start, end, first in spans:
-            losses.append(_window_losses(model, reader, ids[start:end], first - start))
+            tokens = torch.tensor(ids[start:end])
+            positions = torch.arange(first - start - 1, len(tokens) - 1)
+            losses.append(torch.zeros(len(positions), dtype=torch.float64))
+            if len(positions):
+                capture.start(positions)
+                model.run_body(tokens[None], torch.ones(1, len(tokens), dtype=torch.long))
+                states = capture.take()
+                for rows, logits in reader.read(states, positions.to(states[sites[-1]].device)):
+                    targets = tokens[positions[rows.cpu()] + 1].to(logits.device)
+                    loss_of_rows = cross_entropy(upcast(logits), targets, reduction="none")
+                    losses[-1][rows.cpu()] = loss_of_rows.double().cpu()
             if progress:
                 progress(end, spans[-1][1])
     window_index = torch.cat([torch.full((len(part),), i) for i, part in enumerate(losses)])
@@ -113,23 +123,3 @@ def windows(n_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int,
         n_scored = end
         if end == n_tokens:
             return
-
-
-@torch.no_grad()
-def _window_losses(model: Model, reader: TeacherForcedExit, ids: Sequence[int], first: int) -> Tensor:
-    """Return the losses of a window's tokens from `first` on."""
-    tokens = torch.tensor(ids)
-    positions = torch.arange(first - 1, len(ids) - 1)
-    losses = torch.zeros(len(positions), dtype=torch.float64)
-    if not len(positions):
-        return losses
-    sites = [Site(level) for level in (*reader.levels, model.n_blocks)]
-    with Capture(model.structure, sites) as capture:
-        capture.start(positions)
-        model.run_body(tokens[None], torch.ones(1, len(ids), dtype=torch.long))
-        states = capture.take()
-    for rows, logits in reader.read(states, positions.to(states[sites[-1]].device)):
-        targets = tokens[positions[rows.cpu()] + 1].to(logits.device)
-        loss = cross_entropy(upcast(logits), targets, reduction="none")
-        losses[rows.cpu()] = loss.double().cpu()
-    return losses

@@ -143,22 +143,17 @@ def evaluate(
     from layerjump.evaluation.lm_eval import run_tasks
 
     samples, lm = run_tasks(model, selected, items, variant, batch_size, progress)
-    return Evaluation(
-        [
-            _score(task.name, metric, [sample[metric] for sample in samples[task.name]])
-            for task in selected
-            for metric in task.metrics
-        ],
-        {task.name: [_score_item(sample) for sample in samples[task.name]] for task in selected},
-        lm.n_truncated,
-        lm.reader.mean_level,
-    )
-
-
-def _score_item(sample: Mapping[str, Any]) -> ItemScore:
-    loglikelihoods, greedy = zip(*sample["filtered_resps"], strict=True)
-    gold = sample["doc"].get("gold", 0)
-    return ItemScore(sample["doc_id"], list(loglikelihoods), list(greedy), gold)
+    scores: list[TaskScore] = []
+    item_scores: dict[str, list[ItemScore]] = {}
+    for task in selected:
+        results = samples[task.name]
+        scores += [_score(task.name, metric, [sample[metric] for sample in results]) for metric in task.metrics]
+        item_scores[task.name] = []
+        for sample in results:
+            loglikelihoods, greedy = map(list, zip(*sample["filtered_resps"], strict=True))
+            gold = sample["doc"].get("gold", 0)
+            item_scores[task.name].append(ItemScore(sample["doc_id"], loglikelihoods, greedy, gold))
+    return Evaluation(scores, item_scores, lm.n_truncated, lm.reader.mean_level)
 
 
 def _score(task: str, metric: str, values: Sequence[Any]) -> TaskScore:
@@ -225,21 +220,17 @@ def load_items(task: Task, data: str | Path, limit: int | None = None) -> list[T
     items = []
     for number, row in enumerate(rows, start=1):
         try:
-            items.append(_parse_item(task, row))
+            for column, expected in task.columns.items():
+                if type(row.get(column)) is not expected:
+                    name = {str: "a text", list: "a list", int: "a number"}[expected]
+                    value = shorten(row[column]) if column in row else "nothing"
+                    raise ValueError(f"expected {name} in `{column}`, got {value}")
+            items.append(task.parse(row))
         except ValueError as error:
             raise BadEvaluation(
                 f"item {number} of {path} is not one of {task.name}: {error}; correct the file"
             ) from None
     return items
-
-
-def _parse_item(task: Task, row: Mapping[str, Any]) -> TaskItem:
-    for column, expected in task.columns.items():
-        if type(row.get(column)) is not expected:
-            name = {str: "a text", list: "a list", int: "a number"}[expected]
-            value = shorten(row[column]) if column in row else "nothing"
-            raise ValueError(f"expected {name} in `{column}`, got {value}")
-    return task.parse(row)
 
 
 _CHOICE_COLUMNS = {"query": str, "choices": list, "gold": int}
@@ -296,16 +287,16 @@ def _parse_lambada(row: Mapping[str, Any]) -> TaskItem:
 _CB_ANSWERS = {"entailment": "True", "contradiction": "False", "neutral": "Neither"}
 _RTE_ANSWERS = {"entailment": "True", "not_entailment": "False"}
 _WINOGRAD_COLUMNS = {"context_options": list, "continuation": str, "gold": int}
-_LAMBADA = ("lambada_test.jsonl", "lambada_openai", {"text": str}, _parse_lambada)
-_WINOGRAD = ("winograd_wsc.jsonl", "wsc273", _WINOGRAD_COLUMNS, _parse_winograd)
 _TASKS = (
     _choice_task("arc_easy", lambda query: query + _ANSWER, ("acc", "acc_norm")),
     _choice_task("boolq", lambda query: query.removeprefix("Passage: ") + _ANSWER),
     _entailment_task("cb", "superglue/CB/val.jsonl", "cb", _CB_ANSWERS, ". True, False, or Neither?", ("acc", "f1")),
     Task("copa", "copa.jsonl", "copa", _CHOICE_COLUMNS, _parse_copa),
-    Task("lambada", *_LAMBADA, metrics=("acc", "perplexity"), kind="cloze"),
+    Task(
+        "lambada", "lambada_test.jsonl", "lambada_openai", {"text": str}, _parse_lambada, ("acc", "perplexity"), "cloze"
+    ),
     _choice_task("piqa", lambda query: query.removesuffix("\n") + _ANSWER, ("acc", "acc_norm")),
     _entailment_task("rte", "superglue/RTE/val.jsonl", "sglue_rte", _RTE_ANSWERS, " True or False?"),
-    Task("winograd", *_WINOGRAD, kind="contexts"),
+    Task("winograd", "winograd_wsc.jsonl", "wsc273", _WINOGRAD_COLUMNS, _parse_winograd, kind="contexts"),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}

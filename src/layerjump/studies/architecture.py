@@ -25,7 +25,7 @@ from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.data import pack_rows
 from layerjump.training.linearity_profile import measure_profile
-from layerjump.training.model import VARIANTS, Architecture, ModelShape, build_model
+from layerjump.training.model import VARIANTS, Architecture, build_model
 from layerjump.training.pretrain import Recipe, train_model, training_arguments
 
 MAX_LENGTH, BATCH_SIZE = 128, 16
@@ -132,9 +132,11 @@ def _subset(setup: Setup, part: str) -> Corpus:
 def _recipe(setup: Setup, *, seed: int) -> Recipe:
     model, steps = setup.model, setup.settings.training_steps or 1
     length = min(MAX_LENGTH, model.tokenization.max_length)
-    heads = int(model.hf.config.num_attention_heads)
     return Recipe(
-        shape=ModelShape(model.n_blocks, model.d_model, heads, length),
+        layers=model.n_blocks,
+        hidden_size=model.d_model,
+        heads=int(model.hf.config.num_attention_heads),
+        max_positions=length,
         length=length,
         steps=steps,
         batch_size=BATCH_SIZE,
@@ -147,7 +149,7 @@ def _recipe(setup: Setup, *, seed: int) -> Recipe:
 def _train(like: Model, architecture: Architecture, text: Corpus, recipe: Recipe) -> Model:
     tokenizer = like.tokenization.tokenizer
     rows = pack_rows(text.documents, like.tokenization, recipe.length)
-    hf = build_model(architecture, recipe.shape, tokenizer, seed=recipe.seed)
+    hf = build_model(architecture, recipe, tokenizer, seed=recipe.seed)
     with tempfile.TemporaryDirectory() as folder:
         settings = training_arguments(recipe, Path(folder), device=like.device.type)
         settings.save_strategy = "no"

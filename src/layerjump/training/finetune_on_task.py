@@ -7,11 +7,12 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
@@ -49,12 +50,25 @@ class _ChoiceRow(BaseModel):
     choices: list[str]
     gold: NonNegativeInt
 
+    @model_validator(mode="after")
+    def _check_gold(self) -> Self:
+        if self.gold >= len(self.choices):
+            raise ValueError("`gold` is not the index of a choice")
+        return self
+
+    def to_item(self, labels: Sequence[str]) -> ChoiceItem:
+        return ChoiceItem(self.query.rstrip(), tuple(self.choices), self.gold)
+
 
 class _EntailmentRow(BaseModel):
     model_config = ConfigDict(strict=True)
     premise: str
     hypothesis: str
     label: str
+
+    def to_item(self, labels: Sequence[str]) -> ChoiceItem:
+        prompt = f"{self.premise}\nQuestion: {self.hypothesis}\nAnswer:"
+        return ChoiceItem(prompt, tuple(label.replace("_", " ") for label in labels), labels.index(self.label))
 
 
 def load_task(path: str | Path) -> list[ChoiceItem]:
@@ -68,36 +82,20 @@ def load_task(path: str | Path) -> list[ChoiceItem]:
         lines = path.read_text("utf-8").split("\n")  # splitlines() also splits at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise BadText(f"the task {path} cannot be read ({error}); {_FORMATS}") from error
-    rows = []
+    rows: list[_ChoiceRow | _EntailmentRow] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            rows.append(_parse_row(line))
+            values = json.loads(line)
+            kind = _EntailmentRow if isinstance(values, dict) and "label" in values else _ChoiceRow
+            rows.append(kind.model_validate(values))
         except (ValueError, RecursionError) as error:
             raise BadText(f"line {number} of the task {path} is not an item; {_FORMATS}") from error
     if not rows:
         raise BadText(f"the task {path} has no items; {_FORMATS}")
     labels = sorted({row.label for row in rows if isinstance(row, _EntailmentRow)})
-    return [_to_item(row, labels) for row in rows]
-
-
-def _parse_row(line: str) -> _ChoiceRow | _EntailmentRow:
-    values = json.loads(line)
-    if isinstance(values, dict) and "label" in values:
-        return _EntailmentRow.model_validate(values)
-    row = _ChoiceRow.model_validate(values)
-    if row.gold >= len(row.choices):
-        raise ValueError("`gold` is not the index of a choice")
-    return row
-
-
-def _to_item(row: _ChoiceRow | _EntailmentRow, labels: Sequence[str]) -> ChoiceItem:
-    if isinstance(row, _ChoiceRow):
-        return ChoiceItem(row.query.rstrip(), tuple(row.choices), row.gold)
-    prompt = f"{row.premise}\nQuestion: {row.hypothesis}\nAnswer:"
-    choices = tuple(label.replace("_", " ") for label in labels)
-    return ChoiceItem(prompt, choices, labels.index(row.label))
+    return [row.to_item(labels) for row in rows]
 
 
 def encode_example(tokenization: Tokenization, prompt: str, answer: str) -> Example:
@@ -138,11 +136,10 @@ def accuracy(model: Model, items: Sequence[ChoiceItem]) -> float:
         targets = labels[:, 1:].clamp(min=0)[..., None]
         likelihood = log_softmax(logits.float(), -1).gather(-1, targets)[..., 0] * is_answer
         scores += (likelihood.sum(1) / is_answer.sum(1)).tolist()
-    n_right, start = 0, 0
+    remaining, n_right = iter(scores), 0
     for item in items:
-        item_scores = scores[start : start + len(item.choices)]
+        item_scores = list(islice(remaining, len(item.choices)))
         n_right += item_scores.index(max(item_scores)) == item.gold
-        start += len(item.choices)
     return n_right / len(items)
 
 

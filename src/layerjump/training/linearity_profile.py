@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, StrictFloat, StrictInt, ValidationError, field_validator
 from transformers import (
@@ -17,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from layerjump.data.batches import Batches, make_batches
+from layerjump.data.batches import make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, TextTooShort
@@ -39,6 +41,7 @@ MAX_LOSS_TOKENS = 30_000
 MAX_LENS_POSITIONS = 600
 MEASUREMENTS_FILE = "track.json"
 
+Result = TypeVar("Result")
 Row = dict[str, Any]
 """One row of a table: column name → number, or None for a number that is not finite."""
 
@@ -82,67 +85,59 @@ class Profile:
 
     def mean(self, column: str) -> float:
         """Return the mean of a column, such as "with residual", over blocks or over the levels below the last."""
-        rows = self.block_rows()
-        rows = rows if column in rows[0] else self.level_rows()[:-1]
-        return sum(row[column] for row in rows) / len(rows)
-
-    def block_rows(self) -> list[Row]:
-        """Return one row a block, with column names as in files and reports ("with residual held out")."""
-        return [_as_row(block) for block in self.blocks]
-
-    def level_rows(self) -> list[Row]:
-        """Return one row a level, with column names as in files and reports ("agreement map")."""
-        return [_as_row(level) for level in self.levels]
+        name = column.replace(" ", "_")
+        rows = self.blocks if name in vars(self.blocks[0]) else self.levels[:-1]
+        return sum(getattr(row, name) for row in rows) / len(rows)
 
     def summary_row(self) -> dict[str, float]:
         """Return loss, jump strength and the means over blocks and levels."""
-        streams = ("with residual", "without residual")
-        held_out = ("with residual held out", "without residual held out")
-        block_means = {name: self.mean(name) for name in (*streams, *held_out, "identity")}
-        block_means["chance floor"] = self.mean("chance floor")
-        level_names = ("agreement map", "agreement identity", "r2")
+        streams = ("with residual", "without residual", "with residual held out", "without residual held out")
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
-            **block_means,
+            **{name: self.mean(name) for name in (*streams, "identity", "chance floor")},
             "jump strength": self.jump_strength,
-            **{name: self.mean(name) for name in level_names},
+            **{name: self.mean(name) for name in ("agreement map", "agreement identity", "r2")},
         }
 
     def tables(self, **labels: int | str) -> dict[str, list[Row]]:
         """Return the rows of the tables `steps`, `blocks` and `levels`; the labels become their first columns."""
-        rows = {"steps": [self.summary_row()], "blocks": self.block_rows(), "levels": self.level_rows()}
-        return {name: [labels | _finite(row) for row in table] for name, table in rows.items()}
 
+        def row(values: dict[str, float]) -> Row:
+            columns = {name.replace("_", " "): value for name, value in values.items()}
+            return labels | {name: value if math.isfinite(value) else None for name, value in columns.items()}
 
-def _as_row(profile: BlockProfile | LevelProfile) -> Row:
-    return {name.replace("_", " "): value for name, value in asdict(profile).items()}
-
-
-def _finite(row: Row) -> Row:
-    return {name: value if math.isfinite(value) else None for name, value in row.items()}
+        blocks, levels = ([row(vars(profile)) for profile in rows] for rows in (self.blocks, self.levels))
+        return {"steps": [row(self.summary_row())], "blocks": blocks, "levels": levels}
 
 
 def measure_profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
     """Measure a model on a text; the same seed selects the same documents and positions."""
-    adjacent = _plan(model, text, "adjacent", Positions("all", special=True), seed).run()
-    to_last = _plan(model, text, "to-last", _predicting_positions(model), seed)
+
+    def plan(pairs: str, positions: Positions) -> RunPlan:
+        max_tokens = int(MAX_FIT_POSITIONS_PER_DIM * model.d_model / (positions.amount or 1) / 0.75)
+        settings: dict[str, Any] = {"positions": positions, "split": PROFILE_SPLIT, "seed": seed}
+        return _with_at_most(max_tokens, partial(plan_run, model, text, pairs=pairs, use_validation=False, **settings))
+
+    adjacent = plan("adjacent", Positions("all", special=True)).run()
+    predicting = Positions.parse(MASKED_SHARE if model.masked else "all")
+    to_last = plan("to-last", predicting)
     jumps = solve_jumps(to_last.run(), "affine")
-    losses = token_losses(model, _loss_batches(model, text, seed))
-    lenses = {"map": Lens(model, jumps), "identity": Lens(model)}
-    scores = evaluate_lenses(model, lenses, _lens_batches(model, text, to_last, seed))
+    loss_batches = partial(make_batches, text, model.tokenization, predicting, seed=seed, max_batch_tokens=4096)
+    losses = token_losses(model, _with_at_most(MAX_LOSS_TOKENS, loss_batches))
+    lens_batches = to_last.batches["test"]
+    if lens_batches.n_picks > MAX_LENS_POSITIONS and not model.masked:  # a masked model keeps the plan's masks
+        share = Positions("share", MAX_LENS_POSITIONS / lens_batches.n_picks)
+        documents = [*dict.fromkeys(lens_batches.sequences.document)]
+        lens_batches = make_batches(text, model.tokenization, share, documents=documents, seed=seed)
+    scores = evaluate_lenses(model, {"map": Lens(model, jumps), "identity": Lens(model)}, lens_batches)
     agreement = scores.hits(1).double().mean(-1)
     blocks = []
     for level in range(model.n_blocks):
         fitted = block_map(adjacent.fit, level)
         linearity = block_scores(fitted, adjacent.fit, adjacent.test, level)
-        blocks.append(
-            BlockProfile(
-                block=level + 1,
-                angle=adjacent.test.mean_angle(block_pair(level)),
-                **{name.replace(" ", "_"): value for name, value in linearity.items()},
-            )
-        )
+        columns = {name.replace(" ", "_"): value for name, value in linearity.items()}
+        blocks.append(BlockProfile(block=level + 1, angle=adjacent.test.mean_angle(block_pair(level)), **columns))
     r2 = {info.source.index: info.r2[0] for info in jumps.info.values() if info.r2}
     levels = [
         LevelProfile(level, r2.get(level, 1.0), float(agreement[0, level]), float(agreement[1, level]))
@@ -152,49 +147,12 @@ def measure_profile(model: Model, text: Corpus, *, seed: int = 0) -> Profile:
     return Profile(losses.mean, losses.perplexity, strength, blocks, levels)
 
 
-def _predicting_positions(model: Model) -> Positions:
-    """Positions at which the model predicts a token: the masks of a masked model."""
-    return Positions.parse(MASKED_SHARE if model.masked else "all")
-
-
-def _plan(model: Model, text: Corpus, pairs: str, positions: Positions, seed: int) -> RunPlan:
-    def plan(tokens: int | None) -> RunPlan:
-        return plan_run(
-            model,
-            text,
-            pairs=pairs,
-            positions=positions,
-            tokens=tokens,
-            split=PROFILE_SPLIT,
-            seed=seed,
-            use_validation=False,
-        )
-
+def _with_at_most(max_tokens: int, make: Callable[..., Result]) -> Result:
+    """Call with a limit of tokens, or without one if the text has fewer."""
     try:
-        share = positions.amount or 1
-        return plan(int(MAX_FIT_POSITIONS_PER_DIM * model.d_model / share / 0.75))
+        return make(tokens=max_tokens)
     except TextTooShort:
-        return plan(None)
-
-
-def _loss_batches(model: Model, text: Corpus, seed: int) -> Batches:
-    positions = _predicting_positions(model)
-    try:
-        return make_batches(
-            text, model.tokenization, positions, seed=seed, tokens=MAX_LOSS_TOKENS, max_batch_tokens=4096
-        )
-    except TextTooShort:
-        return make_batches(text, model.tokenization, positions, seed=seed, max_batch_tokens=4096)
-
-
-def _lens_batches(model: Model, text: Corpus, plan: RunPlan, seed: int) -> Batches:
-    """About `MAX_LENS_POSITIONS` positions of the test documents; a masked model keeps the plan's masks."""
-    test = plan.batches["test"]
-    if test.n_picks <= MAX_LENS_POSITIONS or model.masked:
-        return test
-    share = Positions("share", MAX_LENS_POSITIONS / test.n_picks)
-    documents = [*dict.fromkeys(test.sequences.document)]
-    return make_batches(text, model.tokenization, share, documents=documents, seed=seed)
+        return make(tokens=None)
 
 
 class Measurements(BaseModel):
@@ -213,26 +171,16 @@ class Measurements(BaseModel):
             raise ValueError("a row has no step")
         return rows
 
-    def add(self, profile: Profile, step: int) -> None:
-        """Append the rows of a profile."""
-        for name, rows in profile.tables(step=step).items():
-            getattr(self, name).extend(rows)
-
-    def until(self, step: int) -> Measurements:
-        """Return the rows up to a step."""
-        return Measurements(
-            **{name: [row for row in rows if row["step"] <= step] for name, rows in self.model_dump().items()}
-        )
-
 
 def load_measurements(path: Path, step: int) -> Measurements:
     """Load the measurements of an earlier part of a run, up to a step."""
     try:
-        return Measurements.model_validate(read_json(path)).until(step)
+        measured = Measurements.model_validate(read_json(path))
     except ValidationError as error:
         raise BadArtifact(
             f"{path} does not hold the measurements of a training; remove {path.parent} to start that training again"
         ) from error
+    return Measurements(**{name: [row for row in rows if row["step"] <= step] for name, rows in measured})
 
 
 class TrainingMonitor(TrainerCallback):
@@ -265,6 +213,7 @@ class TrainingMonitor(TrainerCallback):
         if not all(bool(weight.isfinite().all()) for weight in hf.parameters()):
             return  # the trainer is about to raise `Diverged`
         hf.eval()
-        self.measurements.add(measure_profile(self._model, self._text), step)
+        for name, rows in measure_profile(self._model, self._text).tables(step=step).items():
+            getattr(self.measurements, name).extend(rows)
         hf.train()
         write_json(self._path, self.measurements.model_dump())

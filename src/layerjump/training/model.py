@@ -1,14 +1,16 @@
-"""Small models to train from scratch, built from Hugging Face configurations."""
+"""Small models to train from scratch, built from Hugging Face configurations, and their tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from pydantic import Field
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from layerjump.errors import BadTraining, argument
 from layerjump.models.families import FAMILIES
@@ -17,18 +19,18 @@ from layerjump.models.loading import CLASSES
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The size of a model."""
+    """The size of a model; the aliases are the keys of `training.json`."""
 
-    layers: int = 4
-    hidden_size: int = 128
+    layers: Annotated[int, Field(alias="shape_layers")] = 4
+    hidden_size: Annotated[int, Field(alias="shape_hidden")] = 128
     """Width of the residual stream."""
-    heads: int = 4
-    max_positions: int = 128
+    heads: Annotated[int, Field(alias="shape_heads")] = 4
+    max_positions: Annotated[int, Field(alias="shape_positions")] = 128
     """Number of tokens in the longest sequence that the model takes."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
+        for name in ("layers", "hidden_size", "heads", "max_positions"):
+            if (value := getattr(self, name)) < 1:
                 raise BadTraining(f"expected {argument(name)} of 1 or more, got {value}")
         head_dim, rest = divmod(self.hidden_size, self.heads)
         if rest:
@@ -90,39 +92,63 @@ VARIANTS: dict[str, dict[str, Architecture]] = {
     },
 }
 """Property that varies → variant → architecture, for the study `architecture`."""
+N_BYTES = 256
+END_OF_TEXT = "<|endoftext|>"
+_CAUSAL_SPECIAL: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+_MASKED_SPECIAL: dict[str, Any] = {
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "unk_token": "[UNK]",
+    "mask_token": AddedToken("[MASK]", lstrip=True, special=True),
+}
 _FFN_WIDTH_NAMES = ("intermediate_size", "ffn_dim")
 _GATED_FAMILIES = ("llama", "mistral", "gemma", "gemma2")
+
+
+def train_tokenizer(
+    documents: Sequence[str], vocab_size: int, max_length: int, *, masked: bool
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with exactly `vocab_size` tokens.
+
+    The tokenizer of a causal model adds no special tokens to a text; that of a masked model adds [CLS] and [SEP].
+    """
+    special = _MASKED_SPECIAL if masked else _CAUSAL_SPECIAL
+    special_tokens = {str(token): token for token in special.values()}
+    smallest = N_BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise BadTraining(
+            f"expected {argument('vocab_size')} of at least {smallest} ({N_BYTES} bytes and {len(special_tokens)} "
+            f"special tokens), got {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=masked)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if (trained_size := tokenizer.get_vocab_size()) < vocab_size:
+        raise BadTraining(
+            f"the text gives only {trained_size:,} tokens, but {vocab_size:,} are requested; pass "
+            f"{argument('vocab_size', trained_size)} or less, or more text"
+        )
+    if masked:
+        sep, cls = ((name, tokenizer.token_to_id(name) or 0) for name in ("[SEP]", "[CLS]"))
+        tokenizer.post_processor = processors.BertProcessing(sep, cls)
+    inputs = ["input_ids", "attention_mask", *(["token_type_ids"] if masked else [])]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=max_length, model_input_names=inputs, **special
+    )
 
 
 def build_model(
     architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
     """Build an untrained model for a tokenizer; the same seed gives the same weights."""
-    config = AutoConfig.for_model(architecture.family, **_config_values(architecture, shape, tokenizer))
-    torch.manual_seed(seed)
-    auto_class = getattr(transformers, CLASSES[FAMILIES[architecture.family].task])
-    hf: PreTrainedModel = auto_class.from_config(config)
-    if architecture.family == "bert":
-        _initialize_bert(hf)
-    return hf
-
-
-@torch.no_grad()
-def _initialize_bert(hf: Any) -> None:
-    """Start with sinusoidal positions and queries equal to keys, so that heads attend to near positions.
-
-    From random weights a small BERT stays at the loss of a unigram model for hundreds of steps.
-    """
-    embeddings = hf.bert.embeddings.position_embeddings.weight
-    length, width = embeddings.shape
-    angles = torch.arange(length)[:, None] * length ** -torch.linspace(0, 1, (width + 1) // 2)
-    embeddings.copy_(0.07 * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width])
-    for layer in hf.bert.encoder.layer:
-        attention = layer.attention.self
-        attention.key.weight.copy_(attention.query.weight.normal_(std=1.8 * width**-0.5))
-
-
-def _config_values(architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     defaults = AutoConfig.for_model(architecture.family)
     head_dim = shape.hidden_size // shape.heads
     # Four times the width. A gated network has a third matrix, so two thirds of that, a multiple of eight.
@@ -158,4 +184,25 @@ def _config_values(architecture: Architecture, shape: ModelShape, tokenizer: Pre
     values |= architecture.config
     if architecture.window_share is not None:
         values["sliding_window"] = max(1, int(shape.max_positions * architecture.window_share))
-    return values
+    config = AutoConfig.for_model(architecture.family, **values)
+    torch.manual_seed(seed)
+    auto_class = getattr(transformers, CLASSES[FAMILIES[architecture.family].task])
+    hf: PreTrainedModel = auto_class.from_config(config)
+    if architecture.family == "bert":
+        _initialize_bert(hf)
+    return hf
+
+
+@torch.no_grad()
+def _initialize_bert(hf: Any) -> None:
+    """Start with sinusoidal positions and queries equal to keys, so that heads attend to near positions.
+
+    From random weights a small BERT stays at the loss of a unigram model for hundreds of steps.
+    """
+    embeddings = hf.bert.embeddings.position_embeddings.weight
+    length, width = embeddings.shape
+    angles = torch.arange(length)[:, None] * length ** -torch.linspace(0, 1, (width + 1) // 2)
+    embeddings.copy_(0.07 * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width])
+    for layer in hf.bert.encoder.layer:
+        attention = layer.attention.self
+        attention.key.weight.copy_(attention.query.weight.normal_(std=1.8 * width**-0.5))

@@ -13,12 +13,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
@@ -30,9 +30,9 @@ from layerjump.io import check_free, read_json, replace_folder, write_json, writ
 from layerjump.jumps.serialization import Record, read_record
 from layerjump.models.families import family_of
 from layerjump.models.loading import quiet_transformers
-from layerjump.training.data import PackedRows, pack_rows, train_tokenizer
+from layerjump.training.data import PackedRows, pack_rows
 from layerjump.training.linearity_profile import Measurements, TrainingMonitor
-from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model
+from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model, train_tokenizer
 from layerjump.training.regularizers import PENALTIES
 from layerjump.training.trainer import PenaltyTrainer, find_checkpoint, remove_training_folder, silence_trainer
 
@@ -43,31 +43,31 @@ HELD_OUT_SPLIT = "95/0/5"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ModelShape):
     """Settings of a pretraining run; the same settings and text give the same model."""
 
     arch: str = "llama"
     """Name of an architecture: llama, mistral, gpt2 or bert."""
-    shape: ModelShape = field(default_factory=ModelShape)
-    vocab_size: int = 2048
+    vocab_size: Annotated[int, Field(alias="vocabulary")] = 2048
     length: int = 128
     """Number of tokens in a row."""
     penalty: str = NO_PENALTY
     """Name of a penalty on hidden states: none, cosine, mse or jump."""
-    penalty_weight: float = 0.5
+    penalty_weight: Annotated[float, Field(alias="strength")] = 0.5
     levels: tuple[int, ...] | None = None
     """Levels to penalise; None for 1 to L."""
     steps: int = 1000
-    batch_size: int = 32
+    batch_size: Annotated[int, Field(alias="batch")] = 32
     """Number of rows in an optimiser step, over all processes and micro-batches."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     seed: int = 0
-    eval_every: int = 100
+    eval_every: Annotated[int, Field(alias="every")] = 100
     """Number of steps between measurements, and between checkpoints."""
     bf16: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         penalties = [NO_PENALTY, *PENALTIES]
         self._require("arch", self.arch in ARCHITECTURES, f"to be one of {', '.join(ARCHITECTURES)}")
         self._require("penalty", self.penalty in penalties, f"to be one of {', '.join(penalties)}")
@@ -76,13 +76,12 @@ class Recipe:
         self._require("seed", self.seed >= 0, "of 0 or more")
         self._require("learning_rate", 0 < self.learning_rate < math.inf, "above 0")
         self._require("penalty_weight", 0 <= self.penalty_weight < math.inf, "of 0 or more")
-        n_blocks = self.shape.layers
-        in_range = all(1 <= level <= n_blocks for level in self.levels or ())
-        self._require("levels", in_range, f"among 1 to {n_blocks}")
-        if self.length > self.shape.max_positions:
+        in_range = all(1 <= level <= self.layers for level in self.levels or ())
+        self._require("levels", in_range, f"among 1 to {self.layers}")
+        if self.length > self.max_positions:
             raise BadTraining(
-                f"the model has {self.shape.max_positions} positions, but rows of {self.length} tokens are requested; "
-                f"pass {argument('length', self.shape.max_positions)} or less, or "
+                f"the model has {self.max_positions} positions, but rows of {self.length} tokens are requested; "
+                f"pass {argument('length', self.max_positions)} or less, or "
                 f"{argument('max_positions', self.length)}"
             )
 
@@ -95,38 +94,14 @@ class Recipe:
         return ARCHITECTURES[self.arch]
 
 
-class PretrainingSettings(BaseModel):
-    """A recipe and the hashes of its texts; the aliases are the keys of `training.json`."""
+@dataclass(frozen=True, kw_only=True)
+class PretrainingSettings(Recipe):
+    """A recipe and the SHA-256 of its texts; in the record of a run without penalty its weight is 0."""
 
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    __pydantic_config__ = ConfigDict(strict=False)
 
-    arch: str
-    vocab_size: int = Field(alias="vocabulary")
-    length: int
-    penalty: str
-    penalty_weight: float = Field(alias="strength")
-    """Weight of the penalty; 0 in the record of a run without penalty."""
-    levels: list[int] | None
-    steps: int
-    batch_size: int = Field(alias="batch")
-    learning_rate: float
-    seed: int
-    eval_every: int = Field(alias="every")
-    bf16: bool
-    layers: int = Field(alias="shape_layers")
-    hidden_size: int = Field(alias="shape_hidden")
-    heads: int = Field(alias="shape_heads")
-    max_positions: int = Field(alias="shape_positions")
     text: str
-    """SHA-256 of the training text."""
     held_out: str
-    """SHA-256 of the held-out text."""
-
-    @classmethod
-    def of(cls, recipe: Recipe, text: Corpus, held_out: Corpus) -> Self:
-        """Describe a run."""
-        values = asdict(recipe)
-        return cls(**values.pop("shape"), **values, text=text.sha256, held_out=held_out.sha256)
 
 
 class TextSummary(BaseModel):
@@ -202,7 +177,15 @@ def pretrain(
     folder = Path(folder).expanduser()
     check_free(folder, force=force)
     training_folder = folder.with_name(f"{folder.name}-training")
-    text, held_out = _split_held_out(text, held_out, recipe.seed)
+    if held_out is None:
+        split = split_documents(len(text.documents), HELD_OUT_SPLIT, seed=recipe.seed)
+        held_out = Corpus(text.name, tuple(text.documents[i] for i in sorted(split.test)), "held out")
+        text = Corpus(text.name, tuple(text.documents[i] for i in sorted(split.fit)), "to train on")
+    elif held_out.sha256 == text.sha256:
+        raise BadText(
+            f"{argument('held_out')} is the text to train on; pass another text, or none to hold out 5 % of the "
+            "documents"
+        )
     arguments = training_arguments(
         recipe,
         training_folder,
@@ -210,23 +193,24 @@ def pretrain(
         device=device,
         keep_checkpoints=keep_checkpoints,
     )
-    settings = PretrainingSettings.of(recipe, text, held_out)
+    settings = PretrainingSettings(**vars(recipe), text=text.sha256, held_out=held_out.sha256)
+    max_positions, is_masked = recipe.max_positions, recipe.architecture.masked
     start = time.perf_counter()
     with arguments.main_process_first(local=False, desc="tokenizer"):
-        checkpoint = find_checkpoint(training_folder, settings.model_dump(by_alias=True))
+        run = TypeAdapter(PretrainingSettings).dump_python(settings, mode="json", by_alias=True)
+        checkpoint = find_checkpoint(training_folder, run)
         if checkpoint is None and arguments.process_index == 0:
-            _write_tokenizer(training_folder / "tokenizer", text, recipe)
+            new_tokenizer = train_tokenizer(text.documents, recipe.vocab_size, max_positions, masked=is_masked)
+            replace_folder(training_folder / "tokenizer", new_tokenizer.save_pretrained, force=True)
         # Every process and every restart reads the same tokenizer.
         tokenizer = AutoTokenizer.from_pretrained(training_folder / "tokenizer")
-    tokenization = Tokenization.of(
-        tokenizer, max_positions=recipe.shape.max_positions, masked=recipe.architecture.masked
-    )
+    tokenization = Tokenization.of(tokenizer, max_positions=max_positions, masked=is_masked)
     rows = pack_rows(text.documents, tokenization, recipe.length)
-    hf = build_model(recipe.architecture, recipe.shape, tokenizer, seed=recipe.seed)
+    hf = build_model(recipe.architecture, recipe, tokenizer, seed=recipe.seed)
     monitor = TrainingMonitor(hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=training_folder)
     log = train_model(hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint)
     if recipe.penalty == NO_PENALTY:
-        settings = settings.model_copy(update={"penalty_weight": 0.0})
+        settings = replace(settings, penalty_weight=0.0)
     record = PretrainingRecord(
         layerjump=__version__,
         settings=settings,
@@ -261,33 +245,6 @@ def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
     """Join several texts into one."""
     documents = tuple(document for corpus in corpora for document in corpus.documents)
     return Corpus(" + ".join(corpus.name for corpus in corpora), documents, "put together")
-
-
-def _split_held_out(text: Corpus, held_out: Corpus | None, seed: int) -> tuple[Corpus, Corpus]:
-    if held_out is not None:
-        if held_out.sha256 == text.sha256:
-            raise BadText(
-                f"{argument('held_out')} is the text to train on; pass another text, or none to hold out 5 % of the "
-                "documents"
-            )
-        return text, held_out
-    split = split_documents(len(text.documents), HELD_OUT_SPLIT, seed=seed)
-
-    def part(indices: tuple[int, ...], note: str) -> Corpus:
-        return Corpus(text.name, tuple(text.documents[i] for i in sorted(indices)), note)
-
-    return part(split.fit, "to train on"), part(split.test, "held out")
-
-
-def _write_tokenizer(folder: Path, text: Corpus, recipe: Recipe) -> None:
-    tokenizer = train_tokenizer(
-        text.documents, recipe.vocab_size, recipe.shape.max_positions, masked=recipe.architecture.masked
-    )
-
-    def write(new_folder: Path) -> None:
-        tokenizer.save_pretrained(new_folder)
-
-    replace_folder(folder, write, force=True)
 
 
 def training_arguments(

@@ -70,16 +70,6 @@ def _sum_over_levels(
 ) -> Tensor:
     """Sum over levels the mean distance of level l − 1 and level l; `distance` also gets the relative depth l/L."""
     last = len(states) - 1
-    levels = _check(states, mask, levels)
-    ends = {level: upcast(states[level]) for level in sorted({end for level in levels for end in (level - 1, level)})}
-    if mask is not None and not bool(mask.bool().all()):
-        # Padding is selected out, not multiplied by zero: it may hold NaN.
-        ends = {level: state[mask.bool().to(state.device)] for level, state in ends.items()}
-    return torch.stack([distance(ends[level - 1], ends[level], level / last).mean() for level in levels]).sum()
-
-
-def _check(states: Sequence[Tensor], mask: Tensor | None, levels: Sequence[int] | None) -> Sequence[int]:
-    last = len(states) - 1
     if last < 1:
         raise BadTraining(f"expected the states of levels 0 to L, two or more, got {len(states)}; pass all levels")
     if mask is not None and mask.shape != states[0].shape[:-1]:
@@ -89,9 +79,13 @@ def _check(states: Sequence[Tensor], mask: Tensor | None, levels: Sequence[int] 
         )
     if mask is not None and not bool(mask.any()):
         raise BadTraining("the mask leaves no position to penalise; pass a batch with some text")
-    checked = range(1, last + 1) if levels is None else levels
-    if not checked or any(not 1 <= level <= last for level in checked):
+    levels = range(1, last + 1) if levels is None else levels
+    if not levels or any(not 1 <= level <= last for level in levels):
         raise BadTraining(
-            f"expected {argument('levels')} among 1 to {last} (level l is compared with l − 1), got {list(checked)}"
+            f"expected {argument('levels')} among 1 to {last} (level l is compared with l − 1), got {list(levels)}"
         )
-    return checked
+    ends = {level: upcast(states[level]) for level in sorted({end for level in levels for end in (level - 1, level)})}
+    if mask is not None and not bool(mask.bool().all()):
+        # Padding is selected out, not multiplied by zero: it may hold NaN.
+        ends = {level: state[mask.bool().to(state.device)] for level, state in ends.items()}
+    return torch.stack([distance(ends[level - 1], ends[level], level / last).mean() for level in levels]).sum()

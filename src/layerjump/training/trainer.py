@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -42,8 +42,6 @@ DIVERGED_FACTOR = 2.0
 """A loss is bad above this multiple of the loss of uniform guessing, ln(vocab_size)."""
 DIVERGED_BATCHES = 10
 """Number of consecutive batches with a bad loss that end a run."""
-
-LossFunction = Callable[..., Tensor]
 
 
 class ResumableTrainer(Trainer):
@@ -145,10 +143,17 @@ class PenaltyTrainer(ResumableTrainer):
         penalty_weight: float = 0.0,
         levels: Sequence[int] | None = None,
     ) -> None:
-        self._loss: LossFunction = _loss_function(model)
+        is_masked = family_of(model.config).task == "masked"
+        compute, vocab_size = ForMaskedLMLoss if is_masked else ForCausalLMLoss, model.config.vocab_size
+
+        def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+            # The model's own loss as a mean over all tokens of a batch; BERT's forward pass takes it of a micro-batch.
+            return compute(outputs["logits"], labels, vocab_size, num_items_in_batch=num_items_in_batch)
+
         super().__init__(
-            model, args, compute_loss_func=self._loss, train_dataset=train_dataset, processing_class=processing_class
+            model, args, compute_loss_func=loss, train_dataset=train_dataset, processing_class=processing_class
         )
+        self._loss = loss
         self._penalty = penalty if penalty_weight else None
         self._penalty_weight, self._penalised_levels = penalty_weight, levels
         self._level_states = LevelStates(model) if self._penalty else None
@@ -191,21 +196,17 @@ class PenaltyTrainer(ResumableTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # The logged losses belong to earlier weights, so the current weights are tested before they are saved.
-        loss = self._current_loss()
+        inputs, hf = dict(self._last_inputs), cast(nn.Module, self.model)
+        labels = inputs.pop("labels")
+        # A row of a masked model may have no mask in it.
+        n_labels = labels.ne(IGNORE_INDEX).sum().clamp(min=1)
+        with torch.no_grad():
+            loss = float(self._loss(hf(**inputs), labels, num_items_in_batch=n_labels))
         is_last = self.state.global_step >= self.state.max_steps
         if not math.isfinite(loss) or (is_last and loss > self._loss_limit):
             self._stop_diverged(f"the loss is {loss:.3g}")
         if not self._n_bad_batches and loss <= self._loss_limit:
             super()._save_checkpoint(model, trial)
-
-    @torch.no_grad()
-    def _current_loss(self) -> float:
-        """Return the loss of the current weights on the last inputs."""
-        inputs, hf = dict(self._last_inputs), cast(nn.Module, self.model)
-        labels = inputs.pop("labels")
-        # A row of a masked model may have no mask in it.
-        n_labels = labels.ne(IGNORE_INDEX).sum().clamp(min=1)
-        return float(self._loss(hf(**inputs), labels, num_items_in_batch=n_labels))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the Trainer does, with the language modelling loss and the penalty in separate columns."""
@@ -214,14 +215,3 @@ class PenaltyTrainer(ResumableTrainer):
             logs = logs | {"lm_loss": loss / n_batches, "penalty": penalty / n_batches}
             self._logged_sums.zero_()
         super().log(logs, *args, **kwargs)
-
-
-def _loss_function(model: PreTrainedModel) -> LossFunction:
-    """The model's own loss, averaged over all tokens of a batch: BERT's forward pass averages over a micro-batch."""
-    is_masked = family_of(model.config).task == "masked"
-    compute, vocab_size = ForMaskedLMLoss if is_masked else ForCausalLMLoss, model.config.vocab_size
-
-    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return compute(outputs["logits"], labels, vocab_size, num_items_in_batch=num_items_in_batch)
-
-    return loss
