@@ -20,6 +20,7 @@ from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.dataset import split_documents_by_role
 from layerjump.generation.probes import log_odds
 from layerjump.jumps.collect_moments import SplitMoments, collect_moments
+from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
@@ -82,9 +83,11 @@ def test_estimators_refuse_settings_they_do_not_have(model, text, sums, jumps):
     with refusal("ridge", "none", "validation split"):
         solve_jumps(sums, "ridge")
     with refusal("mat has no setting ojfa_pooling"):
-        solve_jumps(sums, "mat", ojfa_pooling="pooled")
+        solve_jumps(sums, "mat", Settings(ojfa_pooling="pooled"))
     with refusal("'sideways'", "'best-level' or 'pooled'"):
-        solve_jumps(collect_moments(model, text, tokens=2_000, use_validation=True), "ojfa", ojfa_pooling="sideways")
+        solve_jumps(
+            collect_moments(model, text, tokens=2_000, use_validation=True), "ojfa", Settings(ojfa_pooling="sideways")
+        )
     with refusal("learning_rate above 0", "0.2", "got 0"):
         lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
 

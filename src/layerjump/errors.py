@@ -1,31 +1,4 @@
-"""The exceptions of this package, as a tree. Catch `LayerjumpError` to catch everything it raises on purpose.
-
-    LayerjumpError
-    ├── BadModel               the model cannot be used
-    │   ├── ModelNotFound      no such folder, file or hub id; or the hub cannot be reached
-    │   ├── UnsupportedModel   the family is not in the table
-    │   ├── SelfCheckFailed    the captured states do not reassemble to the model's own output
-    │   └── NoPredictions      the unembedding was not in the checkpoint
-    ├── BadText                the text cannot be used
-    │   └── TextTooShort       fewer documents or tokens than requested
-    ├── BadMoments             the second moments cannot be solved
-    ├── BadEstimator           no such estimator, or a setting it cannot use
-    ├── BadJumps               maps and their metadata do not fit together
-    │   └── NoSuchJump         the set has no jump between these sites (a KeyError too)
-    ├── BadArtifact            a file cannot be read or written
-    │   ├── NewerFormat        its format is newer than this library
-    │   ├── WrongModel         it was fitted on other weights than those of the model
-    │   └── BadForeignLens     a lens of another tool cannot be read or written
-    │       └── UnsafePickle   it needs more than tensors; none of its code was run
-    ├── BadPruning             blocks that cannot be dropped, or not by this method
-    ├── BadEvaluation          no such task, unusable task data, or no lm-eval
-    ├── BadTraining            a model that cannot be trained in this way
-    │   └── Diverged           the loss grew beyond all bounds
-    ├── BadStudy               no such study, or one that cannot run with these settings
-    ├── CannotServe            the page cannot be served
-    ├── BadExit                an exit rule or a generation setting that this model does not support
-    ├── TooLarge               a run would not fit in memory
-    └── RunStopped             the user stopped the run, or one of its processes died
+"""The exceptions of this package. Catch `LayerjumpError` to catch everything it raises on purpose.
 
 Every message says what was expected, what it got, and what to do. The command line prints it as one line.
 """

@@ -28,6 +28,7 @@ from layerjump.generation.calibration.search import FittedProbes, RuleCandidate
 from layerjump.generation.calibration.serialization import Calibration, CalibrationReport
 from layerjump.jumps import serialization
 from layerjump.jumps.collect_moments import SplitMoments, merge_moments
+from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.moments import Moments
@@ -122,7 +123,7 @@ def _make_moments(folder: Path) -> None:
 
 
 def _read_moments(path: Path) -> None:
-    repr(solve_jumps(merge_moments([SplitMoments.load(path)]), "ridge", strength=0.1))
+    repr(solve_jumps(merge_moments([SplitMoments.load(path)]), "ridge", Settings(strength=0.1)))
 
 
 def _make_exit(folder: Path) -> None:

@@ -15,6 +15,7 @@ from layerjump.errors import BadEstimator, BadMoments
 from layerjump.jumps.collect_moments import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.estimators.calibrated import fit_calibrated
 from layerjump.jumps.estimators.least_squares import ridge, strength_unit
+from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import compute_features, to_affine
 from layerjump.jumps.moments import Moments
@@ -141,7 +142,7 @@ def test_what_it_cannot_do_is_one_line(model, text, collected):
     with pytest.raises(BadEstimator, match="to-final"):
         lj.fit(model, text, estimator="calibrated", pairs="to-last", features="raw", tokens=3_000)
     with pytest.raises(BadEstimator, match="no setting rank, it takes keep_both_targets"):
-        solve_jumps(collected, "calibrated", rank=3, model=model)
+        solve_jumps(collected, "calibrated", Settings(rank=3), model=model)
     with pytest.raises(BadEstimator, match="pass the model that these moments come from"):
         solve_jumps(collected, "calibrated")
     with pytest.raises(BadMoments, match="others start"):

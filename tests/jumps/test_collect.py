@@ -23,6 +23,7 @@ from layerjump.errors import (
 )
 from layerjump.jumps.collect_moments import SplitMoments, merge_moments, plan_run
 from layerjump.jumps.cost_estimate import CostEstimate, site_width
+from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.models.structure import Site, parse_pairs
 
@@ -93,7 +94,7 @@ def test_every_estimator_makes_jumps(collected, estimator):
 
 @pytest.mark.parametrize("pooling", ["pooled", "best-level"])
 def test_one_jump_for_all(model, text, pooling):
-    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", rank=8, ojfa_pooling=pooling)
+    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", Settings(rank=8, ojfa_pooling=pooling))
     assert len({tuple(jumps[level, 4][0].weight.flatten()[:9].tolist()) for level in range(4)}) == 1
     assert all(info.rank == 8 for info in jumps.info.values())
 
@@ -101,8 +102,8 @@ def test_one_jump_for_all(model, text, pooling):
 def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
     """At the same small rank, the metric's map has the smaller error in logits, on held-out text."""
     run = lj.collect_moments(model, text, positions="all")
-    plain = solve_jumps(run, "low-rank", rank=4)
-    metric = solve_jumps(run, "low-rank", rank=4, metric="unembedding", model=model)
+    plain = solve_jumps(run, "low-rank", Settings(rank=4))
+    metric = solve_jumps(run, "low-rank", Settings(rank=4, metric="unembedding"), model=model)
     parts = lj.split_documents(len(text.documents))
     test = kept(model, text, [Site(1), Site(4)], parts.test, lj.Positions("all"))
     x, y = (torch.from_numpy(test[site]).float() for site in (Site(1), Site(4)))
@@ -111,7 +112,7 @@ def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
     errors = [((jumps[1, 4](x) - y) @ scale.mT).square().sum() for jumps in (plain, metric)]
     assert errors[1] < errors[0]
     with pytest.raises(BadEstimator, match="unembedding"):
-        solve_jumps(run, "low-rank", rank=4, metric="unembedding")
+        solve_jumps(run, "low-rank", Settings(rank=4, metric="unembedding"))
 
 
 def test_sub_modules_are_paired_input_to_output_with_position_0(model, text):

@@ -161,7 +161,7 @@ def fit(
         return
     if refine and "keep_both_targets" in row.settings:
         settings["keep_both_targets"] = True
-    jumps = solve_jumps(moments, estimator, **settings, model=model_or_none)
+    jumps = solve_jumps(moments, estimator, Settings(**settings), model=model_or_none)
     if refine:
         assert model_or_none is not None
         jumps = _refine(model_or_none, jumps, corpus, refine_steps, tokens, seed, output, resume=resume)

@@ -44,7 +44,6 @@ from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.maps import FEATURES, FeatureKind
 from layerjump.jumps.moments import Moments, Sums, sampling_keys
 from layerjump.jumps.serialization import Pairing, Record, RunInfoRecord, read_record
-from layerjump.models.fingerprint import identify_model
 from layerjump.models.model import Model, capture_states, require_model
 from layerjump.models.structure import Site, parse_pairs
 
@@ -158,17 +157,8 @@ def plan_run(
             inflation,
         )
     products = product_dtype(model, float32_products=float32_products and features == "both")
-    info = RunInfo(
-        **vars(identify_model(model)),
-        text=corpus.name,
-        text_sha256=corpus.sha256,
-        tokens=sum(part.n_tokens for part in batches.values()),
-        positions=str(positions),
-        skip_first=positions.skip_first,
-        special=positions.special,
-        split=split,
-        seed=seed,
-    )
+    n_tokens = sum(part.n_tokens for part in batches.values())
+    info = RunInfo.of(model, corpus, positions, tokens=n_tokens, split=split, seed=seed)
     moments = {name: Moments(site_pairs, products=products, features=features) for name in SPLITS}
     return RunPlan(model, moments, batches, info, max_length)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from layerjump import __version__
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadEstimator, BadMoments, argument
@@ -85,40 +84,23 @@ def fit(
         features=features,
         float32_products=float32_products,
     )
-    return solve_jumps(
-        plan.run(progress=progress),
-        estimator,
-        strength=strength,
-        rank=rank,
-        metric=metric,
-        ojfa_pooling=ojfa_pooling,
-        keep_both_targets=keep_both_targets,
-        model=model,
-    )
+    return solve_jumps(plan.run(progress=progress), estimator, settings, model=model)
 
 
 def solve_jumps(
-    moments: SplitMoments,
-    estimator: str = "mat",
-    *,
-    strength: float | None = None,
-    rank: int | None = None,
-    metric: str | None = None,
-    ojfa_pooling: Pooling | None = None,
-    keep_both_targets: bool = False,
-    model: Model | None = None,
+    moments: SplitMoments, estimator: str = "mat", settings: Settings | None = None, *, model: Model | None = None
 ) -> Jumps:
     """Solve all pairs of collected moments, and score them on the test split.
 
-    The settings are those of `fit`. Only `calibrated` and the `unembedding` metric need the model.
+    Only `calibrated` and the `unembedding` metric need the model.
     """
+    settings = settings or Settings()
     row = find_estimator(estimator, closed_form=True)
-    settings = Settings(strength, rank, metric, ojfa_pooling, keep_both_targets)
     row.check_settings(settings)
     row.check_targets(moments.fit.pairs, moments.info.n_blocks)
     if moments.fit.n == 0:
         raise BadMoments("these moments hold no positions of the fit split; collect some")
-    if row.needs_validation(strength) and moments.validation.n == 0:
+    if row.needs_validation(settings.strength) and moments.validation.n == 0:
         raise BadEstimator(
             f"{estimator} makes a choice on the validation split, and these moments have none; collect them with "
             f"{argument('use_validation', True)}"
@@ -131,11 +113,20 @@ def solve_jumps(
     infos: dict[Pair, JumpInfo] = {}
     temperatures: dict[str, float] = {}
     for solution in solutions:
-        infos[solution.pair] = _describe(moments, solution, estimator)
+        pair, jump, features = solution.pair, solution.jump, solution.features
+        score = baseline = None
+        if moments.test.n:
+            x, y = moments.test.pair_moments(pair, features)
+            score = (*r2(jump, x, y),)
+            # Of h / rms(h) the identity would not be a prediction.
+            if features == "raw" and jump.shape[0] == jump.shape[1]:
+                baseline = (*r2_identity(x, y),)
+        rank = jump.factors[0].shape[1] if len(jump.factors) == 2 else None
+        infos[pair] = JumpInfo(*pair, estimator, features, rank, jump.strength, score, baseline, moments.test.n)
         # As it is stored: all maps in float64 would take twice the memory.
-        maps[solution.pair] = solution.jump.to(torch.float32)
+        maps[pair] = jump.to(torch.float32)
         if solution.temperature is not None:
-            temperatures[str(solution.pair[0])] = solution.temperature
+            temperatures[str(pair[0])] = solution.temperature
     recorded = settings.on_disk() | ({"temperature": temperatures} if temperatures else {})
     provenance = Provenance(
         **vars(moments.info),
@@ -144,7 +135,6 @@ def solve_jumps(
         n_test=moments.test.n,
         estimator=estimator,
         settings=recorded | {"max_length": moments.max_length},
-        layerjump=__version__,
     )
     return Jumps.from_maps(maps, infos, provenance)
 
@@ -173,33 +163,7 @@ def _solve_each_source(
             jumps = solve(x, ys, **passed)
         else:
             assert model is not None
-            jumps = [
-                solve(x, [y], metric=unembedding_metric(model, site), **passed)[0]
-                for site, y in zip(sites, ys, strict=True)
-            ]
+            metrics = [unembedding_metric(model, site) for site in sites]
+            jumps = [solve(x, [y], metric=metric, **passed)[0] for y, metric in zip(ys, metrics, strict=True)]
         for site, jump in zip(sites, jumps, strict=True):
             yield SolvedMap((source, site), jump, fit.features)
-
-
-def _describe(moments: SplitMoments, solution: SolvedMap, estimator: str) -> JumpInfo:
-    """Score a map on the test split."""
-    jump, features = solution.jump, solution.features
-    score = baseline = None
-    if moments.test.n:
-        x, y = moments.test.pair_moments(solution.pair, features)
-        score = (*r2(jump, x, y),)
-        # Of h / rms(h) the identity would not be a prediction.
-        if features == "raw" and jump.shape[0] == jump.shape[1]:
-            baseline = (*r2_identity(x, [y])[0],)
-    source, target = solution.pair
-    return JumpInfo(
-        source=source,
-        target=target,
-        estimator=estimator,
-        features=features,
-        rank=jump.factors[0].shape[1] if len(jump.factors) == 2 else None,
-        strength=jump.strength,
-        r2=score,
-        r2_identity=baseline,
-        n_test=moments.test.n,
-    )

@@ -8,21 +8,23 @@ jumps.info[12, 30].r2                 # R² on text that nothing was fitted or c
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from layerjump import __version__
+from layerjump.data.corpus import Corpus
+from layerjump.data.positions import Positions
 from layerjump.errors import BadJumps, NoSuchJump
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, Unchanged, to_affine, to_module
-from layerjump.models.fingerprint import ModelIdentity
+from layerjump.models.fingerprint import ModelIdentity, identify_model
+from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Pair, Site, parse_pair
-
-if TYPE_CHECKING:
-    from layerjump.models.model import Model
 
 Lands = Literal["level", "final", "site"]
 _MAX_LISTED = 8
@@ -65,6 +67,21 @@ class RunInfo(ModelIdentity):
     split: str
     seed: int
 
+    @classmethod
+    def of(cls, model: Model, corpus: Corpus, positions: Positions, *, tokens: int, split: str, seed: int) -> RunInfo:
+        """Describe a run of a model over `tokens` tokens of a text."""
+        return cls(
+            **vars(identify_model(model)),
+            text=corpus.name,
+            text_sha256=corpus.sha256,
+            tokens=tokens,
+            positions=str(positions),
+            skip_first=positions.skip_first,
+            special=positions.special,
+            split=split,
+            seed=seed,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance(RunInfo):
@@ -72,13 +89,13 @@ class Provenance(RunInfo):
 
     n_fit: int
     """Number of positions in the fit split."""
-    n_select: int
+    n_select: int = 0
     """Number of positions in the validation split."""
-    n_test: int
+    n_test: int = 0
     """Number of positions in the test split."""
     estimator: str
     settings: dict[str, Any]
-    layerjump: str
+    layerjump: str = __version__
     """Version of this library."""
 
 
@@ -152,7 +169,13 @@ class Jumps(nn.Module):
     @classmethod
     def from_maps(cls, maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> Jumps:
         """Make a set of fitted maps and their descriptions; an error where the two disagree."""
-        _check(maps, infos, provenance)
+        if not maps:
+            raise BadJumps("expected at least one jump, got none")
+        if maps.keys() != infos.keys():
+            source, target = sorted(maps.keys() ^ infos.keys())[0]
+            raise BadJumps(f"the jump {source} → {target} has a map or an info but not both; pass both for each jump")
+        for pair, affine in maps.items():
+            _check(pair, affine, infos[pair], provenance)
         modules = {pair: to_module(maps[pair], infos[pair].features) for pair in maps}
         return cls(modules, infos, provenance)
 
@@ -238,13 +261,22 @@ class Jumps(nn.Module):
         """Load a folder or a hub repository; with a model, check that the jumps were fitted on it."""
         from layerjump.jumps import serialization
 
-        folder = serialization.download(
-            pretrained_model_name_or_path,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        name = str(pretrained_model_name_or_path)
+        folder = Path(name).expanduser()
+        looks_local = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+        if not folder.exists() and not looks_local:
+            from huggingface_hub import snapshot_download
+
+            with serialization.hub_errors(f"{name} is neither a local folder nor available on the hub"):
+                downloaded = snapshot_download(
+                    name,
+                    revision=revision,
+                    token=token,
+                    cache_dir=cache_dir,
+                    local_files_only=local_files_only,
+                    allow_patterns=list(serialization.FILES),
+                )
+            folder = Path(downloaded)
         return serialization.load(folder, model=model, allow_other_weights=allow_other_weights)
 
     def push_to_hub(
@@ -258,43 +290,26 @@ class Jumps(nn.Module):
         create_pr: bool | None = None,
     ) -> str:
         """Upload to a hub repository, which is created if needed; return the commit's address."""
+        from huggingface_hub import HfApi
+
         from layerjump.jumps import serialization
 
-        return serialization.upload(
-            self,
-            repo_id,
-            commit_message=commit_message,
-            private=private,
-            token=token,
-            branch=branch,
-            create_pr=create_pr,
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            with serialization.hub_errors(f"the jumps cannot be uploaded to {repo_id}"):
+                api = HfApi(token=token)
+                return api.upload_folder(
+                    repo_id=api.create_repo(repo_id, private=private, exist_ok=True).repo_id,
+                    folder_path=folder,
+                    commit_message=commit_message,
+                    revision=branch,
+                    create_pr=create_pr,
+                )
 
 
 def _module_name(pair: Pair) -> str:
     # The name of a submodule may not contain a dot.
     return "{}>{}".format(*pair).replace(".", ":")
-
-
-def _check(maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> None:
-    if not maps:
-        raise BadJumps("expected at least one jump, got none")
-    if maps.keys() != infos.keys():
-        source, target = sorted(maps.keys() ^ infos.keys())[0]
-        raise BadJumps(f"the jump {source} → {target} has a map or an info but not both; pass both for each jump")
-    for pair, affine in maps.items():
-        source, target = pair
-        info = infos[pair]
-        if (info.source, info.target) != pair:
-            raise BadJumps(
-                f"the jump {source} → {target} has the info of {info.source} → {info.target}; pass the info of each "
-                f"jump under its own pair"
-            )
-        if source == target:
-            raise BadJumps(f"a jump {source} → {source} is the identity by definition; leave it out")
-        for site in pair:
-            _check_site(site, provenance.n_blocks)
-        _check_shape(affine, info, provenance.width)
 
 
 def _check_site(site: Site, n_blocks: int) -> None:
@@ -303,27 +318,31 @@ def _check_site(site: Site, n_blocks: int) -> None:
         raise NoSuchJump(f"the model has {n_blocks} blocks, so it has no site {site}")
 
 
-def _check_shape(affine: Affine, info: JumpInfo, width: int) -> None:
-    name = f"the map {info.source} → {info.target}"
+def _check(pair: Pair, affine: Affine, info: JumpInfo, provenance: Provenance) -> None:
+    """Raise `BadJumps` where a jump's sites, map and info do not fit together."""
+    source, target = pair
+    if (info.source, info.target) != pair:
+        raise BadJumps(
+            f"the jump {source} → {target} has the info of {info.source} → {info.target}; pass the info of each "
+            f"jump under its own pair"
+        )
+    if source == target:
+        raise BadJumps(f"a jump {source} → {source} is the identity by definition; leave it out")
+    for site in pair:
+        _check_site(site, provenance.n_blocks)
+    name = f"the map {source} → {target}"
     if info.features not in FEATURES:
         raise BadJumps(f"{name} reads {info.features!r}; features are {', '.join(FEATURES)}")
-    dy, dx = affine.shape
+    (dy, dx), width = affine.shape, provenance.width
     expected = width * (2 if info.features == "both" else 1)
-    if info.source.part == "level" and dx != expected:
+    if source.part == "level" and dx != expected:
         raise BadJumps(f"{name} reads {dx} features, expected {expected} for d {width}")
-    if info.target.part == "level" and dy != width:
+    if target.part == "level" and dy != width:
         raise BadJumps(f"{name} has {dy} outputs, expected {width} for d {width}")
-    if not _shapes_chain(affine):
+    # The factors' shapes must chain from the map's output to its input.
+    sizes = [dy, *(size for factor in affine.factors for size in factor.shape), dx]
+    is_chain = len(sizes) in (2, 4, 6) and all(factor.dim() == 2 for factor in affine.factors)
+    if not is_chain or sizes[::2] != sizes[1::2] or (affine.bias is not None and tuple(affine.bias.shape) != (dy,)):
         raise BadJumps(f"{name} has factors or a bias whose shapes do not give a map {dx} → {dy}")
     if len(affine.factors) == 2 and info.rank not in (None, len(affine.factors[1])):
         raise BadJumps(f"{name} has rank {len(affine.factors[1])}, but its info says {info.rank}")
-
-
-def _shapes_chain(affine: Affine) -> bool:
-    """Whether the factors' shapes chain from the map's input to its output, and the bias fits."""
-    if any(factor.dim() != 2 for factor in affine.factors) or len(affine.factors) > 2:
-        return False
-    ends = [affine.shape[0], *(size for factor in affine.factors for size in factor.shape)]
-    ends.append(affine.shape[1])
-    bias = affine.bias is None or tuple(affine.bias.shape) == (affine.shape[0],)
-    return bias and ends[::2] == ends[1::2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,20 +54,16 @@ def r2(affine: Affine, source: Source, target: Target) -> R2:
     return _average(residual(affine, source, target), source, target)
 
 
-def r2_identity(source: Source, targets: Sequence[Target]) -> list[R2]:
-    """Return R² of x itself as a prediction of each target: diagonals only, no matrix product."""
-    check_moments(source, targets)
-    scores = []
-    for target in targets:
-        if target.cross.shape[0] != target.cross.shape[1]:
-            raise BadMoments(
-                "the identity needs sites of the same width, but the source has "
-                f"{target.cross.shape[0]} coordinates and the target {target.cross.shape[1]}"
-            )
-        varying = _update_sum_squares(source, target).clamp_min(0)
-        error = varying + source.n * (source.mean - target.mean).square()
-        scores.append(_average(error, source, target))
-    return scores
+def r2_identity(source: Source, target: Target) -> R2:
+    """Return R² of x itself as a prediction of y: diagonals only, no matrix product."""
+    check_moments(source, [target])
+    dx, dy = target.cross.shape
+    if dx != dy:
+        raise BadMoments(
+            f"the identity needs sites of the same width, but the source has {dx} coordinates and the target {dy}"
+        )
+    varying = _update_sum_squares(source, target).clamp_min(0)
+    return _average(varying + source.n * (source.mean - target.mean).square(), source, target)
 
 
 def block_pair(level: int) -> Pair:
@@ -82,26 +77,23 @@ def block_map(fit: Moments, level: int) -> Affine:
     return solve("affine", fit.source(pair[0]), [fit.target(*pair)])[0]
 
 
-def block_scores(jump: Affine, fit: Moments, test: Moments, level: int, suffix: str = "") -> dict[str, float]:
+def block_scores(jump: Affine, fit: Moments, test: Moments, level: int) -> dict[str, float]:
     """Return the two linearity scores of "Your Transformer is Secretly Linear" in sample and held out.
 
-    With them the identity's score and the chance floor; `suffix` ends all names. A block that adds only a constant
-    scores 1.
+    With them the identity's score and the chance floor. A block that adds only a constant scores 1.
     """
     pair = block_pair(level)
     scores: dict[str, float] = {}
     for name, moments in (("", fit), (" held out", test)):
         source, target = moments.source(pair[0]), moments.target(*pair)
-        error = float(residual(jump, source, target).sum())
-        update, total = _update_variation(source, target), float(target.sum_squares.sum())
-        scores[f"with residual{name}{suffix}"] = explained_share(error, total)
-        scores[f"without residual{name}{suffix}"] = (
-            explained_share(error, update) if update > NEGLIGIBLE * total else 1.0
-        )
-    source, target = fit.source(pair[0]), fit.target(*pair)
-    total = float(target.sum_squares.sum())
-    scores[f"identity{suffix}"] = explained_share(_update_variation(source, target), total)
-    scores[f"chance floor{suffix}"] = chance_floor(len(target.mean), fit.n)
+        error, total = float(residual(jump, source, target).sum()), float(target.sum_squares.sum())
+        update = float(_update_sum_squares(source, target).sum())
+        is_constant_update = update <= NEGLIGIBLE * total
+        scores[f"with residual{name}"] = explained_share(error, total)
+        scores[f"without residual{name}"] = 1.0 if is_constant_update else explained_share(error, update)
+        if moments is fit:
+            scores["identity"] = explained_share(update, total)
+            scores["chance floor"] = chance_floor(len(target.mean), fit.n)
     return scores
 
 
@@ -113,10 +105,6 @@ def explained_share(error: float, variation: float) -> float:
 def _update_sum_squares(source: Source, target: Target) -> Tensor:
     """Σ ((y − x) − mean)² for every coordinate: the centred variation of what a block adds."""
     return source.scatter.diagonal() - 2 * target.cross.diagonal() + target.sum_squares
-
-
-def _update_variation(source: Source, target: Target) -> float:
-    return float(_update_sum_squares(source, target).sum())
 
 
 def _average(error: Tensor, source: Source, target: Target) -> R2:

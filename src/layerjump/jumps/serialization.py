@@ -11,7 +11,6 @@ must not save different jumps to one folder at the same time.)
 from __future__ import annotations
 
 import reprlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Pair, Site
 
 FORMAT_VERSION = 1
-TENSORS, TEXT = "jumps.safetensors", "jumps.json"
+FILES = TENSORS, TEXT = "jumps.safetensors", "jumps.json"
 _FORMS: tuple[list[str], ...] = ([], ["weight"], ["down", "up"])  # tensors of a map: identity, full, two thin factors
 _LONGEST_SITE = 32
 
@@ -291,7 +290,7 @@ def _load(folder: Path) -> Jumps:
 def _file_versions(folder: Path) -> list[tuple[int, int] | None]:
     """Inode and time of both files: a new file has another of at least one."""
     versions: list[tuple[int, int] | None] = []
-    for name in (TENSORS, TEXT):
+    for name in FILES:
         try:
             stat = (folder / name).stat()
             versions.append((stat.st_ino, stat.st_mtime_ns))
@@ -335,68 +334,9 @@ def _check_finite(tensors: Mapping[str, Tensor], problem: str, remedy: str) -> N
             raise BadArtifact(f"{problem}: {name} holds NaN or infinite values; {remedy}")
 
 
-# -- the Hugging Face hub
-
-
-def download(
-    name_or_path: str | Path,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-) -> Path:
-    """Return a local folder, or the folder that a hub repository was downloaded to."""
-    folder, name = Path(name_or_path).expanduser(), str(name_or_path)
-    looks_local = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if folder.exists() or looks_local:
-        return folder
-    from huggingface_hub import snapshot_download
-
-    with _one_line_errors(f"{name} is neither a local folder nor available on the hub"):
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                local_files_only=local_files_only,
-                allow_patterns=[TENSORS, TEXT],
-            )
-        )
-
-
-def upload(
-    jumps: Jumps,
-    repo_id: str,
-    *,
-    commit_message: str,
-    private: bool | None = None,
-    token: str | None = None,
-    branch: str | None = None,
-    create_pr: bool | None = None,
-) -> str:
-    """Upload a jumps folder in one commit; return the commit's address."""
-    from huggingface_hub import HfApi
-
-    with tempfile.TemporaryDirectory() as folder:
-        save(jumps, folder)
-        with _one_line_errors(f"the jumps cannot be uploaded to {repo_id}"):
-            api = HfApi(token=token)
-            repository = api.create_repo(repo_id, private=private, exist_ok=True)
-            return api.upload_folder(
-                repo_id=repository.repo_id,
-                folder_path=folder,
-                commit_message=commit_message,
-                revision=branch,
-                create_pr=create_pr,
-                allow_patterns=[TENSORS, TEXT],
-            )
-
-
 @contextmanager
-def _one_line_errors(problem: str) -> Iterator[None]:
-    """The hub's client fails in many ways, some with a dozen lines; report each in one."""
+def hub_errors(problem: str) -> Iterator[None]:
+    """Report each failure of the hub's client, some of a dozen lines, in one line."""
     try:
         yield
     except Exception as error:

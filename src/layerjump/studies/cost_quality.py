@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from layerjump.errors import BadEstimator
 from layerjump.jumps.collect_moments import SplitMoments
 from layerjump.jumps.estimators.low_rank import low_rank, njtc_rank, truncate_rank
-from layerjump.jumps.estimators.registry import Pooling
+from layerjump.jumps.estimators.registry import Pooling, Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import STORAGES, Affine, quantize_map, to_affine
@@ -216,7 +216,7 @@ def low_rank_kinds(
 
 def _pooled_kind(moments: SplitMoments, pooling: Pooling) -> _MapKind:
     rank = njtc_rank(moments.info.width)
-    jumps = maps_of(solve_jumps(moments, "ojfa", ojfa_pooling=pooling, rank=rank))
+    jumps = maps_of(solve_jumps(moments, "ojfa", Settings(rank=rank, ojfa_pooling=pooling)))
     shared = next(iter(jumps.values()))
     return _MapKind.in_float32(f"ojfa {pooling}", POOLED, dict.fromkeys(jumps, shared))
 

@@ -22,7 +22,6 @@ from typing import IO, Any, NoReturn
 import torch
 from torch import Tensor
 
-from layerjump import __version__
 from layerjump.errors import BadForeignLens, UnsafePickle, WrongModel, one_line
 from layerjump.io import replace_file
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
@@ -61,11 +60,8 @@ def to_jumps(lens: ForeignLens, model: Model, source: Path) -> Jumps:
         split=UNKNOWN,
         seed=0,
         n_fit=0,
-        n_select=0,
-        n_test=0,
         estimator=lens.estimator,
         settings={"imported_from": source.name, "said": lens.notes},
-        layerjump=__version__,
     )
     return Jumps.from_maps(lens.maps, infos, provenance)
 

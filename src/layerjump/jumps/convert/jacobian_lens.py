@@ -10,19 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import __version__
 from layerjump.errors import BadForeignLens, WrongModel, argument
-from layerjump.jumps.convert.foreign_lens import (
-    UNKNOWN,
-    ForeignLens,
-    check_size,
-    check_tensor,
-    max_bytes,
-    plain_map,
-    plain_values,
-    read_torch,
-    write_torch,
-)
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model
@@ -37,15 +27,15 @@ def recognises(path: Path) -> bool:
     return path.is_file() and path.suffix == ".pt"
 
 
-def read(path: Path, model: Model) -> ForeignLens:
+def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
     """Read the matrices of a file as maps from levels to the last."""
-    content = read_torch(path, max_bytes(model, model.n_blocks))
+    content = foreign_lens.read_torch(path, foreign_lens.max_bytes(model, model.n_blocks))
     matrices, n_prompts = _matrices(content, path)
-    notes = {"n_prompts": n_prompts} | plain_values(content)
-    notes |= plain_values(content.get("metadata"))
+    notes = {"n_prompts": n_prompts} | foreign_lens.plain_values(content)
+    notes |= foreign_lens.plain_values(content.get("metadata"))
     for name, expected in (("d_model", model.d_model), ("target_layer", model.n_blocks - 1)):
         if notes.get(name) is not None:
-            check_size(name, notes[name], expected, path)
+            foreign_lens.check_size(name, notes[name], expected, path)
     divisor = n_prompts if "J" not in content else 1
     d, last = model.d_model, Site(model.n_blocks)
     maps: dict[Pair, Affine] = {}
@@ -53,14 +43,14 @@ def read(path: Path, model: Model) -> ForeignLens:
         level = _level(key, model, path)
         if (Site(level), last) in maps:
             raise BadForeignLens(f"{path} has two matrices for layer {level - 1}, expected one for each")
-        weight = check_tensor(matrix, (d, d), f"layer {key}", path)
+        weight = foreign_lens.check_tensor(matrix, (d, d), f"layer {key}", path)
         maps[Site(level), last] = Affine.of(weight / divisor)
     estimator, corpus = notes.get("estimator"), notes.get("corpus")
     skip_first = notes.get("skip_first_positions", notes.get("skip_first"))
-    return ForeignLens(
+    return foreign_lens.ForeignLens(
         maps,
         estimator if isinstance(estimator, str) and estimator not in ("", _ESTIMATOR) else "jacobian",
-        corpus if isinstance(corpus, str) and corpus else UNKNOWN,
+        corpus if isinstance(corpus, str) and corpus else foreign_lens.UNKNOWN,
         skip_first if type(skip_first) is int and skip_first >= 0 else 0,
         notes,
     )
@@ -77,7 +67,7 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
             f"{jumps} has no jump from a level above 0 to the last, and such a file holds no others; fit with "
             f"{argument('pairs', 'to-last')}"
         )
-    maps = {source.index - 1: plain_map(jumps, (source, last)) for source, _ in pairs}
+    maps = {source.index - 1: foreign_lens.plain_map(jumps, (source, last)) for source, _ in pairs}
     for layer, affine in maps.items():
         if affine.bias is not None:
             raise BadForeignLens(
@@ -102,7 +92,7 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
             "layerjump": __version__,
         },
     }
-    write_torch(path, content)
+    foreign_lens.write_torch(path, content)
     return pairs
 
 

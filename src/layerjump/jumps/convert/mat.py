@@ -9,16 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import io
 from layerjump.errors import BadForeignLens, WrongModel, argument
-from layerjump.jumps.convert.foreign_lens import (
-    ForeignLens,
-    check_tensor,
-    max_bytes,
-    plain_map,
-    read_pickle,
-    write_pickle,
-)
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model
@@ -32,12 +25,12 @@ def recognises(path: Path) -> bool:
     return bool(_list_files(path))
 
 
-def read(path: Path, model: Model) -> ForeignLens:
+def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
     """Read the matrices in a folder, or in one file, as maps between levels."""
     files = _list_files(path)
     if not files:
         raise BadForeignLens(f"expected a folder with files named like 0_12.pickle, got {path}, which has none")
-    return ForeignLens({pair: _read_map(files[pair], pair, model) for pair in sorted(files)}, "mat")
+    return foreign_lens.ForeignLens({pair: _read_map(files[pair], pair, model) for pair in sorted(files)}, "mat")
 
 
 def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
@@ -52,10 +45,10 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     with io.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for source, target in pairs:
-        affine = plain_map(jumps, (source, target))
+        affine = foreign_lens.plain_map(jumps, (source, target))
         weight = affine.weight.float()
         content = weight if affine.bias is None else [weight, affine.bias.float()]
-        write_pickle(folder / f"{source}_{target}.pickle", content)
+        foreign_lens.write_pickle(folder / f"{source}_{target}.pickle", content)
     return pairs
 
 
@@ -81,11 +74,11 @@ def _read_map(path: Path, pair: Pair, model: Model) -> Affine:
             f"{path} maps level {source} to level {target}, but the model has levels 0 to {model.n_blocks}; load the "
             f"model that it was fitted on"
         )
-    content = read_pickle(path, max_bytes(model, 1))
+    content = foreign_lens.read_pickle(path, foreign_lens.max_bytes(model, 1))
     weight, *biases = content if isinstance(content, list) and content else [content]
     if len(biases) > 1:
         raise BadForeignLens(f"expected a matrix and perhaps an intercept, but {path} holds {1 + len(biases)} things")
     d = model.d_model
-    weight = check_tensor(weight, (d, d), "its matrix", path)
-    bias = check_tensor(biases[0], (d,), "its intercept", path) if biases else None
+    weight = foreign_lens.check_tensor(weight, (d, d), "its matrix", path)
+    bias = foreign_lens.check_tensor(biases[0], (d,), "its intercept", path) if biases else None
     return Affine.of(weight, bias=bias)

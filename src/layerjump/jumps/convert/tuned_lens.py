@@ -16,19 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import io
 from layerjump.errors import BadForeignLens, argument
-from layerjump.jumps.convert.foreign_lens import (
-    ForeignLens,
-    check_file,
-    check_size,
-    check_tensor,
-    max_bytes,
-    plain_map,
-    plain_values,
-    read_torch,
-    write_torch,
-)
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model
@@ -46,33 +36,33 @@ def recognises(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / PARAMETERS).is_file()
 
 
-def read(folder: Path, model: Model) -> ForeignLens:
+def read(folder: Path, model: Model) -> foreign_lens.ForeignLens:
     """Read the translators of a folder as maps from every level to the last."""
     config_file, parameter_file = folder / CONFIG, folder / PARAMETERS
-    check_file(config_file, _MAX_CONFIG_BYTES)
+    foreign_lens.check_file(config_file, _MAX_CONFIG_BYTES)
     config = io.read_json(config_file)
     lens_type = config.get("lens_type", _LENS_TYPE)
     if lens_type != _LENS_TYPE:
         raise BadForeignLens(f"{config_file}: lens_type is {str(lens_type)[:50]!r}, expected {_LENS_TYPE}")
-    check_size("d_model", config.get("d_model"), model.d_model, config_file)
-    check_size("num_hidden_layers", config.get("num_hidden_layers"), model.n_blocks, config_file)
+    foreign_lens.check_size("d_model", config.get("d_model"), model.d_model, config_file)
+    foreign_lens.check_size("num_hidden_layers", config.get("num_hidden_layers"), model.n_blocks, config_file)
     expected_hash = config.get("unembed_hash")
     if expected_hash and expected_hash != unembedding_hash(model):
         # Not an error: the package's own hashes of one model are known to differ.
         log.warning("%s has the hash of another unembedding than that of %s", config_file, model.name)
-    state = read_torch(parameter_file, max_bytes(model, model.n_blocks))
+    state = foreign_lens.read_torch(parameter_file, foreign_lens.max_bytes(model, model.n_blocks))
     _check_names(state, model.n_blocks, parameter_file)
     d, last = model.d_model, Site(model.n_blocks)
     maps = {}
     for level in range(model.n_blocks):
         name = f"{level}.weight"
-        weight = check_tensor(state[name], (d, d), name, parameter_file)
+        weight = foreign_lens.check_tensor(state[name], (d, d), name, parameter_file)
         name = f"{level}.bias"
-        bias = check_tensor(state[name], (d,), name, parameter_file) if name in state else None
+        bias = foreign_lens.check_tensor(state[name], (d,), name, parameter_file) if name in state else None
         # The package writes a bias of zeros for lenses without one.
         bias = bias if bias is not None and bool(bias.any()) else None
         maps[Site(level), last] = Affine.of(weight + torch.eye(d, dtype=torch.float64), bias=bias)
-    return ForeignLens(maps, "tuned-lens", notes=plain_values(config))
+    return foreign_lens.ForeignLens(maps, "tuned-lens", notes=foreign_lens.plain_values(config))
 
 
 def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
@@ -87,7 +77,7 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
             )
     state: dict[str, Tensor] = {}
     for pair in pairs:
-        affine, level = plain_map(jumps, pair), pair[0].index
+        affine, level = foreign_lens.plain_map(jumps, pair), pair[0].index
         state[f"{level}.weight"] = affine.weight - torch.eye(model.d_model, dtype=torch.float64)
         # The package cannot load a lens without biases.
         zeros = torch.zeros(model.d_model, dtype=torch.float64)
@@ -103,7 +93,7 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     }
     with io.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_torch(folder / PARAMETERS, state)
+    foreign_lens.write_torch(folder / PARAMETERS, state)
     io.write_json(folder / CONFIG, config)
     return pairs
 

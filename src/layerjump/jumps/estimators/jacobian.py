@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerjump import __version__
 from layerjump.data.batches import Batch, Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import Positions
@@ -28,7 +27,6 @@ from layerjump.errors import BadModel, TextTooShort, argument
 from layerjump.jumps.collect_moments import MAX_LENGTH, Progress
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance, RunInfo
 from layerjump.jumps.maps import Affine
-from layerjump.models.fingerprint import identify_model
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Pair, Site
@@ -89,7 +87,24 @@ def fit_jacobian(
         max_length=max_length,
         max_batch_tokens=_MAX_POSITIONS,
     )
-    sums, n_sequences, n_sources = _sum_jacobians(model, batches, sources, progress)
+    d = model.d_model
+    sums = {site: torch.zeros(d, d, dtype=torch.float64) for site in sources}
+    n_sequences = n_sources = n_tokens = 0
+    with _frozen(model), _Graph(model.structure, [*sources, last]) as graph:
+        for batch in batches:
+            # (rows, longest): the positions that are sources and targets, all picks but a sequence's last token.
+            counted = torch.zeros_like(batch.attention_mask, dtype=torch.bool)
+            counted[batch.row, batch.position] = True
+            counted[:, :-1] &= batch.attention_mask[:, 1:].bool()
+            counted[:, -1] = False
+            if bool(counted.any()):
+                for rows, site, part in _jacobian_rows(model, graph, batch, counted, sources):
+                    sums[site][rows] += part
+            n_sequences += int(counted.any(1).sum())
+            n_sources += int(counted.sum())
+            n_tokens += batch.n_tokens
+            if progress:
+                progress(n_tokens, batches.n_tokens)
     if n_sequences == 0:
         raise TextTooShort(
             f"no sequence of {info.text} has two positions from position {skip_first} on; use longer documents, or a "
@@ -123,17 +138,7 @@ def fit_batches(
         max_length=max_length,
         max_batch_tokens=max_batch_tokens,
     )
-    info = RunInfo(
-        **vars(identify_model(model)),
-        text=corpus.name,
-        text_sha256=corpus.sha256,
-        tokens=batches.n_tokens,
-        positions=str(positions),
-        skip_first=positions.skip_first,
-        special=positions.special,
-        split=split,
-        seed=seed,
-    )
+    info = RunInfo.of(model, corpus, positions, tokens=batches.n_tokens, split=split, seed=seed)
     return info, batches
 
 
@@ -146,41 +151,10 @@ def jumps_to_last(
     n_fit: int,
     rank: int | None = None,
 ) -> Jumps:
-    provenance = Provenance(
-        **vars(info), n_fit=n_fit, n_select=0, n_test=0, estimator=estimator, settings=settings, layerjump=__version__
-    )
+    """Make jumps of maps that are not scored."""
+    provenance = Provenance(**vars(info), n_fit=n_fit, estimator=estimator, settings=settings)
     infos = {pair: JumpInfo(*pair, estimator, rank=rank) for pair in maps}
     return Jumps.from_maps(maps, infos, provenance)
-
-
-def _sum_jacobians(
-    model: Model, batches: Batches, sources: list[Site], progress: Progress | None
-) -> tuple[dict[Site, Tensor], int, int]:
-    """The sum of all sequences' Jacobians, in float64; the number of sequences and of source positions."""
-    d = model.d_model
-    sums = {site: torch.zeros(d, d, dtype=torch.float64) for site in sources}
-    n_sequences = n_sources = n_tokens = 0
-    with _frozen(model), _Graph(model.structure, [*sources, Site(model.n_blocks)]) as graph:
-        for batch in batches:
-            counted = _counted_positions(batch)
-            if bool(counted.any()):
-                for rows, site, part in _jacobian_rows(model, graph, batch, counted, sources):
-                    sums[site][rows] += part
-            n_sequences += int(counted.any(1).sum())
-            n_sources += int(counted.sum())
-            n_tokens += batch.n_tokens
-            if progress:
-                progress(n_tokens, batches.n_tokens)
-    return sums, n_sequences, n_sources
-
-
-def _counted_positions(batch: Batch) -> Tensor:
-    """(rows, longest): the positions that are sources and targets, all picks but a sequence's last token."""
-    counted = torch.zeros_like(batch.attention_mask, dtype=torch.bool)
-    counted[batch.row, batch.position] = True
-    counted[:, :-1] &= batch.attention_mask[:, 1:].bool()
-    counted[:, -1] = False
-    return counted
 
 
 def _jacobian_rows(

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from layerjump.data.batches import Batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadEstimator, TextTooShort, argument
@@ -44,7 +43,14 @@ def low_rank(source: Source, targets: Sequence[Target], *, rank: int, metric: Te
     effect on the logits. Default: the identity. Where G is singular its null space keeps y's mean.
     """
     for target in targets:
-        _check_settings(rank, metric, target)
+        dx, dy = target.cross.shape
+        if not 1 <= rank <= min(dx, dy):
+            largest = min(dx, dy)
+            raise BadEstimator(f"expected a {argument('rank')} from 1 to {largest} for a map {dx} → {dy}, got {rank}")
+        if metric is not None and tuple(metric.shape) != (dy, dy):
+            raise BadEstimator(f"expected a metric of shape {(dy, dy)}, got {tuple(metric.shape)}")
+    if metric is not None and not torch.isfinite(metric).all():
+        raise BadEstimator("expected a finite metric, got one with NaN or infinite values")
     factor = factorise_centred(source)
     roots = None if metric is None else _square_roots(metric)
     return [_reduce_rank(factor, source, target, rank, roots) for target in targets]
@@ -126,52 +132,6 @@ def ojfa(
     return jumps[best], best
 
 
-def _reduce_rank(
-    factor: Factor, source: Source, target: Target, rank: int, roots: tuple[Tensor, Tensor] | None
-) -> Affine:
-    weight = factor.solve(target.cross).mT
-    explained = weight @ target.cross  # W Σ Wᵀ, because W Σ = crossᵀ at the optimum
-    if roots is None:
-        up = _leading_eigenvectors(explained, rank)
-        down = up.mT @ weight
-    else:
-        root, inverse = roots
-        basis = _leading_eigenvectors(root @ explained @ root, rank)
-        up, down = inverse @ basis, (basis.mT @ root) @ weight
-    return Affine.of(up, down, bias=target.mean - up @ (down @ source.mean))
-
-
-def _leading_eigenvectors(matrix: Tensor, rank: int) -> Tensor:
-    """The eigenvectors of the `rank` largest eigenvalues, as columns."""
-    _, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-    return vectors[:, -rank:].clone()
-
-
-def _square_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """The symmetric square root of a PSD matrix, and its pseudo-inverse."""
-    values, vectors = torch.linalg.eigh((metric + metric.mT).double() / 2)
-    if values[0] < -1e-6 * values[-1].abs():
-        raise BadEstimator(
-            f"expected a positive semi-definite metric, such as EᵀE of an unembedding E, got one with the eigenvalue "
-            f"{float(values[0]):g}"
-        )
-    keep = values > eigenvalue_cutoff(values)
-    values, vectors = values[keep].sqrt(), vectors[:, keep]
-    return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
-
-
-def _check_settings(rank: int, metric: Tensor | None, target: Target) -> None:
-    dx, dy = target.cross.shape
-    if not 1 <= rank <= min(dx, dy):
-        raise BadEstimator(f"expected a {argument('rank')} from 1 to {min(dx, dy)} for a map {dx} → {dy}, got {rank}")
-    if metric is None:
-        return
-    if tuple(metric.shape) != (dy, dy):
-        raise BadEstimator(f"expected a metric of shape {(dy, dy)}, got {tuple(metric.shape)}")
-    if not torch.isfinite(metric).all():
-        raise BadEstimator("expected a finite metric, got one with NaN or infinite values")
-
-
 def train_n_njtc(
     model: Model,
     text: Corpus | str | Path,
@@ -204,8 +164,38 @@ def train_n_njtc(
         raise BadEstimator(f"expected a {argument('rank')} from 1 to {model.d_model}, got {rank}")
     positions = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
     info, batches = fit_batches(model, text, positions, tokens=tokens, split=split, seed=seed)
-    jumps, n_rows = _train(model, batches, steps, rank, learning_rate, seed, progress)
     last = Site(model.n_blocks)
+    sites = [Site(level) for level in range(model.n_blocks)]
+    jumps: dict[Site, LowRankBatchNorm] = {}
+    optimiser: Any = None
+    n_rows, variance = 0, 1.0
+    for step in range(steps):
+        epoch, offset = divmod(step, len(batches))
+        index = int(np.random.default_rng([seed, epoch]).permutation(len(batches))[offset])
+        states = next(iter(capture_states(model, [batches[index]], [*sites, last]))).at
+        if len(states[last]) < 2:
+            continue  # batch normalisation needs two rows
+        target = states[last].float()
+        if not jumps:
+            generator, scale = torch.Generator().manual_seed(seed), target.std(0)
+            jumps = {site: LowRankBatchNorm(model.d_model, rank, scale.cpu(), generator).to(scale) for site in sites}
+            variance = float(scale.square().mean().clamp_min(1e-12))
+            parameters = [p for jump in jumps.values() for p in jump.parameters()]
+            optimiser = torch.optim.Adam(parameters, lr=learning_rate)
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate * min(1.0, 2 * (1 - step / steps))
+        with torch.enable_grad():
+            for site, jump in jumps.items():
+                error = jump(states[site].to(target)) - target
+                # One scale for all coordinates: the learning rate then suits states of any size.
+                (error.square().mean() / variance).backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        n_rows += len(target)
+        if progress:
+            progress(step + 1, steps)
+    if not jumps:
+        raise TextTooShort("no batch has two positions, which batch normalisation needs; use longer text")
     maps = {(site, last): jump.cpu().eval().fold() for site, jump in jumps.items()}
     settings = {"steps": steps, "rank": rank, "rate": learning_rate}
     return jumps_to_last(maps, info, "n-njtc-trained", settings, n_fit=n_rows, rank=rank)
@@ -236,40 +226,35 @@ class LowRankBatchNorm(nn.Module):
         return Affine.of(up, self.down * gain, bias=bias)
 
 
-def _train(
-    model: Model, batches: Batches, steps: int, rank: int, rate: float, seed: int, progress: Progress | None
-) -> tuple[dict[Site, LowRankBatchNorm], int]:
-    """The trained map of every level, and the number of rows they were trained on."""
-    last = Site(model.n_blocks)
-    sites = [Site(level) for level in range(model.n_blocks)]
-    jumps: dict[Site, LowRankBatchNorm] = {}
-    optimiser: Any = None
-    n_rows, variance = 0, 1.0
-    for step in range(steps):
-        epoch, offset = divmod(step, len(batches))
-        index = int(np.random.default_rng([seed, epoch]).permutation(len(batches))[offset])
-        states = next(iter(capture_states(model, [batches[index]], [*sites, last]))).at
-        if len(states[last]) < 2:
-            continue  # batch normalisation needs two rows
-        target = states[last].float()
-        if not jumps:
-            generator, scale = torch.Generator().manual_seed(seed), target.std(0)
-            jumps = {site: LowRankBatchNorm(model.d_model, rank, scale.cpu(), generator).to(scale) for site in sites}
-            variance = float(scale.square().mean().clamp_min(1e-12))
-            parameters = [p for jump in jumps.values() for p in jump.parameters()]
-            optimiser = torch.optim.Adam(parameters, lr=rate)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, 2 * (1 - step / steps))
-        with torch.enable_grad():
-            for site, jump in jumps.items():
-                error = jump(states[site].to(target)) - target
-                # One scale for all coordinates: the learning rate then suits states of any size.
-                (error.square().mean() / variance).backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        n_rows += len(target)
-        if progress:
-            progress(step + 1, steps)
-    if not jumps:
-        raise TextTooShort("no batch has two positions, which batch normalisation needs; use longer text")
-    return jumps, n_rows
+def _reduce_rank(
+    factor: Factor, source: Source, target: Target, rank: int, roots: tuple[Tensor, Tensor] | None
+) -> Affine:
+    weight = factor.solve(target.cross).mT
+    explained = weight @ target.cross  # W Σ Wᵀ, because W Σ = crossᵀ at the optimum
+    if roots is None:
+        up = _leading_eigenvectors(explained, rank)
+        down = up.mT @ weight
+    else:
+        root, inverse = roots
+        basis = _leading_eigenvectors(root @ explained @ root, rank)
+        up, down = inverse @ basis, (basis.mT @ root) @ weight
+    return Affine.of(up, down, bias=target.mean - up @ (down @ source.mean))
+
+
+def _leading_eigenvectors(matrix: Tensor, rank: int) -> Tensor:
+    """The eigenvectors of the `rank` largest eigenvalues, as columns."""
+    _, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    return vectors[:, -rank:].clone()
+
+
+def _square_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """The symmetric square root of a PSD matrix, and its pseudo-inverse."""
+    values, vectors = torch.linalg.eigh((metric + metric.mT).double() / 2)
+    if values[0] < -1e-6 * values[-1].abs():
+        raise BadEstimator(
+            f"expected a positive semi-definite metric, such as EᵀE of an unembedding E, got one with the eigenvalue "
+            f"{float(values[0]):g}"
+        )
+    keep = values > eigenvalue_cutoff(values)
+    values, vectors = values[keep].sqrt(), vectors[:, keep]
+    return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
