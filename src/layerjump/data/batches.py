@@ -204,19 +204,19 @@ class Batches:
 
     def _picks(self, selected: list[int], positions: Positions, *, is_redrawn: bool = False) -> tuple[Ints, Ints]:
         """Rows and positions of the draws from each sequence of a batch."""
-        draws = [self._draw(sequence, positions, is_redrawn) for sequence in selected]
+        draws = [
+            positions.draw(
+                self.sequences.uncut[sequence],
+                *self.tokenization.around,
+                # With the seed of the masks, the share would contain more masks than the text does.
+                seed=self.seed + is_redrawn,
+                document=self.sequences.document[sequence],
+                sequence=self.sequences.number[sequence],
+            )
+            for sequence in selected
+        ]
         row = np.repeat(np.arange(len(selected)), [len(draw) for draw in draws])
         return row, np.concatenate(draws)
-
-    def _draw(self, sequence: int, positions: Positions, is_redrawn: bool) -> Ints:
-        return positions.draw(
-            self.sequences.uncut[sequence],
-            *self.tokenization.around,
-            # With the seed of the masks, the share would contain more masks than the text does.
-            seed=self.seed + is_redrawn,
-            document=self.sequences.document[sequence],
-            sequence=self.sequences.number[sequence],
-        )
 
 
 def make_batches(
@@ -232,9 +232,9 @@ def make_batches(
 ) -> Batches:
     """Cut documents into sequences, and group those of similar length into batches.
 
-    `documents` are used in their order until there are `tokens` tokens (None: all). A batch has at most
-    `max_batch_tokens` tokens, including padding, unless a single sequence has more. Batches are shuffled, so that the
-    first few represent all.
+    `documents` are used in their order until there are `tokens` tokens (None: all); sequences without eligible
+    positions are left out. A batch has at most `max_batch_tokens` tokens, including padding, unless a single sequence
+    has more. Batches are shuffled, so that the first few represent all.
 
     For an encoder–decoder a sequence is two rows of at most `max_length`: the encoder reads the first half of its text,
     the decoder the second half after its start token. Tokens and cells of both count; picks are the decoder's.
@@ -255,7 +255,32 @@ def make_batches(
             f"expected {argument('max_length')} of at least {tokenization.n_added + 1}, because the tokenizer adds "
             f"{tokenization.n_added} tokens, got {max_length}"
         )
-    sequences = _cut(corpus, tokenization, positions, documents, tokens, text_length, seed)
+    sequences = Sequences()
+    around = tokenization.around
+    # Tokens after the last pick cannot change a causal model's states there, and are cut off. (Not from a decoder's
+    # half: rows that are as long as their sources need less padding.)
+    ends_at_pick = tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
+    for document, ids in _encode(corpus, tokenization, documents):
+        # `one` is one per document: only the first sequence of a long document is used.
+        end = min(len(ids), text_length) if positions.kind == "one" else len(ids)
+        for number, start in enumerate(range(0, end, text_length)):
+            text = ids[start : start + text_length]
+            source, row = ([], tokenization.wrap(text)) if tokenization.start is None else tokenization.halves(text)
+            length = len(row)
+            if not (picks := positions.count(length, *around)):
+                continue
+            if ends_at_pick:
+                draw = positions.draw(length, *around, seed=seed, document=document, sequence=number)
+                length = int(draw[-1]) + 1
+            sequences.add(row[:length], source, uncut=len(row), document=document, number=number, picks=picks)
+        if tokens is not None and len(sequences.ids) >= tokens:
+            break
+    else:
+        if tokens is not None:
+            raise TextTooShort(
+                f"expected {tokens:,} tokens in the {len(documents):,} documents of {corpus.name}, got "
+                f"{len(sequences.ids):,}; pass more text, or {argument('tokens', len(sequences.ids))} or less"
+            )
     if not sequences.length:
         raise TextTooShort(
             f"none of the {len(documents):,} documents of {corpus.name} has a position of {positions} from position "
@@ -263,48 +288,7 @@ def make_batches(
         )
     groups = _group(sequences.sizes(), max_batch_tokens)
     order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
-    shuffled = tuple(groups[index] for index in order)
-    return Batches(tokenization, positions, seed, sequences, shuffled)
-
-
-def _cut(
-    corpus: Corpus,
-    tokenization: Tokenization,
-    positions: Positions,
-    documents: Sequence[int],
-    tokens: int | None,
-    text_length: int,
-    seed: int,
-) -> Sequences:
-    """Cut documents into sequences until there are `tokens` tokens; sequences without eligible positions are left out.
-
-    Tokens after the last pick cannot change a causal model's states there, and are cut off. (Not from a decoder's
-    half: rows that are as long as their sources need less padding.)
-    """
-    sequences = Sequences()
-    around = tokenization.around
-    ends_at_pick = tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
-    for document, ids in _encode(corpus, tokenization, documents):
-        end = min(len(ids), text_length) if positions.first_sequence_only else len(ids)
-        for number, start in enumerate(range(0, end, text_length)):
-            text = ids[start : start + text_length]
-            source, row = ([], tokenization.wrap(text)) if tokenization.start is None else tokenization.halves(text)
-            if not (picks := positions.count(len(row), *around)):
-                continue
-            length = len(row)
-            if ends_at_pick:
-                draw = positions.draw(length, *around, seed=seed, document=document, sequence=number)
-                length = int(draw[-1]) + 1
-            indices = {"document": document, "number": number, "picks": picks}
-            sequences.add(row[:length], source, uncut=len(row), **indices)
-        if tokens is not None and len(sequences.ids) >= tokens:
-            return sequences
-    if tokens is not None:
-        raise TextTooShort(
-            f"expected {tokens:,} tokens in the {len(documents):,} documents of {corpus.name}, got "
-            f"{len(sequences.ids):,}; pass more text, or {argument('tokens', len(sequences.ids))} or less"
-        )
-    return sequences
+    return Batches(tokenization, positions, seed, sequences, tuple(groups[index] for index in order))
 
 
 def _encode(corpus: Corpus, tokenization: Tokenization, documents: Sequence[int]) -> Iterator[tuple[int, list[int]]]:

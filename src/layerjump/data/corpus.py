@@ -95,20 +95,6 @@ def split_documents(n_documents: int, split: str | tuple[float | int, ...] = "80
     """
     if seed < 0:
         raise BadText(f"expected {argument('seed')} of 0 or more, got {seed}")
-    sizes = _parse_split(split)
-    is_percent = math.isclose(sum(sizes), 100)
-    counts = _counts_of_shares(sizes, n_documents) if is_percent else _counts(sizes, n_documents)
-    # Raw bits: numpy promises that these stay the same in all versions, but not `permutation`.
-    order = np.argsort(np.random.PCG64(seed).random_raw(n_documents), kind="stable").tolist()
-    validation, test = counts[0], counts[0] + counts[1]
-    return Splits(
-        fit=tuple(order[:validation]),
-        validation=tuple(order[validation:test]),
-        test=tuple(order[test : test + counts[2]]),
-    )
-
-
-def _parse_split(split: str | tuple[float | int, ...]) -> list[float]:
     text = split if isinstance(split, str) else "/".join(str(size) for size in split)
     try:
         sizes = [float(size) for size in text.split("/")]
@@ -119,36 +105,37 @@ def _parse_split(split: str | tuple[float | int, ...]) -> list[float]:
             f"expected {argument('split')} of three sizes for fit/select/test, such as 80/10/10 (percent) or "
             f"9000/500/500 (documents), got {text!r}"
         )
-    return sizes
-
-
-def _counts_of_shares(shares: list[float], n_documents: int) -> list[int]:
-    n_splits = sum(share > 0 for share in shares)
-    if n_documents < n_splits:
-        raise TextTooShort(
-            f"expected at least {n_splits} documents (lines or paragraphs of a file, rows of a table) for {n_splits} "
-            f"splits, got {n_documents}; pass more text"
-        )
-    # The tiny addend keeps 0.1 % of 3,000 from being floored to 2.
-    counts = [max(1, math.floor(s * n_documents / 100 + 1e-9)) if s else 0 for s in shares]
-    counts[shares.index(max(shares))] += n_documents - sum(counts)
-    return counts
-
-
-def _counts(sizes: list[float], n_documents: int) -> list[int]:
-    text = "/".join(f"{size:.12g}" for size in sizes)
-    if any(size != int(size) for size in sizes):
-        raise BadText(
-            f"expected {argument('split')} of percentages that add up to 100, or of integer numbers of documents, "
-            f"got {text}, which adds up to {sum(sizes):.12g}"
-        )
-    counts = [int(size) for size in sizes]
-    if sum(counts) > n_documents:
-        raise TextTooShort(
-            f"expected {sum(counts):,} documents for {argument('split')} {text}, got {n_documents:,}; pass more text, "
-            f"or a smaller split"
-        )
-    return counts
+    if math.isclose(sum(sizes), 100):
+        n_splits = sum(size > 0 for size in sizes)
+        if n_documents < n_splits:
+            raise TextTooShort(
+                f"expected at least {n_splits} documents (lines or paragraphs of a file, rows of a table) for "
+                f"{n_splits} splits, got {n_documents}; pass more text"
+            )
+        # The tiny addend keeps 0.1 % of 3,000 from being floored to 2.
+        counts = [max(1, math.floor(s * n_documents / 100 + 1e-9)) if s else 0 for s in sizes]
+        counts[sizes.index(max(sizes))] += n_documents - sum(counts)
+    else:
+        text = "/".join(f"{size:.12g}" for size in sizes)
+        counts = [int(size) for size in sizes]
+        if counts != sizes:
+            raise BadText(
+                f"expected {argument('split')} of percentages that add up to 100, or of integer numbers of documents, "
+                f"got {text}, which adds up to {sum(sizes):.12g}"
+            )
+        if sum(counts) > n_documents:
+            raise TextTooShort(
+                f"expected {sum(counts):,} documents for {argument('split')} {text}, got {n_documents:,}; pass more "
+                f"text, or a smaller split"
+            )
+    # Raw bits: numpy promises that these stay the same in all versions, but not `permutation`.
+    order = np.argsort(np.random.PCG64(seed).random_raw(n_documents), kind="stable").tolist()
+    validation, test = counts[0], counts[0] + counts[1]
+    return Splits(
+        fit=tuple(order[:validation]),
+        validation=tuple(order[validation:test]),
+        test=tuple(order[test : test + counts[2]]),
+    )
 
 
 def _strip(source: _Source) -> Iterator[str]:
@@ -236,7 +223,7 @@ def _is_prose(paragraph: str) -> bool:
 def _file(path: Path, column: str | None) -> _Source:
     name, suffix = path.name, path.suffix.lower()
     if suffix == ".parquet":
-        return _table(name, _read_parquet(path, column))
+        return _read_parquet(path, column)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -247,13 +234,8 @@ def _file(path: Path, column: str | None) -> _Source:
     if not text.strip():
         return _Source(name, "empty", [])
     if suffix in (".jsonl", ".json"):
-        return _table(name, _read_json(name, text, column))
-    return _table(name, _read_csv(name, text, column, tabs=suffix == ".tsv"))
-
-
-def _table(name: str, table: tuple[str, Iterator[str]]) -> _Source:
-    column, documents = table
-    return _Source(name, f"column {column!r}", documents)
+        return _read_json(name, text, column)
+    return _read_csv(name, text, column, tabs=suffix == ".tsv")
 
 
 def _decode(name: str, data: bytes) -> str:
@@ -298,50 +280,40 @@ def _hub(hub: re.Match[str], column: str | None) -> _Source:
     import datasets
     from huggingface_hub import HfApi
 
+    shows_progress = not datasets.are_progress_bars_disabled()
     try:
         # A quick request first: without a network, `datasets` retries for half a minute.
         HfApi().dataset_info(hub["id"], timeout=10)
-        with _no_progress_bars(datasets):
-            rows = datasets.load_dataset(hub["id"], hub["config"], split=hub["split"] or "train", streaming=True)
+        datasets.disable_progress_bars()
+        rows = datasets.load_dataset(hub["id"], hub["config"], split=hub["split"] or "train", streaming=True)
     except Exception as error:  # `datasets` raises whatever its back ends do
         raise BadText(
             f"there is no file {hub[0]!r}, and as a hub dataset it cannot be read "
             f"({shorten(error)}); check the name and the network, or pass a file"
         ) from error
+    finally:
+        if shows_progress:
+            datasets.enable_progress_bars()
     return _stream(hub[0], rows, column)
 
 
 def _stream(name: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> _Source:
-    stream = _report_interruption(name, rows)
+    def read() -> Iterator[Mapping[str, Any]]:
+        try:
+            yield from rows
+        except Exception as error:  # the network may fail at any row
+            raise BadText(f"hub dataset {name} broke off ({shorten(error)}); try again") from error
+
+    stream = read()
     first = next(stream, None)
     if first is None:
         return _Source(name, "empty", [])
-    is_text = {key: isinstance(value, str) for key, value in first.items()}
-    column = _choose_column(name, column, is_text)
-    documents = _texts(name, column, (row[column] for row in chain([first], stream)))
-    return _Source(name, f"column {column!r}", documents, HUB_DOCUMENTS)
+    column = _choose_column(name, column, {key: isinstance(value, str) for key, value in first.items()})
+    return _column(name, column, (row[column] for row in chain([first], stream)), HUB_DOCUMENTS)
 
 
-def _report_interruption(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    try:
-        yield from rows
-    except Exception as error:  # the network may fail at any row
-        raise BadText(f"hub dataset {name} broke off ({shorten(error)}); try again") from error
-
-
-@contextmanager
-def _no_progress_bars(datasets: Any) -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-def _read_json(name: str, text: str, column: str | None) -> tuple[str, Iterator[str]]:
-    """The text column and its texts, from one object a line or an array of objects."""
+def _read_json(name: str, text: str, column: str | None) -> _Source:
+    """The text column of one object a line or of an array of objects."""
     rows = list(json_rows(name, text))
     kinds: dict[str, set[type]] = {}
     for row in rows:
@@ -349,7 +321,7 @@ def _read_json(name: str, text: str, column: str | None) -> tuple[str, Iterator[
             kinds.setdefault(key, set()).add(type(value))
     is_text = {key: kind - {type(None)} == {str} for key, kind in kinds.items()}
     column = _choose_column(name, column, is_text)
-    return column, _texts(name, column, (row.get(column) for row in rows))
+    return _column(name, column, (row.get(column) for row in rows))
 
 
 def json_rows(name: str, text: str) -> Iterator[dict[str, Any]]:
@@ -379,8 +351,8 @@ def _json_value(name: str, line: int, text: str) -> Any:
         ) from error
 
 
-def _read_csv(name: str, text: str, column: str | None, *, tabs: bool = False) -> tuple[str, Iterator[str]]:
-    """The text column and its texts. The first row names the columns."""
+def _read_csv(name: str, text: str, column: str | None, *, tabs: bool) -> _Source:
+    """The text column of a table whose first row names the columns."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -397,33 +369,30 @@ def _read_csv(name: str, text: str, column: str | None, *, tabs: bool = False) -
         raise BadText(f"{name} is not a table ({shorten(error)}); correct that row") from error
     column = _choose_column(name, column, _arrow_texts(table.schema))
     cells = table.column(table.schema.names.index(column))
-    return column, _texts(name, column, cells.to_pylist())
+    return _column(name, column, cells.to_pylist())
 
 
-def _read_parquet(path: Path, column: str | None) -> tuple[str, Iterator[str]]:
-    """The text column and its texts, read one row group at a time."""
+def _read_parquet(path: Path, column: str | None) -> _Source:
+    """The text column of a Parquet file, read one row group at a time."""
+    import pyarrow as pa
     from pyarrow import parquet
 
-    with _parquet_errors(path.name):
+    @contextmanager
+    def reading() -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise BadText(f"{path.name} cannot be read as Parquet ({shorten(error)}); write it again") from error
+
+    def cells(column: str) -> Iterator[object]:
+        with reading():
+            for batch in file.iter_batches(columns=[column]):
+                yield from batch.column(0).to_pylist()
+
+    with reading():
         file = parquet.ParquetFile(path)
     column = _choose_column(path.name, column, _arrow_texts(file.schema_arrow))
-    return column, _texts(path.name, column, _parquet_cells(file, path.name, column))
-
-
-def _parquet_cells(file: Any, name: str, column: str) -> Iterator[object]:
-    with _parquet_errors(name):
-        for batch in file.iter_batches(columns=[column]):
-            yield from batch.column(0).to_pylist()
-
-
-@contextmanager
-def _parquet_errors(name: str) -> Iterator[None]:
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BadText(f"{name} cannot be read as Parquet ({shorten(error)}); write it again") from error
+    return _column(path.name, column, cells(column))
 
 
 def _arrow_texts(schema: Any) -> dict[str, bool]:
@@ -449,17 +418,21 @@ def _choose_column(name: str, column: str | None, is_text: Mapping[str, bool]) -
     raise BadText(f"{name} has {missing}; pass {argument('column')} as one of its columns: {names}")
 
 
-def _texts(name: str, column: str, cells: Iterable[object]) -> Iterator[str]:
-    """The cells, which must be texts; empty ones are left out."""
-    for row, cell in enumerate(cells, start=1):
-        if cell is None:  # an empty cell of Arrow and pandas
-            continue
-        if not isinstance(cell, str):
-            raise BadText(
-                f"expected text in row {row} of column {column!r} of {name}, got {type(cell).__name__} "
-                f"{shorten(cell)}; pass another {argument('column')}"
-            )
-        yield cell
+def _column(name: str, column: str, cells: Iterable[object], at_most: int | None = None) -> _Source:
+    """The source of a column's cells, which must be texts; empty ones are left out."""
+
+    def texts() -> Iterator[str]:
+        for row, cell in enumerate(cells, start=1):
+            if cell is None:  # an empty cell of Arrow and pandas
+                continue
+            if not isinstance(cell, str):
+                raise BadText(
+                    f"expected text in row {row} of column {column!r} of {name}, got {type(cell).__name__} "
+                    f"{shorten(cell)}; pass another {argument('column')}"
+                )
+            yield cell
+
+    return _Source(name, f"column {column!r}", texts(), at_most)
 
 
 def shorten(value: object) -> str:

@@ -6,7 +6,7 @@ order and number of processes do not change which positions are drawn.
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ Kind = Literal["one", "all", "sample", "share"]
 
 MASKED_SHARE = "15%"
 """The default share of positions that are masked in a masked model: the share it was trained with."""
+_NOTATION = re.compile(r"(one|all)|sample=([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
 _EXPECTED = "`one`, `all`, `sample=8` (a number per sequence) or `15%` (a share of each sequence)"
 
 
@@ -45,21 +46,19 @@ class Positions:
     @classmethod
     def parse(cls, text: str, *, skip_first: int = 1, special: bool = False) -> "Positions":
         """Parse `one`, `all`, `sample=8` or `15%`."""
-        parsed = _parse(text)
-        if parsed is None or not _makes_sense(*parsed):
+        match = _NOTATION.fullmatch(text)
+        plain, number, percent = match.groups() if match else ("", None, None)
+        kind: Any = plain or ("sample" if number else "share")
+        amount = float(number or percent or 0) / (100 if percent else 1)
+        if not _makes_sense(kind, amount):
             raise BadText(f"expected {argument('positions')} of {_EXPECTED}, got {text!r}")
-        return cls(*parsed, skip_first, special)
+        return cls(kind, amount, skip_first, special)
 
     def __str__(self) -> str:
         if self.kind == "sample":
             return f"sample={int(self.amount)}"
         # 12 digits, so that 0.07 is written as 7% and not as 7.000000000000001%
         return f"{100 * self.amount:.12g}%" if self.kind == "share" else self.kind
-
-    @property
-    def first_sequence_only(self) -> bool:
-        """Whether only the first sequence of a long document is used: `one` is one per document."""
-        return self.kind == "one"
 
     def masks(self) -> bool:
         """Whether a masked model reads [MASK] at these positions; if all were masked, there would be no context."""
@@ -89,18 +88,6 @@ class Positions:
         # Raw bits: numpy promises that these stay the same in all versions.
         bits = np.random.Philox(np.random.SeedSequence([seed, document, sequence]))
         return np.sort(every[np.argsort(bits.random_raw(len(every)))[:count]])
-
-
-def _parse(text: str) -> tuple[Kind, float] | None:
-    if text == "one":
-        return "one", 0
-    if text == "all":
-        return "all", 0
-    if match := re.fullmatch(r"sample=([0-9]+)", text):
-        return "sample", int(match[1])
-    if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text):
-        return "share", float(match[1]) / 100
-    return None
 
 
 def _makes_sense(kind: str, amount: float) -> bool:

@@ -65,7 +65,15 @@ class Tokenization:
                 f"expected a number of 1 or more as model_max_length in tokenizer_config.json, got "
                 f"{str(limit)[:50]!r}; correct it"
             )
-        _require_unknown(tokenizer)
+        try:
+            # Padding is always masked out, so any id will do if the tokenizer has none.
+            ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
+        except RecursionError:  # transformers looks an unknown token that is not in the vocabulary up forever
+            raise BadText(
+                f"expected the tokenizer's unknown token in its vocabulary, got {str(tokenizer.unk_token)[:50]!r}; "
+                f"correct it in tokenizer.json"
+            ) from None
+        pad = next(token for token in ids if token is not None)
         prefix, suffix = _around(tokenizer)
         bos = tokenizer.bos_token_id
         if needs_bos and bos is not None and bos not in prefix:
@@ -73,7 +81,6 @@ class Tokenization:
         if mask is None and not both_ways:
             suffix = ()  # after an end-of-text token, a causal model does not continue the text
         max_length = min(max_positions, int(limit)) if limit < _UNLIMITED else max_positions
-        pad = _padding(tokenizer)
         tokenization = cls(tokenizer, prefix, suffix, pad, mask, max_length, both_ways, start)
         if tokenization.text_length(max_length) < 1:
             raise BadText(
@@ -222,20 +229,3 @@ def _probes(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     for token in sorted(vocabulary, key=lambda token: vocabulary[token])[:1_000]:
         if token not in tokenizer.all_special_tokens:
             yield tokenizer.convert_tokens_to_string([token])
-
-
-def _require_unknown(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise `BadText` if the unknown token is not in the vocabulary: transformers would look it up forever."""
-    try:
-        _ = tokenizer.unk_token_id
-    except RecursionError:
-        raise BadText(
-            f"expected the tokenizer's unknown token in its vocabulary, got {str(tokenizer.unk_token)[:50]!r}; correct "
-            f"it in tokenizer.json"
-        ) from None
-
-
-def _padding(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The padding id. Padding is always masked out, so any id will do if the tokenizer has none."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
-    return next(token for token in ids if token is not None)
