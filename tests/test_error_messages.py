@@ -19,11 +19,12 @@ from layerjump.evaluation.tasks import load_items, select_tasks
 from layerjump.generation.calibration import serialization
 from layerjump.generation.calibration.dataset import split_documents_by_role
 from layerjump.generation.probes import log_odds
-from layerjump.jumps.collect_moments import SplitMoments, collect_moments
+from layerjump.jumps.collect_moments import collect_moments
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
+from layerjump.jumps.moments import SplitMoments
 from layerjump.jumps.serialization import check_model
 from layerjump.models.loading import LINEAR
 from layerjump.models.structure import FINAL, Site

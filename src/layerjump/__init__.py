@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from layerjump.generation.generate import generate as generate
     from layerjump.interventions.linearize import linearize as linearize
     from layerjump.interventions.linearize import skip_blocks as skip_blocks
-    from layerjump.jumps.collect_moments import SplitMoments as SplitMoments
     from layerjump.jumps.collect_moments import collect_moments as collect_moments
     from layerjump.jumps.convert import export_lens as export_lens
     from layerjump.jumps.convert import import_lens as import_lens
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from layerjump.jumps.fit import fit as fit
     from layerjump.jumps.jumps import Jumps as Jumps
     from layerjump.jumps.moments import Moments as Moments
+    from layerjump.jumps.moments import SplitMoments as SplitMoments
     from layerjump.lens.lens import Lens as Lens
     from layerjump.lens.refine import refine as refine
     from layerjump.lens.trajectory import Trajectory as Trajectory
@@ -71,7 +71,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "Batch": "data.batches",
     "Batches": "data.batches",
-    "SplitMoments": "jumps.collect_moments",
+    "SplitMoments": "jumps.moments",
     "Corpus": "data.corpus",
     "Jumps": "jumps.jumps",
     "Lens": "lens.lens",

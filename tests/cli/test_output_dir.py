@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from layerjump.cli.main import app
 from layerjump.errors import BadArtifact
 from layerjump.io import only_writer, replace_folder, writing
-from layerjump.jumps.collect_moments import SplitMoments
+from layerjump.jumps.moments import SplitMoments
 from layerjump.training.trainer import COMPLETE_MARK, RUN_FILE, find_checkpoint, remove_training_folder
 
 

@@ -27,11 +27,10 @@ from layerjump.generation.calibration import serialization as calibration_file
 from layerjump.generation.calibration.search import FittedProbes, RuleCandidate
 from layerjump.generation.calibration.serialization import Calibration, CalibrationReport
 from layerjump.jumps import serialization
-from layerjump.jumps.collect_moments import SplitMoments, merge_moments
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import RunInfo
-from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments import Moments, SplitMoments, merge_moments
 from layerjump.lens.refine import CHECKPOINT_NAME as UNFINISHED
 from layerjump.lens.refine import TrainableMap, Tuner
 from layerjump.models.fingerprint import fingerprint

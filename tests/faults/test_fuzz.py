@@ -16,8 +16,8 @@ from faults.formats import FORMATS, Format
 from layerjump import io
 from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError, NewerFormat
 from layerjump.generation.calibration import serialization
-from layerjump.jumps.collect_moments import SplitMoments
 from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.moments import SplitMoments
 from layerjump.report.write_report import write_report
 from layerjump.studies.runner import STUDIES, load_results
 

@@ -12,13 +12,13 @@ from sklearn.linear_model import Ridge
 
 import layerjump as lj
 from layerjump.errors import BadEstimator, BadMoments
-from layerjump.jumps.collect_moments import SplitMoments, merge_moments, plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.estimators.calibrated import fit_calibrated
 from layerjump.jumps.estimators.least_squares import ridge, strength_unit
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import compute_features, to_affine
-from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments import Moments, SplitMoments, merge_moments
 from layerjump.jumps.scoring import residual
 from layerjump.models.structure import FINAL, Site
 

@@ -21,10 +21,11 @@ from layerjump.errors import (
     TooLarge,
     WrongModel,
 )
-from layerjump.jumps.collect_moments import SplitMoments, merge_moments, plan_run
+from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.cost_estimate import CostEstimate, site_width
 from layerjump.jumps.estimators.registry import Settings
 from layerjump.jumps.fit import solve_jumps
+from layerjump.jumps.moments import SplitMoments, merge_moments
 from layerjump.models.structure import Site, parse_pairs
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures

@@ -11,7 +11,8 @@ from helpers import fitted_gpt2
 from helpers.comparisons import same_bytes
 
 from layerjump.errors import BadArtifact
-from layerjump.jumps.collect_moments import Checkpoint, SplitMoments, plan_run
+from layerjump.jumps.collect_moments import Checkpoint, plan_run
+from layerjump.jumps.moments import SplitMoments
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 

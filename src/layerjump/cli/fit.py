@@ -31,9 +31,10 @@ from layerjump.jumps.estimators.registry import BY_GRADIENTS, CLOSED_FORM, ESTIM
 
 if TYPE_CHECKING:
     from layerjump.data.corpus import Corpus
-    from layerjump.jumps.collect_moments import Checkpoint, RunPlan, SplitMoments
+    from layerjump.jumps.collect_moments import Checkpoint, RunPlan
     from layerjump.jumps.jumps import Jumps
     from layerjump.jumps.maps import FeatureKind
+    from layerjump.jumps.moments import SplitMoments
     from layerjump.models.model import Model
 
 estimator_option = option_group("Estimator settings")
@@ -116,8 +117,9 @@ def fit(
     [bold]layerjump fit --from-moments a.safetensors --from-moments b.safetensors[/]   merged, without a model
     [bold]torchrun --nproc-per-node 2 -m layerjump fit MODEL …[/]                several processes
     """
-    from layerjump.jumps.collect_moments import Checkpoint, ProcessGroup, SplitMoments, merge_moments, plan_run
+    from layerjump.jumps.collect_moments import Checkpoint, ProcessGroup, plan_run
     from layerjump.jumps.fit import solve_jumps
+    from layerjump.jumps.moments import SplitMoments, merge_moments
 
     settings: dict[str, Any] = {"strength": strength, "rank": rank, "ojfa_pooling": ojfa_pooling}
     if estimator in BY_GRADIENTS:

@@ -23,8 +23,8 @@ def inspect(
     [bold]layerjump inspect jumps[/]                              a folder that `layerjump fit` wrote
     [bold]layerjump inspect jumps/moments.safetensors --json[/]   second moments of `fit --save-moments`
     """
-    from layerjump.jumps.collect_moments import SplitMoments
     from layerjump.jumps.jumps import Jumps
+    from layerjump.jumps.moments import SplitMoments
 
     if not path.is_file():
         print_jumps(Jumps.from_pretrained(path), as_json=as_json, spectrum=True)

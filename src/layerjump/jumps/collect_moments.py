@@ -6,44 +6,31 @@ at any moment and resumed, and several processes under `torchrun` can share it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import Positions
-from layerjump.errors import (
-    BadArtifact,
-    BadEstimator,
-    BadMoments,
-    BadText,
-    NewerFormat,
-    RunStopped,
-    WrongModel,
-    argument,
-    one_line,
-)
-from layerjump.io import parse_json, read_tensors, write_tensors, writing
+from layerjump.errors import BadArtifact, BadEstimator, BadMoments, BadText, RunStopped, argument
+from layerjump.io import writing
 from layerjump.jumps.cost_estimate import CostEstimate, estimate_cost
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import RunInfo
 from layerjump.jumps.maps import FEATURES, FeatureKind
-from layerjump.jumps.moments import Moments, Sums, sampling_keys
-from layerjump.jumps.serialization import Pairing, Record, RunInfoRecord, read_record
+from layerjump.jumps.moments import MAX_LENGTH, SPLITS, Moments, SplitMoments, sampling_keys
 from layerjump.models.model import Model, capture_states, require_model
 from layerjump.models.structure import Site, parse_pairs
 
@@ -51,13 +38,6 @@ log = logging.getLogger("layerjump")
 
 Progress = Callable[[int, int], None]
 """Called after each batch with the tokens done and the tokens to do."""
-MAX_LENGTH = 512
-"""Longest sequence, unless a run is planned with another; longer documents are cut."""
-SPLITS = ("fit", "validation", "test")
-FORMAT = 1
-KIND = "layerjump moments"
-MAX_SAMPLED = 100_000
-"""Raw states that a file may claim to hold: memory for all of them is allocated at once."""
 SAVING_SHARE = 0.05
 """Saving sums takes at most this share of a run's time, however large they are."""
 
@@ -294,189 +274,6 @@ def sample_positions(available: int, width: int, *, everywhere: bool = False) ->
     if share == 1.0:
         return Positions("all", skip_first=skip_first, special=everywhere)
     return Positions("share", round(share + 5e-4, 3), skip_first=skip_first, special=everywhere)
-
-
-@dataclass(frozen=True)
-class SplitMoments:
-    """Moments of the fit, validation and test documents, and the run they come from."""
-
-    fit: Moments
-    validation: Moments
-    test: Moments
-    info: RunInfo
-    max_length: int = MAX_LENGTH
-
-    @property
-    def splits(self) -> dict[str, Moments]:
-        """The moments by the name of their split."""
-        return {"fit": self.fit, "validation": self.validation, "test": self.test}
-
-    def save(self, path: Path, *, progress: Mapping[str, int] | None = None) -> None:
-        """Write everything to one file; `progress` (batches done by split) marks an unfinished run."""
-        tensors = {
-            f"{_ON_DISK[split]}|{name}": tensor
-            for split, moments in self.splits.items()
-            for name, tensor in _pack(moments).items()
-        }
-        about = asdict(self.info) | {"max_length": self.max_length, "n_pairs": len(self.fit.pairs)}
-        header = {
-            "format": FORMAT,
-            "about": about,
-            "pairs": [[str(source), str(target)] for source, target in self.fit.pairs],
-            "full_targets": self.fit.full_targets,
-            "reads": self.fit.features,
-            "reservoir": self.fit.reservoir.size,
-            "n": {_ON_DISK[split]: moments.n for split, moments in self.splits.items()},
-            "progress": progress and {_ON_DISK[name]: step for name, step in progress.items()},
-        }
-        write_tensors(path, tensors, {"kind": KIND, "head": json.dumps(header)})
-
-    @classmethod
-    def load(cls, path: Path) -> SplitMoments:
-        """Read the moments of a finished run."""
-        collected, progress = cls.load_unfinished(path)
-        if progress is not None:
-            raise BadArtifact(
-                f"{path} holds the moments of an unfinished run; finish it with {argument('resume', True)}"
-            )
-        return collected
-
-    @classmethod
-    def load_unfinished(cls, path: Path) -> tuple[SplitMoments, dict[str, int] | None]:
-        """Read moments, and the batches done by split of an unfinished run (None for a finished one)."""
-        tensors, metadata = read_tensors(path)
-        if metadata.get("kind") != KIND or "head" not in metadata:
-            raise BadArtifact(f"{path} is not a moments file; fit with {argument('save_moments', True)} to write one")
-        data = parse_json(metadata["head"], path)
-        version = read_record(_Version, data, path).format
-        if version > FORMAT:
-            raise NewerFormat(
-                f"{path} has moments format {str(version)[:50]}, but this layerjump reads up to {FORMAT}; upgrade it"
-            )
-        header = read_record(MomentsHeader, data, path)
-        try:
-            splits = {name: _unpack(_ON_DISK[name], header, tensors) for name in SPLITS}
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise BadArtifact(
-                f"{path} is damaged: {type(error).__name__} {one_line(error)}; collect the moments again"
-            ) from error
-        about = dict(header.about)
-        max_length = about.pop("max_length")
-        progress = header.progress
-        if progress is not None:
-            progress = {name: progress[_ON_DISK[name]] for name in SPLITS if _ON_DISK[name] in progress}
-        return cls(**splits, info=RunInfo(**about), max_length=max_length), progress
-
-
-def merge_moments(runs: Sequence[SplitMoments]) -> SplitMoments:
-    """Add the moments of several runs: other text, other machines, other days, but the same model."""
-    first = runs[0]
-    merged = {
-        name: Moments(
-            first.fit.pairs,
-            reservoir=first.fit.reservoir.size,
-            full_targets=first.fit.full_targets,
-            features=first.fit.features,
-        )
-        for name in SPLITS
-    }
-    hashes: list[str] = []
-    for run in runs:
-        if first.info.fingerprint != run.info.fingerprint:
-            raise WrongModel(
-                f"these moments come from different weights: {first.info.model} ({first.info.fingerprint[:12]}) and "
-                f"{run.info.model} ({run.info.fingerprint[:12]}); merge runs of one model only"
-            )
-        if run.info.text_sha256 in hashes:
-            raise BadMoments(
-                f"the text {run.info.text!r} is in more than one of these runs; merging would count it twice"
-            )
-        hashes.append(run.info.text_sha256)
-        for name, moments in run.splits.items():
-            merged[name].merge(moments)
-    info = replace(
-        first.info,
-        text=" + ".join(run.info.text for run in runs),
-        text_sha256="+".join(hashes),
-        tokens=sum(run.info.tokens for run in runs),
-    )
-    return SplitMoments(**merged, info=info, max_length=first.max_length)
-
-
-class _Version(Record):
-    format: int
-
-
-class _About(RunInfoRecord):
-    max_length: int
-
-
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
-
-
-class MomentsHeader(Record):
-    """The header of a moments file. Files written before there were features lack `reads`."""
-
-    about: _About
-    pairs: Annotated[list[Pairing], Field(min_length=1)]
-    full_targets: bool
-    reads: FeatureKind = "raw"
-    reservoir: Annotated[int, Field(ge=0, le=MAX_SAMPLED)]
-    n: dict[Literal["fit", "select", "test"], _Count]
-    progress: dict[str, _Count] | None
-
-
-_ON_DISK: dict[str, Literal["fit", "select", "test"]] = {"fit": "fit", "validation": "select", "test": "test"}
-"""Name of every split in a moments file."""
-
-
-def _pack(moments: Moments) -> dict[str, Tensor]:
-    """Everything that moments hold, by its name in a file."""
-    tensors = _name_sums(moments.sums) if moments.sums else {}
-    tensors |= {f"shift/{site}": shift for site, shift in moments.shift.items()}
-    if len(moments.reservoir.keys):
-        tensors["reservoir-keys"] = moments.reservoir.keys
-    tensors |= {f"reservoir/{site}": rows for site, rows in moments.reservoir.states.items()}
-    return tensors
-
-
-def _name_sums(sums: Sums) -> dict[str, Tensor]:
-    tensors = {"norm": sums.norm, "cosine": sums.cosine, "angle": sums.angle}
-    tensors |= {f"sum/{site}": tensor for site, tensor in sums.sum.items()}
-    tensors |= {f"square/{site}": tensor for site, tensor in sums.gram.items()}
-    tensors |= {f"diagonal/{site}": tensor for site, tensor in sums.diagonal.items()}
-    return tensors | {f"cross/{a}>{b}": tensor for (a, b), tensor in sums.cross.items()}
-
-
-def _unpack(split: Literal["fit", "select", "test"], header: MomentsHeader, tensors: Mapping[str, Tensor]) -> Moments:
-    moments = Moments(header.pairs, reservoir=header.reservoir, full_targets=header.full_targets, features=header.reads)
-    moments.n = header.n[split]
-    stored = {
-        name.removeprefix(f"{split}|"): tensor for name, tensor in tensors.items() if name.startswith(f"{split}|")
-    }
-    if not stored and moments.n:
-        raise ValueError(f"the {split} split has {moments.n} positions, but no sums")
-    if not stored:
-        return moments
-    sampled = {
-        Site.parse(name.removeprefix("reservoir/")): stored.pop(name)
-        for name in list(stored)
-        if name.startswith("reservoir/")
-    }
-    if sampled:
-        moments.reservoir.add(sampled, stored.pop("reservoir-keys"))
-    shift = {site: stored.pop(f"shift/{site}") for site in moments.sites}
-    moments.shift = shift
-    # Compared before memory is allocated: a shift may claim to be very wide.
-    expected = {name: sums.shape for name, sums in _name_sums(moments.zeros("meta")).items()}
-    if expected != {name: tensor.shape for name, tensor in stored.items()}:
-        raise ValueError(f"the {split} split's sums are not those of its pairs")
-    moments.set_shift(shift)
-    assert moments.sums is not None
-    # Copied into memory of our own: matrix products round differently on memory aligned as in a file.
-    for name, total in _name_sums(moments.sums).items():
-        total.copy_(stored[name])
-    return moments
 
 
 @dataclass

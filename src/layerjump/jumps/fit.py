@@ -11,11 +11,11 @@ import torch
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadEstimator, BadMoments, argument
-from layerjump.jumps.collect_moments import MAX_LENGTH, Progress, SplitMoments, plan_run
+from layerjump.jumps.collect_moments import Progress, plan_run
 from layerjump.jumps.estimators.registry import Estimator, Pooling, Settings, find_estimator
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine, FeatureKind, SolvedMap
-from layerjump.jumps.moments import check_moments
+from layerjump.jumps.moments import MAX_LENGTH, SplitMoments, check_moments
 from layerjump.jumps.scoring import r2, r2_identity
 from layerjump.models.model import Model
 from layerjump.models.structure import Pair, unembedding_metric

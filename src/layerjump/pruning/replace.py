@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
-from layerjump.jumps.collect_moments import SplitMoments, product_dtype
+from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.estimators.least_squares import factorise_uncentred
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps, RunInfo
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments import Moments, SplitMoments
 from layerjump.models.hooks import attach_map
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Pair, Site

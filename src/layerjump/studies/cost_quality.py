@@ -19,12 +19,12 @@ import plotly.graph_objects as go
 from torch import Tensor, nn
 
 from layerjump.errors import BadEstimator
-from layerjump.jumps.collect_moments import SplitMoments
 from layerjump.jumps.estimators.low_rank import low_rank, njtc_rank, truncate_rank
 from layerjump.jumps.estimators.registry import Pooling, Settings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import STORAGES, Affine, quantize_map, to_affine
+from layerjump.jumps.moments import SplitMoments
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Pair, Site, unembedding_metric

@@ -12,10 +12,10 @@ from typing import Annotated
 import plotly.graph_objects as go
 import torch
 
-from layerjump.jumps.collect_moments import SplitMoments
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
+from layerjump.jumps.moments import SplitMoments
 from layerjump.jumps.scoring import r2
 from layerjump.models.structure import Site
 from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unit_axis

@@ -21,12 +21,12 @@ from layerjump.data.corpus import Corpus, Splits, split_documents
 from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
 from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
-from layerjump.jumps.collect_moments import RunPlan, SplitMoments, plan_run, sample_positions
+from layerjump.jumps.collect_moments import RunPlan, plan_run, sample_positions
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments import Moments, SplitMoments
 from layerjump.jumps.scoring import R2, r2
 from layerjump.lens.evaluate import LensScores, evaluate_lenses
 from layerjump.lens.lens import Lens

@@ -29,7 +29,7 @@ from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Pair, Site
 
 if TYPE_CHECKING:
-    from layerjump.jumps.collect_moments import SplitMoments
+    from layerjump.jumps.moments import SplitMoments
 
 MAX_ROWS = 256
 """Held-out states on which KL is measured."""

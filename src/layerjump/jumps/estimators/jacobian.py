@@ -24,9 +24,10 @@ from layerjump.data.batches import Batch, Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text, split_documents
 from layerjump.data.positions import Positions
 from layerjump.errors import BadModel, TextTooShort, argument
-from layerjump.jumps.collect_moments import MAX_LENGTH, Progress
+from layerjump.jumps.collect_moments import Progress
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance, RunInfo
 from layerjump.jumps.maps import Affine
+from layerjump.jumps.moments import MAX_LENGTH
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, require_model
 from layerjump.models.structure import Pair, Site

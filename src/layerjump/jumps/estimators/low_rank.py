@@ -32,7 +32,7 @@ from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Site
 
 if TYPE_CHECKING:
-    from layerjump.jumps.collect_moments import SplitMoments
+    from layerjump.jumps.moments import SplitMoments
 
 
 def low_rank(source: Source, targets: Sequence[Target], *, rank: int, metric: Tensor | None = None) -> list[Affine]:
