@@ -155,7 +155,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise BadArtifact(f"expected a file written by layerjump, got {path}")
     seal = parse_json(header[_KEY], path)
     metadata: Any = seal.get("metadata")
-    if not _is_metadata(metadata) or seal.get("sha256") != _digest(tensors, metadata):
+    is_metadata = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    if not is_metadata or seal.get("sha256") != _digest(tensors, metadata):
         raise BadArtifact(f"{path} was changed after it was written; make it again")
     return tensors, metadata
 
@@ -181,10 +182,6 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _is_metadata(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write an object as indented JSON, its keys in order."""
     write_text(path, dump_json(data, path, indent=2) + "\n")
@@ -203,11 +200,7 @@ def dump_json(data: dict[str, Any], path: Path, *, indent: int | None = None, so
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-
-    replace_file(path, write)
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -273,8 +266,11 @@ def only_writer(folder: Path, *, replaced: bool = False, wait: bool = False) -> 
                 f"another run is writing {folder}; wait until it ends, or choose another folder"
             ) from None
     try:
-        if replaced:
-            _recover(folder)
+        # A replacement may have been killed between two renames: restore the folder, and remove unfinished ones.
+        for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp") if replaced else ():
+            if (leftover / _OLD).exists() and not folder.exists():
+                os.replace(leftover / _OLD, folder)
+            shutil.rmtree(leftover, ignore_errors=True)
         yield
     finally:
         path.unlink(missing_ok=True)  # before the release: a process that waits for it sees that it is gone
@@ -282,14 +278,6 @@ def only_writer(folder: Path, *, replaced: bool = False, wait: bool = False) -> 
         if is_new:
             with contextlib.suppress(OSError):  # not empty: something was written
                 parent.rmdir()
-
-
-def _recover(folder: Path) -> None:
-    """Restore a folder whose replacement was killed between two renames; remove unfinished ones."""
-    for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
-        if (leftover / _OLD).exists() and not folder.exists():
-            os.replace(leftover / _OLD, folder)
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_free(folder: Path, *, force: bool) -> None:

@@ -235,7 +235,7 @@ class RunPlan:
                     n_tokens += batch.n_tokens * group.world
                     if progress:
                         progress(n_tokens, self.info.tokens)
-                    if interrupt.requested:
+                    if interrupt.is_set():
                         message = f"stopped after {n_tokens:,} of {self.info.tokens:,} tokens"
                         if checkpoint is None:
                             raise RunStopped(message)
@@ -333,28 +333,21 @@ class Checkpoint:
             path.unlink(missing_ok=True)
 
 
-@dataclass
-class Interrupt:
-    """Whether a signal has asked the run to stop."""
-
-    requested: bool = False
-
-
 @contextmanager
-def deferred_interrupt() -> Iterator[Interrupt]:
-    """Let a batch finish before Ctrl-C or a termination request stops the run: half-added sums are useless.
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Let a batch finish before Ctrl-C or a termination request, which set the event: half-added sums are useless.
 
     A second Ctrl-C stops at once, and loses what came after the last save.
     """
-    interrupt = Interrupt()
+    interrupt = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt  # only the main thread may handle signals
         return
 
     def request(number: int, frame: object) -> None:
-        if interrupt.requested:
+        if interrupt.is_set():
             raise KeyboardInterrupt
-        interrupt.requested = True
+        interrupt.set()
 
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

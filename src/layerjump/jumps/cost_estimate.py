@@ -58,24 +58,21 @@ def estimate_cost(model: Model, moments: Moments, batches: Mapping[str, Batches]
     sampled = sum(raw[site] for site in moments.reservoir.sites) * moments.reservoir.size
     positions = sum(split.n_picks for split in batches.values())
     tokens = sum(split.n_tokens for split in batches.values())
+    # Two operations per weight and token; an encoder–decoder's tokens go through one stack each.
+    encoded = sum(split.n_source_tokens for split in batches.values())
+    model_flops = 2.0 * _weights(model) * (tokens - encoded)
+    if encoded:
+        model_flops += 2.0 * _weights(model.encoder_side()) * encoded
     max_rows = max((int(split.max_picks) for split in batches.values()), default=0)
     return CostEstimate(
         sums_bytes=len(batches) * (8 * entries + 4 * sampled),
         # states as captured, and their shifted copies in float64
         batch_bytes=(4 + 8) * max_rows * sum(width.values()),
         sums_flops=2.0 * entries * positions,
-        model_flops=_model_flops(model, batches),
+        model_flops=model_flops,
         tokens=tokens,
         positions=positions,
     )
-
-
-def _model_flops(model: Model, batches: Mapping[str, Batches]) -> float:
-    """Two operations per weight and token; an encoder–decoder's tokens go through one stack each."""
-    tokens = sum(split.n_tokens for split in batches.values())
-    sources = sum(split.n_source_tokens for split in batches.values())
-    flops = 2.0 * _weights(model) * (tokens - sources)
-    return flops + 2.0 * _weights(model.encoder_side()) * sources if sources else flops
 
 
 def _weights(model: Model) -> int:

@@ -51,7 +51,20 @@ def cached_jumps(
     with only_writer(home, wait=True):
         jumps = _load_all(folders, model)  # another process may have been first
         missing = [name for name in folders if name not in jumps]
-        jumps |= _fit_all(model, missing, text, tokens, progress)
+        # One pass over the text serves all estimators that need the same pairs and features.
+        passes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for name in missing:
+            passes[find_estimator(name).pairs, find_estimator(name).features].append(name)
+        for names in passes.values():
+            moments = plan_run(
+                model,
+                text,
+                estimator=names[0],
+                positions=MASKED_SHARE if model.masked else None,
+                tokens=tokens,
+                use_validation=any(find_estimator(name).needs_validation() for name in names),
+            ).run(progress=progress)
+            jumps |= {name: solve_jumps(moments, name, model=model) for name in names}
         for name in missing:
             replace_folder(folders[name], jumps[name].save_pretrained, force=True)
     return {name: jumps[name] for name in folders}
@@ -82,26 +95,4 @@ def _load_all(folders: Mapping[str, Path], model: Model) -> dict[str, Jumps]:
     for name, folder in folders.items():
         with contextlib.suppress(BadArtifact):  # missing, or broken: fitted again
             jumps[name] = serialization.load(folder, model=model)
-    return jumps
-
-
-def _fit_all(
-    model: Model, estimators: Sequence[str], text: str, tokens: int, progress: Progress | None
-) -> dict[str, Jumps]:
-    """Fit jumps with one pass over the text for all estimators that need the same pairs and features."""
-    passes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in estimators:
-        estimator = find_estimator(name)
-        passes[estimator.pairs, estimator.features].append(name)
-    jumps: dict[str, Jumps] = {}
-    for names in passes.values():
-        moments = plan_run(
-            model,
-            text,
-            estimator=names[0],
-            positions=MASKED_SHARE if model.masked else None,
-            tokens=tokens,
-            use_validation=any(find_estimator(name).needs_validation() for name in names),
-        ).run(progress=progress)
-        jumps |= {name: solve_jumps(moments, name, model=model) for name in names}
     return jumps

@@ -167,8 +167,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-STORAGES = ("float32", *HALVES, "int8")
+_FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STORAGES = (*_FLOATS, "int8")
 
 
 class QuantizedMap(NamedTuple):
@@ -180,10 +180,8 @@ class QuantizedMap(NamedTuple):
 
 def quantize_map(affine: Affine, storage: str) -> QuantizedMap:
     """Quantise a map to one of `STORAGES` and read it back in float64, with the rounding that this implies."""
-    if storage in HALVES:
-        return QuantizedMap(affine.to(HALVES[storage]).to(torch.float64), 2 * affine.n_parameters)
-    if storage == "float32":
-        return QuantizedMap(affine.to(torch.float32).to(torch.float64), 4 * affine.n_parameters)
+    if dtype := _FLOATS.get(storage):
+        return QuantizedMap(affine.to(dtype).to(torch.float64), dtype.itemsize * affine.n_parameters)
     if storage != "int8":
         raise ValueError(f"expected a storage of {', '.join(STORAGES)}, got {storage!r}")
     quantized = [quantize_int8(factor) for factor in affine.factors]

@@ -13,6 +13,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -465,35 +466,19 @@ def pool(pairs: Sequence[tuple[Source, Target]]) -> tuple[Source, Target]:
     for source, target in pairs:
         check_moments(source, [target])
     n = sum(source.n for source, _ in pairs)
-    mean_x = _add_up([source.mean * (source.n / n) for source, _ in pairs])
-    mean_y = _add_up([target.mean * (source.n / n) for source, target in pairs])
-    moved = [recentre(source, target, mean_x, mean_y) for source, target in pairs]
-    scatters = [target.scatter for _, target in moved if target.scatter is not None]
-    return Source(n, mean_x, _add_up([source.scatter for source, _ in moved])), Target(
+    mean_x = reduce(torch.add, (source.mean * (source.n / n) for source, _ in pairs))
+    mean_y = reduce(torch.add, (target.mean * (source.n / n) for source, target in pairs))
+    # About other centres than the rows' own means, sums of products gain n δδᵀ.
+    moved = [(x, y, x.mean - mean_x, y.mean - mean_y) for x, y in pairs]
+    scatters = [y.scatter + x.n * torch.outer(dy, dy) for x, y, _, dy in moved if y.scatter is not None]
+    return Source(
+        n, mean_x, reduce(torch.add, (x.scatter + x.n * torch.outer(dx, dx) for x, _, dx, _ in moved))
+    ), Target(
         mean=mean_y,
-        cross=_add_up([target.cross for _, target in moved]),
-        sum_squares=_add_up([target.sum_squares for _, target in moved]),
-        scatter=_add_up(scatters) if len(scatters) == len(pairs) else None,
+        cross=reduce(torch.add, (y.cross + x.n * torch.outer(dx, dy) for x, y, dx, dy in moved)),
+        sum_squares=reduce(torch.add, (y.sum_squares + x.n * dy.square() for x, y, _, dy in moved)),
+        scatter=reduce(torch.add, scatters) if len(scatters) == len(pairs) else None,
     )
-
-
-def recentre(source: Source, target: Target, mean_x: Tensor, mean_y: Tensor) -> tuple[Source, Target]:
-    """Return the same moments about other centres than the rows' means: that adds n δδᵀ."""
-    dx, dy = source.mean - mean_x, target.mean - mean_y
-    scatter = None if target.scatter is None else target.scatter + source.n * torch.outer(dy, dy)
-    return Source(source.n, mean_x, source.scatter + source.n * torch.outer(dx, dx)), Target(
-        mean=mean_y,
-        cross=target.cross + source.n * torch.outer(dx, dy),
-        sum_squares=target.sum_squares + source.n * dy.square(),
-        scatter=scatter,
-    )
-
-
-def _add_up(terms: Sequence[Tensor]) -> Tensor:
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
 
 
 def check_moments(source: Source, targets: Sequence[Target]) -> None:

@@ -198,7 +198,8 @@ class LogitComparison:
             target_logit = shifted.gather(1, targets.clamp_min(0)[:, None])[:, 0]
             target_logit = torch.where(targets < 0, math.nan, target_logit)
         tracked = shifted[:, :0] if self._tracked is None else shifted[:, self._tracked]
-        rank = _rank(shifted, tracked)
+        larger = [(shifted > column[:, None]).sum(-1) for column in tracked.unbind(1)]
+        rank = torch.stack(larger, 1) if larger else tracked.long()
         keeps_shifted = self._entropy or self._jensen_shannon
         exponentials = torch.exp(shifted, out=other if keeps_shifted else shifted)
         total = exponentials.sum(-1)
@@ -207,8 +208,10 @@ class LogitComparison:
         if keeps_shifted:
             entropy = log_total - shifted.mul_(exponentials).sum(-1) / total
         if self._jensen_shannon:
-            probabilities = exponentials / total[:, None]
-            jensen_shannon = _jensen_shannon(probabilities, entropy, reference)
+            # The entropy of the mean of two distributions minus the mean of their entropies: 0 to ln 2, symmetric.
+            mean = (exponentials / total[:, None] + reference.probabilities) / 2
+            mean_entropy = (entropy - reference.negative_entropy) / 2
+            jensen_shannon = (torch.special.entr(mean).sum(-1) - mean_entropy).clamp(0, math.log(2))
         best = (values - values[:, :1] - log_total[:, None]).exp()
         reference_logit = reference.logits.gather(1, top[:, :1])
         return LogitStats(
@@ -225,18 +228,6 @@ class LogitComparison:
             rank=rank,
             jensen_shannon=jensen_shannon,
         )
-
-
-def _rank(logits: Tensor, tracked: Tensor) -> Tensor:
-    """How many logits of each row are larger than each of the tracked ones."""
-    larger = [(logits > column[:, None]).sum(-1) for column in tracked.unbind(1)]
-    return torch.stack(larger, 1) if larger else tracked.long()
-
-
-def _jensen_shannon(probabilities: Tensor, entropy: Tensor, reference: ReferenceLogits) -> Tensor:
-    """The entropy of the mean of two distributions minus the mean of their entropies: 0 to ln 2, symmetric."""
-    mixture = torch.special.entr((probabilities + reference.probabilities) / 2).sum(-1)
-    return (mixture - (entropy - reference.negative_entropy) / 2).clamp(0, math.log(2))
 
 
 BINS = 10

@@ -39,17 +39,13 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 def describe_machine() -> str:
     """One line that describes the machine of a measurement."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.machine()
     return (
-        f"{os.cpu_count()} CPU cores ({_processor()}), {torch.get_num_threads()} threads, "
+        f"{os.cpu_count()} CPU cores ({processor}), {torch.get_num_threads()} threads, "
         f"{'GPU ' + torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'}, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.machine()

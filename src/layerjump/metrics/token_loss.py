@@ -58,7 +58,13 @@ def token_losses(
 @torch.no_grad()
 def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, Tensor]:
     """Return the losses and documents of a batch, from its picks' states at level L."""
-    picks, token = _predicted(model, batch)
+    if model.masked:  # the token under the mask is predicted
+        picks, token = torch.arange(batch.n_picks), batch.token
+    else:  # the next one, where there is one
+        following = (batch.position + 1).clamp(max=batch.input_ids.shape[1] - 1)
+        has_next = batch.attention_mask[batch.row, following].bool() & (following > batch.position)
+        picks = has_next.nonzero()[:, 0]
+        token = batch.input_ids[batch.row[picks], following[picks]]
     # With an empty part: in a batch of the shortest texts no pick may have a next token.
     rows, parts = last[picks.to(last.device)], [torch.zeros(0)]
     for start in range(0, len(rows), ROWS):
@@ -66,13 +72,3 @@ def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, T
         logits = model.logits(rows[part]).float()
         parts.append(cross_entropy(logits, token[part].to(logits.device), reduction="none").cpu())
     return torch.cat(parts).double(), batch.document[picks]
-
-
-def _predicted(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the picks that predict a token, and that token: the next one, or the one under the mask."""
-    if model.masked:
-        return torch.arange(batch.n_picks), batch.token
-    following = (batch.position + 1).clamp(max=batch.input_ids.shape[1] - 1)
-    has_next = batch.attention_mask[batch.row, following].bool() & (following > batch.position)
-    picks = has_next.nonzero()[:, 0]
-    return picks, batch.input_ids[batch.row[picks], following[picks]]

@@ -172,12 +172,7 @@ def read_pickle(path: Path, limit: int) -> Any:
 
 def write_pickle(path: Path, content: Tensor | list[Tensor]) -> None:
     """Pickle tensors as the authors of the format do."""
-
-    def dump(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            pickle.dump(content, file, protocol=4)
-
-    replace_file(path, dump)
+    replace_file(path, lambda temporary: temporary.write_bytes(pickle.dumps(content, protocol=4)))
 
 
 class _TensorUnpickler(pickle.Unpickler):

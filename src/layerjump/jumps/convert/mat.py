@@ -30,7 +30,23 @@ def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
     files = _list_files(path)
     if not files:
         raise BadForeignLens(f"expected a folder with files named like 0_12.pickle, got {path}, which has none")
-    return foreign_lens.ForeignLens({pair: _read_map(files[pair], pair, model) for pair in sorted(files)}, "mat")
+    maps, d = {}, model.d_model
+    for (source, target), file in sorted(files.items()):
+        if not source.index < target.index <= model.n_blocks:
+            raise WrongModel(
+                f"{file} maps level {source} to level {target}, but the model has levels 0 to {model.n_blocks}; load "
+                f"the model that it was fitted on"
+            )
+        content = foreign_lens.read_pickle(file, foreign_lens.max_bytes(model, 1))
+        weight, *biases = content if isinstance(content, list) and content else [content]
+        if len(biases) > 1:
+            raise BadForeignLens(
+                f"expected a matrix and perhaps an intercept, but {file} holds {1 + len(biases)} things"
+            )
+        weight = foreign_lens.check_tensor(weight, (d, d), "its matrix", file)
+        bias = foreign_lens.check_tensor(biases[0], (d,), "its intercept", file) if biases else None
+        maps[source, target] = Affine.of(weight, bias=bias)
+    return foreign_lens.ForeignLens(maps, "mat")
 
 
 def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
@@ -65,20 +81,3 @@ def _list_files(path: Path) -> dict[Pair, Path]:
             )
         files[pair] = file
     return files
-
-
-def _read_map(path: Path, pair: Pair, model: Model) -> Affine:
-    source, target = pair
-    if not source.index < target.index <= model.n_blocks:
-        raise WrongModel(
-            f"{path} maps level {source} to level {target}, but the model has levels 0 to {model.n_blocks}; load the "
-            f"model that it was fitted on"
-        )
-    content = foreign_lens.read_pickle(path, foreign_lens.max_bytes(model, 1))
-    weight, *biases = content if isinstance(content, list) and content else [content]
-    if len(biases) > 1:
-        raise BadForeignLens(f"expected a matrix and perhaps an intercept, but {path} holds {1 + len(biases)} things")
-    d = model.d_model
-    weight = foreign_lens.check_tensor(weight, (d, d), "its matrix", path)
-    bias = foreign_lens.check_tensor(biases[0], (d,), "its intercept", path) if biases else None
-    return Affine.of(weight, bias=bias)

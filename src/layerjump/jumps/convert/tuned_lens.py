@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,18 @@ def read(folder: Path, model: Model) -> foreign_lens.ForeignLens:
         # Not an error: the package's own hashes of one model are known to differ.
         log.warning("%s has the hash of another unembedding than that of %s", config_file, model.name)
     state = foreign_lens.read_torch(parameter_file, foreign_lens.max_bytes(model, model.n_blocks))
-    _check_names(state, model.n_blocks, parameter_file)
+    if not isinstance(state, dict):
+        raise BadForeignLens(f"expected a dictionary of tensors, but {parameter_file} holds a {type(state).__name__}")
+    n_blocks = model.n_blocks
+    weights, biases = ({f"{level}.{part}" for level in range(n_blocks)} for part in ("weight", "bias"))
+    for name in sorted((weights | biases if biases & state.keys() else weights) - state.keys()):
+        raise BadForeignLens(
+            f"expected a translator for each of the {n_blocks} blocks, but {parameter_file} has no {name}"
+        )
+    for name in sorted(str(name) for name in state.keys() - weights - biases):
+        raise BadForeignLens(
+            f"{parameter_file} has a tensor {name[:50]!r}, which no tuned lens of {n_blocks} blocks has"
+        )
     d, last = model.d_model, Site(model.n_blocks)
     maps = {}
     for level in range(model.n_blocks):
@@ -102,16 +112,3 @@ def unembedding_hash(model: Model) -> str:
     """Return the package's hash of an unembedding: the sha256 of the matrix as numpy prints it, to one decimal."""
     weight = model.structure.unembedding.get_parameter("weight").detach().cpu().float().numpy()
     return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
-
-
-def _check_names(state: Any, n_blocks: int, path: Path) -> None:
-    if not isinstance(state, dict):
-        raise BadForeignLens(f"expected a dictionary of tensors, but {path} holds a {type(state).__name__}")
-    weights = {f"{level}.weight" for level in range(n_blocks)}
-    biases = {f"{level}.bias" for level in range(n_blocks)}
-    missing = sorted((weights | biases if biases & state.keys() else weights) - state.keys())
-    if missing:
-        raise BadForeignLens(f"expected a translator for each of the {n_blocks} blocks, but {path} has no {missing[0]}")
-    unknown = sorted(str(name) for name in state.keys() - weights - biases)
-    if unknown:
-        raise BadForeignLens(f"{path} has a tensor {unknown[0][:50]!r}, which no tuned lens of {n_blocks} blocks has")

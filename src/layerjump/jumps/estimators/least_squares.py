@@ -88,16 +88,26 @@ def ridge(
             raise BadEstimator(f"expected a finite {argument('strength')} of at least 0, got {strength}")
         strengths = [float(strength)] * len(targets)
     elif validation is not None and strength is None:
-        _check_validation(validation, source, targets)
-        strengths = choose_strengths(source, targets, *validation)
+        held_source, held_targets = validation
+        check_moments(held_source, held_targets)
+        if len(held_targets) != len(targets):
+            raise BadEstimator(
+                f"expected {len(targets)} targets in the validation split, got {len(held_targets)}; "
+                "pass the same targets, in the same order, of both splits"
+            )
+        if [t.cross.shape for t in held_targets] != [t.cross.shape for t in targets]:
+            raise BadMoments(
+                f"the widths of the two splits differ: the validation source has {len(held_source.mean)} "
+                f"coordinates, and the one to fit {len(source.mean)}; or their targets differ"
+            )
+        strengths = choose_strengths(source, targets, held_source, held_targets)
     else:
         raise BadEstimator("ridge needs a strength or the moments of a validation split, and not both")
     factors = {value: factorise_centred(source, penalty=value * strength_unit(source)) for value in set(strengths)}
-    maps = []
-    for target, value in zip(targets, strengths, strict=True):
-        weight = factors[value].solve(target.cross).mT
-        maps.append(Affine.of(weight, bias=target.mean - weight @ source.mean, strength=value))
-    return maps
+    return [
+        _through_means(factors[value].solve(target.cross).mT, source, target, strength=value)
+        for target, value in zip(targets, strengths, strict=True)
+    ]
 
 
 def strength_unit(source: Source) -> float:
@@ -216,8 +226,8 @@ def _least_eigenvalue(lower: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(probe, dim=0).max()
 
 
-def _through_means(weight: Tensor, source: Source, target: Target) -> Affine:
-    return Affine.of(weight, bias=target.mean - weight @ source.mean)
+def _through_means(weight: Tensor, source: Source, target: Target, *, strength: float | None = None) -> Affine:
+    return Affine.of(weight, bias=target.mean - weight @ source.mean, strength=strength)
 
 
 def _square_shape(source: Source, target: Target) -> tuple[int, int]:
@@ -228,18 +238,3 @@ def _square_shape(source: Source, target: Target) -> tuple[int, int]:
             f"use affine, mat, ridge or low-rank"
         )
     return dy, dx
-
-
-def _check_validation(validation: tuple[Source, Sequence[Target]], source: Source, targets: Sequence[Target]) -> None:
-    held_source, held_targets = validation
-    check_moments(held_source, held_targets)
-    if len(held_targets) != len(targets):
-        raise BadEstimator(
-            f"expected {len(targets)} targets in the validation split, got {len(held_targets)}; "
-            "pass the same targets, in the same order, of both splits"
-        )
-    if [t.cross.shape for t in held_targets] != [t.cross.shape for t in targets]:
-        raise BadMoments(
-            f"the widths of the two splits differ: the validation source has {len(held_source.mean)} "
-            f"coordinates, and the one to fit {len(source.mean)}; or their targets differ"
-        )
