@@ -60,23 +60,9 @@ def plan_run(
 ) -> RunPlan:
     """Plan a pass over a text: which documents, positions and second moments it takes.
 
-    Args:
-        model: The model to run.
-        text: A corpus, or anything that `load_text` reads.
-        estimator: Collect what this estimator needs. It decides what is not passed below, and checks the pairs.
-        strength: The estimator's regularisation strength: with one, ridge needs no validation split.
-        pairs: to-last, to-final, predictions, adjacent, all, submodules, or a list such as `0:6,3:6`. Default: the
-            estimator's, or to-last.
-        positions: one, all, `sample=8` or `15%`. Default: all; for all pairs a sample (15 %, never fewer than 44 d).
-            Jumps between levels skip position 0; maps meant for every position (sub-modules) include it.
-        tokens: Number of tokens to run, over all splits. Default: the whole text.
-        split: Shares or numbers of documents in the fit, validation and test splits.
-        seed: Seed of the split and of the positions.
-        use_validation: Whether to run the validation split. Default: whether the estimator needs it; without one, yes.
-        max_length: Longest sequence; longer documents are cut.
-        features: What maps read of a source state h: raw (h), rms (h / rms(h)) or both. Default: the estimator's.
-        float32_products: Whether the products of both features are formed in float32, which suffices for an estimator
-            with a penalty. Default: the estimator's.
+    The arguments are those of `fit`. The `estimator` decides what is not passed, and checks the pairs; without one,
+    pairs are to-last, features raw, and the validation split runs too. With a `strength`, ridge needs no validation
+    split. Products of both features in float32 suffice for an estimator with a penalty.
     """
     require_model(model)
     if tokens is not None and tokens < 1:
@@ -159,7 +145,11 @@ def collect_moments(
     float32_products: bool | None = None,
     progress: Progress | None = None,
 ) -> SplitMoments:
-    """Collect second moments of hidden states in one pass over a text; the arguments are those of `plan_run`."""
+    """Collect second moments of hidden states in one pass over a text; the arguments are those of `fit`.
+
+    The `estimator` decides what is not passed, and checks the pairs; without one, pairs are to-last, features raw, and
+    the validation split runs too.
+    """
     plan = plan_run(
         model,
         text,
@@ -397,7 +387,7 @@ class ProcessGroup:
         if self.world == 1:
             return
         count = torch.tensor(moments.n, dtype=torch.float64)
-        totals = [count, *(moments.sums.tensors() if moments.sums else ())]
+        totals = [count, *(moments.sums.named().values() if moments.sums else ())]
         _communicate(lambda: [dist.reduce(total, dst=0) for total in totals])
         moments.n = int(count.item())
         reservoirs: list[Any] | None = [None] * self.world if self.rank == 0 else None

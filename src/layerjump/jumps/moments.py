@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -78,11 +78,13 @@ class Sums:
     cosine: Tensor  # Σ cos(x, y) of every pair
     angle: Tensor  # Σ arccos(cos(x, y)) / π of every pair
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors, in an order that depends on the pairs alone."""
-        yield from (self.norm, self.cosine, self.angle)
-        for tensors in (self.sum, self.gram, self.diagonal, self.cross):
-            yield from tensors.values()
+    def named(self) -> dict[str, Tensor]:
+        """All tensors by their name in a file, in an order that depends on the pairs alone."""
+        tensors = {"norm": self.norm, "cosine": self.cosine, "angle": self.angle}
+        tensors |= {f"sum/{site}": tensor for site, tensor in self.sum.items()}
+        tensors |= {f"square/{site}": tensor for site, tensor in self.gram.items()}
+        tensors |= {f"diagonal/{site}": tensor for site, tensor in self.diagonal.items()}
+        return tensors | {f"cross/{a}>{b}": tensor for (a, b), tensor in self.cross.items()}
 
 
 class Moments:
@@ -141,7 +143,21 @@ class Moments:
             self._add_products(lambda site: self._shifted(site, widened[site]))
         else:
             self._add_float32_products(widened)
-        self._add_angles(widened)
+        sums = self._require_sums()
+        norms = {site: torch.linalg.vector_norm(widened[site], dim=-1) for site in self.sites}
+        sums.norm += torch.stack([norms[site].double().sum() for site in self.sites])
+        cosines, angles = [], []
+        for a, b in self.pairs:
+            if widened[a].shape != widened[b].shape:
+                cosines.append(sums.cosine.new_full((), torch.nan))
+                angles.append(cosines[-1])
+                continue
+            length = (norms[a] * norms[b]).clamp(min=torch.finfo(norms[a].dtype).tiny)
+            cosine = (torch.linalg.vecdot(widened[a], widened[b]) / length).double().clamp(-1, 1)
+            cosines.append(cosine.sum())
+            angles.append(cosine.arccos().sum() / torch.pi)
+        sums.cosine += torch.stack(cosines)
+        sums.angle += torch.stack(angles)
         self.n += n_rows.pop()
         if keys is not None:
             self.reservoir.add(widened, keys)
@@ -160,9 +176,9 @@ class Moments:
             self.shift, self.sums = dict(other.shift), copy.deepcopy(other.sums)
         else:
             self._check_widths({site: len(shift) for site, shift in other.shift.items()})
-            moved = other._sums_about(self.shift)
-            for total, part in zip(self.sums.tensors(), moved.tensors(), strict=True):
-                total += part
+            moved = other._sums_about(self.shift).named()
+            for name, total in self.sums.named().items():
+                total += moved[name]
         self.n += other.n
         self.reservoir.merge(other.reservoir)
 
@@ -282,7 +298,11 @@ class Moments:
             rows = held[site] if site in held else shifted(site)
             sums.sum[site] += rows.sum(0, dtype=torch.float64)
             if site in self.gram_sites:
-                add_gram(sums.gram[site], rows)
+                width = rows.shape[1]
+                step = -(-width // GRAM_BLOCKS)
+                for start in range(0, width, step):  # on and above the diagonal only: it is symmetric
+                    block = slice(start, min(start + step, width))
+                    _add_product(sums.gram[site][block, start:], rows[:, block], rows[:, start:])
             else:
                 sums.diagonal[site] += rows.square().sum(0, dtype=torch.float64)
             for target in self._targets_of.get(site, ()):
@@ -302,23 +322,6 @@ class Moments:
         for start in range(0, len(outlying), ROWS_AT_ONCE):
             part = {site: rows[start : start + ROWS_AT_ONCE] for site, rows in shifted.items()}
             self._add_products(part.__getitem__)
-
-    def _add_angles(self, states: Mapping[Site, Tensor]) -> None:
-        sums = self._require_sums()
-        norms = {site: torch.linalg.vector_norm(states[site], dim=-1) for site in self.sites}
-        sums.norm += torch.stack([norms[site].double().sum() for site in self.sites])
-        cosines, angles = [], []
-        for a, b in self.pairs:
-            if states[a].shape != states[b].shape:
-                cosines.append(sums.cosine.new_full((), torch.nan))
-                angles.append(cosines[-1])
-                continue
-            length = (norms[a] * norms[b]).clamp(min=torch.finfo(norms[a].dtype).tiny)
-            cosine = (torch.linalg.vecdot(states[a], states[b]) / length).double().clamp(-1, 1)
-            cosines.append(cosine.sum())
-            angles.append(cosine.arccos().sum() / torch.pi)
-        sums.cosine += torch.stack(cosines)
-        sums.angle += torch.stack(angles)
 
     def _sums_about(self, shift: Mapping[Site, Tensor]) -> Sums:
         """Return a copy of the sums about another shift: (x − t) = (x − s) + δ, multiplied out."""
@@ -432,15 +435,6 @@ def sampling_keys(document: Tensor, position: Tensor, sequence: Tensor | None = 
     return mix(key ^ index * 0x5851F42D) & (2**63 - 1)
 
 
-def add_gram(total: Tensor, x: Tensor) -> None:
-    """Add xᵀx on and above the diagonal only: it is symmetric."""
-    width = x.shape[1]
-    step = -(-width // GRAM_BLOCKS)
-    for start in range(0, width, step):
-        end = min(start + step, width)
-        _add_product(total[start:end, start:], x[:, start:end], x[:, start:])
-
-
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
     """Add xᵀy to a sum."""
     if x.dtype == total.dtype:
@@ -450,7 +444,7 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _mirror(total: Tensor) -> Tensor:
-    """The full symmetric matrix of which `add_gram` has added one half."""
+    """The full symmetric matrix of which one half was added up."""
     return total.triu() + total.triu(1).mT
 
 
@@ -542,7 +536,7 @@ class SplitMoments:
         """Write everything to one file; `progress` (batches done by split) marks an unfinished run."""
         tensors: dict[str, Tensor] = {}
         for split, moments in self.splits.items():
-            named = _name_sums(moments.sums) if moments.sums else {}
+            named = moments.sums.named() if moments.sums else {}
             named |= {f"shift/{site}": shift for site, shift in moments.shift.items()}
             if len(moments.reservoir.keys):
                 named["reservoir-keys"] = moments.reservoir.keys
@@ -600,17 +594,8 @@ class SplitMoments:
 
 def merge_moments(runs: Sequence[SplitMoments]) -> SplitMoments:
     """Add the moments of several runs: other text, other machines, other days, but the same model."""
-    first = runs[0]
-    merged = {
-        name: Moments(
-            first.fit.pairs,
-            reservoir=first.fit.reservoir.size,
-            full_targets=first.fit.full_targets,
-            features=first.fit.features,
-        )
-        for name in SPLITS
-    }
-    hashes: list[str] = []
+    first, hashes = runs[0], []
+    merged = copy.deepcopy(first.splits)
     for run in runs:
         if first.info.fingerprint != run.info.fingerprint:
             raise WrongModel(
@@ -622,7 +607,7 @@ def merge_moments(runs: Sequence[SplitMoments]) -> SplitMoments:
                 f"the text {run.info.text!r} is in more than one of these runs; merging would count it twice"
             )
         hashes.append(run.info.text_sha256)
-        for name, moments in run.splits.items():
+        for name, moments in run.splits.items() if run is not first else ():
             merged[name].merge(moments)
     info = replace(
         first.info,
@@ -660,14 +645,6 @@ _ON_DISK: dict[str, Literal["fit", "select", "test"]] = {"fit": "fit", "validati
 """Name of every split in a moments file."""
 
 
-def _name_sums(sums: Sums) -> dict[str, Tensor]:
-    tensors = {"norm": sums.norm, "cosine": sums.cosine, "angle": sums.angle}
-    tensors |= {f"sum/{site}": tensor for site, tensor in sums.sum.items()}
-    tensors |= {f"square/{site}": tensor for site, tensor in sums.gram.items()}
-    tensors |= {f"diagonal/{site}": tensor for site, tensor in sums.diagonal.items()}
-    return tensors | {f"cross/{a}>{b}": tensor for (a, b), tensor in sums.cross.items()}
-
-
 def _unpack(split: Literal["fit", "select", "test"], header: MomentsHeader, tensors: Mapping[str, Tensor]) -> Moments:
     moments = Moments(header.pairs, reservoir=header.reservoir, full_targets=header.full_targets, features=header.reads)
     moments.n = header.n[split]
@@ -688,12 +665,12 @@ def _unpack(split: Literal["fit", "select", "test"], header: MomentsHeader, tens
     shift = {site: stored.pop(f"shift/{site}") for site in moments.sites}
     moments.shift = shift
     # Compared before memory is allocated: a shift may claim to be very wide.
-    expected = {name: sums.shape for name, sums in _name_sums(moments.zeros("meta")).items()}
+    expected = {name: sums.shape for name, sums in moments.zeros("meta").named().items()}
     if expected != {name: tensor.shape for name, tensor in stored.items()}:
         raise ValueError(f"the {split} split's sums are not those of its pairs")
     moments.set_shift(shift)
     assert moments.sums is not None
     # Copied into memory of our own: matrix products round differently on memory aligned as in a file.
-    for name, total in _name_sums(moments.sums).items():
+    for name, total in moments.sums.named().items():
         total.copy_(stored[name])
     return moments

@@ -272,7 +272,21 @@ def _load(folder: Path) -> Jumps:
         if copy != description:
             raise BadArtifact(f"{json_file} was edited after it was written; {remedy}")
     provenance, records = description
-    _check_tensors(tensors, records, tensor_file)
+    # The file must hold exactly the tensors that are listed, in the shapes that are listed.
+    listed = {
+        _tensor_name(pair, part): tuple(shape)
+        for pair, record in records.items()
+        for part, shape in record.tensors.items()
+    }
+    for name in sorted(listed.keys() ^ tensors.keys()):
+        problem = "lists but lacks" if name in listed else "holds but does not list"
+        raise BadArtifact(f"{tensor_file} {problem} the tensor {name!r}; write it again")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != listed[name] or tensor.dtype != torch.float32:
+            raise BadArtifact(
+                f"{tensor_file}: expected torch.float32 of shape {str(listed[name])[:50]} for {name}, got "
+                f"{tensor.dtype} of shape {str(tuple(tensor.shape))[:50]}; write it again"
+            )
     _check_finite(tensors, f"{tensor_file} cannot be used", "fit the jumps again")
     maps = {}
     for pair, record in records.items():
@@ -308,24 +322,6 @@ def _name_parts(affine: Affine) -> dict[str, Tensor]:
 
 def _tensor_name(pair: Pair, part: str) -> str:
     return f"{pair[0]}>{pair[1]}.{part}"
-
-
-def _check_tensors(tensors: Mapping[str, Tensor], records: Mapping[Pair, _JumpRecord], path: Path) -> None:
-    """Check that the file holds exactly the tensors that are listed, in the shapes that are listed."""
-    listed = {
-        _tensor_name(pair, part): tuple(shape)
-        for pair, record in records.items()
-        for part, shape in record.tensors.items()
-    }
-    for name in sorted(listed.keys() ^ tensors.keys()):
-        problem = "lists but lacks" if name in listed else "holds but does not list"
-        raise BadArtifact(f"{path} {problem} the tensor {name!r}; write it again")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != listed[name] or tensor.dtype != torch.float32:
-            raise BadArtifact(
-                f"{path}: expected torch.float32 of shape {str(listed[name])[:50]} for {name}, got {tensor.dtype} of "
-                f"shape {str(tuple(tensor.shape))[:50]}; write it again"
-            )
 
 
 def _check_finite(tensors: Mapping[str, Tensor], problem: str, remedy: str) -> None:

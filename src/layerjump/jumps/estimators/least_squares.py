@@ -197,8 +197,13 @@ def factorise(matrix: Tensor, dead: Tensor, *, n_independent: int) -> Factor:
     if rank >= len(unit):
         lower, info = torch.linalg.cholesky_ex(unit)
         limit = len(unit) * torch.finfo(unit.dtype).eps * torch.linalg.matrix_norm(unit)
+        # The least eigenvalue, estimated from above by inverse power steps on a few vectors.
+        generator = torch.Generator(lower.device).manual_seed(0)
+        probe = torch.randn(len(lower), 4, generator=generator, dtype=lower.dtype, device=lower.device)
+        for _ in range(4 if int(info) == 0 else 0):
+            probe = torch.cholesky_solve(probe / torch.linalg.vector_norm(probe, dim=0), lower)
         # Written so that a NaN from an overflowing solve counts as singular.
-        if int(info) == 0 and bool(_least_eigenvalue(lower) > limit):
+        if int(info) == 0 and bool(1 / torch.linalg.vector_norm(probe, dim=0).max() > limit):
             return CholeskyFactor(inverse_scale, lower)
     values, vectors = torch.linalg.eigh(unit)
     keep = values > eigenvalue_cutoff(values)
@@ -215,15 +220,6 @@ def eigenvalue_cutoff(values: Tensor) -> Tensor:
     """
     rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]
     return torch.maximum(rounding, -2 * values[0])
-
-
-def _least_eigenvalue(lower: Tensor) -> Tensor:
-    """Estimate, from above, the least eigenvalue of L Lᵀ by inverse power steps on a few vectors."""
-    generator = torch.Generator(lower.device).manual_seed(0)
-    probe = torch.randn(len(lower), 4, generator=generator, dtype=lower.dtype, device=lower.device)
-    for _ in range(4):
-        probe = torch.cholesky_solve(probe / torch.linalg.vector_norm(probe, dim=0), lower)
-    return 1 / torch.linalg.vector_norm(probe, dim=0).max()
 
 
 def _through_means(weight: Tensor, source: Source, target: Target, *, strength: float | None = None) -> Affine:
