@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from layerjump.cli.main import app
 from layerjump.io import write_json
 from layerjump.report.write_report import label_runs, panels, share_y_axes, write_comparison, write_report
-from layerjump.studies.charts import number, percent
+from layerjump.studies.display import number, percent
 from layerjump.studies.results import to_json
 from layerjump.studies.runner import MAIN, STUDIES, results_from_json, study_named
 

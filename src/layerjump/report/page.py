@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from layerjump import __version__
-from layerjump.studies.charts import Panel, csv_link, safe, unique
+from layerjump.studies.display import Panel, csv_link, safe, unique
 from layerjump.studies.results import Finding
 
 _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3"}

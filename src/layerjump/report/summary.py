@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerjump.studies import early_exit
-from layerjump.studies.charts import number, plain_words, unique
+from layerjump.studies.display import number, plain_words, unique
 from layerjump.studies.results import Finding, Result, Results, RunInfo, Skipped, to_json
 from layerjump.studies.runner import STUDIES
 

@@ -11,7 +11,7 @@ from layerjump.errors import BadArtifact, LayerjumpError, one_line
 from layerjump.io import write_text, writing
 from layerjump.report.page import Drawer, Section, cards, command_html, page, slug
 from layerjump.report.summary import comparison_summary, describe_run, findings, headline_rows, model_name, summary
-from layerjump.studies.charts import Panel, html_cell, html_table, number, plain_words, safe, unique
+from layerjump.studies.display import Panel, html_cell, html_table, number, plain_words, safe, unique
 from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, from_json, to_json
 from layerjump.studies.runner import STUDIES, study_named
 from layerjump.studies.training_dynamics import Tables as TrainingTables

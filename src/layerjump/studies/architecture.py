@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated
@@ -19,7 +20,7 @@ import plotly.graph_objects as go
 from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.models.model import Model
-from layerjump.studies.charts import BLUE, Panel, colours, draw_bars, empty_figure, number, unique
+from layerjump.studies.display import BLUE, Panel, colours, draw_bars, empty_figure, number, unique
 from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
@@ -89,32 +90,45 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     """Train every variant several times, and measure each model on the test documents."""
     settings = setup.settings
     tables = Tables([], [])
-    train_text, test_text = (_subset(setup, part) for part in ("fit", "test"))
+    train_text, test_text = (
+        Corpus(setup.corpus.name, tuple(setup.corpus.documents[index] for index in setup.documents(part)), part)
+        for part in ("fit", "test")
+    )
+    steps, length = settings.training_steps or 1, min(MAX_LENGTH, setup.model.tokenization.max_length)
+    recipe = Recipe(
+        layers=setup.model.n_blocks,
+        hidden_size=setup.model.d_model,
+        heads=int(setup.model.hf.config.num_attention_heads),
+        max_positions=length,
+        length=length,
+        steps=steps,
+        batch_size=BATCH_SIZE,
+        learning_rate=LEARNING_RATE,
+        eval_every=steps,
+    )
     for varies, variants in VARIANTS.items():
         for name, architecture in variants.items():
             rows = []
             for index in range(settings.training_runs):
-                recipe = _recipe(setup, seed=settings.seed + index)
-                model = _train(setup.model, architecture, train_text, recipe)
+                of_run = replace(recipe, seed=settings.seed + index)
+                model = _train(setup.model, architecture, train_text, of_run)
                 profile = ProfileRow.of(measure_profile(model, test_text, seed=settings.seed))
                 gain = profile.agreement_map - profile.agreement_identity
                 size = model.hf.num_parameters()
                 rows.append(RunRow(varies, name, index + 1, size, profile, gain))
             tables.runs.extend(rows)
             tables.variants.append(_average(rows))
-    recipe = _recipe(setup, seed=settings.seed)
     facts = {
-        "steps": recipe.steps,
+        "steps": steps,
         "batch": BATCH_SIZE,
-        "length": recipe.length,
+        "length": length,
         "learning_rate": LEARNING_RATE,
         "runs": settings.training_runs,
     }
+    means = {row.variant.replace(" ", "_"): row for row in tables.variants}
     headline = Headline(
-        gain={row.variant.replace(" ", "_"): row.gain.mean for row in tables.variants},
-        without_residual_held_out={
-            row.variant.replace(" ", "_"): row.without_residual_held_out.mean for row in tables.variants
-        },
+        gain={name: row.gain.mean for name, row in means.items()},
+        without_residual_held_out={name: row.without_residual_held_out.mean for name, row in means.items()},
     )
     notes = [
         "Gain is how often the map to the last level predicts the model's own token, minus how often the identity "
@@ -122,28 +136,6 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "other rows differ in more respects. All variants share one learning rate, and none is trained to convergence."
     ]
     return Result("architecture", tables, headline, notes, facts)
-
-
-def _subset(setup: Setup, part: str) -> Corpus:
-    documents = tuple(setup.corpus.documents[index] for index in setup.documents(part))
-    return Corpus(setup.corpus.name, documents, part)
-
-
-def _recipe(setup: Setup, *, seed: int) -> Recipe:
-    model, steps = setup.model, setup.settings.training_steps or 1
-    length = min(MAX_LENGTH, model.tokenization.max_length)
-    return Recipe(
-        layers=model.n_blocks,
-        hidden_size=model.d_model,
-        heads=int(model.hf.config.num_attention_heads),
-        max_positions=length,
-        length=length,
-        steps=steps,
-        batch_size=BATCH_SIZE,
-        learning_rate=LEARNING_RATE,
-        seed=seed,
-        eval_every=steps,
-    )
 
 
 def _train(like: Model, architecture: Architecture, text: Corpus, recipe: Recipe) -> Model:

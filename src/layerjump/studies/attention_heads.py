@@ -8,16 +8,14 @@ between tokens. For each replacement the heads are ranked by KL; rank 1 hurts mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.cost_estimate import site_width
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine, to_module
-from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.studies.charts import Panel, draw_heat_map, mean, number
+from layerjump.studies.display import Panel, draw_heat_map, mean, number
 from layerjump.studies.model_comparison import Variants, announce_cost, rerun_batches, small_batches
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup
@@ -86,26 +84,38 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             pair = Site(block, "attn.in"), Site(block, "heads")
             states = rerun.from_level(block - 1, changes={pair: change})
             variants.add((block, head, replacement), rerun.pick(states))
-    rows = _rank(variants, list(changes))
+    rows: list[HeadRow] = []
+    for replacement in REPLACEMENTS:
+        group = [name for name in changes if name[2] == replacement]
+        group.sort(key=lambda name: -variants.mean_kl(name))
+        rows += [
+            HeadRow(*name, p1=variants.precision(name, 1), kl=variants.mean_kl(name), rank=rank)
+            for rank, name in enumerate(group, start=1)
+        ]
+    by_replacement = {name: [row for row in rows if row.replacement == name] for name in REPLACEMENTS}
+    worst = {name: group[0] for name, group in by_replacement.items()}
+    kl_of_mean = {(row.block, row.head): row.kl for row in by_replacement["mean"]}
+    linear = by_replacement["linear"]
+    headline = Headline(
+        mean_kl={name: mean(row.kl for row in group) for name, group in by_replacement.items()},
+        most_harmful={name: f"block {row.block}, head {row.head}" for name, row in worst.items()},
+        heads=len(linear),
+        heads_where_linear_halves_kl_of_mean=sum(row.kl < kl_of_mean[row.block, row.head] / 2 for row in linear),
+    )
     facts = to_json(cost) | {"budget_share": TOKEN_SHARE, "estimator": "affine", "n_fit": jumps.provenance.n_fit}
-    return Result("heads", Tables(rows), _headline(rows), settings=facts)
-
-
-def head_slices(model: Model) -> list[slice]:
-    """Return the columns of every head in the input of the output projection."""
-    heads = int(model.hf.config.num_attention_heads)
-    size = site_width(model, Site(1, "heads")) // heads
-    return [slice(head * size, (head + 1) * size) for head in range(heads)]
+    return Result("heads", Tables(rows), headline, settings=facts)
 
 
 def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[tuple[int, int, Replacement], Change]:
-    """Return the changes to make, by (block, head, replacement)."""
-    moments = setup.all_position_moments(pairs).fit
+    """Return the changes to make, by (block, head, replacement); a head has its columns of the projection's input."""
+    moments, n_heads = setup.all_position_moments(pairs).fit, int(setup.model.hf.config.num_attention_heads)
+    size = site_width(setup.model, Site(1, "heads")) // n_heads
     changes: dict[tuple[int, int, Replacement], Change] = {}
     for block in range(1, setup.model.n_blocks + 1):
         site = Site(block, "heads")
         jump, means = to_affine(jumps[Site(block, "attn.in"), site]), moments.mean(site)
-        for head, columns in enumerate(head_slices(setup.model), start=1):
+        for head in range(1, n_heads + 1):
+            columns = slice((head - 1) * size, head * size)
             bias = None if jump.bias is None else jump.bias[columns]
             linear = replace_by_map(to_module(Affine.of(jump.weight[columns], bias=bias)))
             zero = replace_by_constant(0 * means[columns])
@@ -113,31 +123,6 @@ def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[tuple[int, int, Rep
             changes[block, head, "zero"] = restrict_to(columns, zero)
             changes[block, head, "mean"] = restrict_to(columns, replace_by_constant(means[columns]))
     return changes
-
-
-def _rank(variants: Variants, names: Sequence[tuple[int, int, Replacement]]) -> list[HeadRow]:
-    rows = []
-    for replacement in REPLACEMENTS:
-        group = [name for name in names if name[2] == replacement]
-        group.sort(key=lambda name: -variants.mean_kl(name))
-        rows += [
-            HeadRow(*name, p1=variants.precision(name, 1), kl=variants.mean_kl(name), rank=rank)
-            for rank, name in enumerate(group, start=1)
-        ]
-    return rows
-
-
-def _headline(rows: Sequence[HeadRow]) -> Headline:
-    by_replacement = {name: [row for row in rows if row.replacement == name] for name in REPLACEMENTS}
-    worst = {name: group[0] for name, group in by_replacement.items()}
-    kl = {(row.replacement, row.block, row.head): row.kl for row in rows}
-    linear = by_replacement["linear"]
-    return Headline(
-        mean_kl={name: mean(row.kl for row in group) for name, group in by_replacement.items()},
-        most_harmful={name: f"block {row.block}, head {row.head}" for name, row in worst.items()},
-        heads=len(linear),
-        heads_where_linear_halves_kl_of_mean=sum(row.kl < kl["mean", row.block, row.head] / 2 for row in linear),
-    )
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:

@@ -29,7 +29,7 @@ from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Pair, Site, unembedding_metric
 from layerjump.studies import layer_skipping
-from layerjump.studies.charts import Panel, colours, empty_figure, line_chart, number, percent, safe, unique, unit_axis
+from layerjump.studies.display import Panel, colours, empty_figure, line_chart, number, percent, safe, unique, unit_axis
 from layerjump.studies.layer_skipping import Schedule
 from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps

@@ -26,7 +26,7 @@ from layerjump.jumps.moments import Moments
 from layerjump.jumps.scoring import R2
 from layerjump.lens.lens import Lens
 from layerjump.models.model import capture_states
-from layerjump.studies.charts import (
+from layerjump.studies.display import (
     BLUE,
     GREY,
     Panel,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from layerjump.generation.rules import FINE, GRID, SoftmaxGap
-from layerjump.lens.evaluate import LensScores
 from layerjump.metrics.bootstrap import mean_interval, statistic_interval
-from layerjump.studies.charts import (
+from layerjump.studies.display import (
     GREY,
     Panel,
     Value,
@@ -94,8 +93,11 @@ class Exits(NamedTuple):
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Replay the rule, compare it with fixed levels, and state the blocks saved at the target agreements."""
-    scores, fixed_position = setup.lens_scores(), _fixed_position(setup)
-    position = scores.position
+    scores, n_blocks, seed = setup.lens_scores(), setup.model.n_blocks, setup.settings.seed
+    position, documents = scores.position, scores.document.numpy()
+    fixed_position = setup.settings.exit_position
+    if fixed_position is None and setup.settings.paper and setup.model.masked:
+        fixed_position = AUTHORS_BERT_POSITION
     if fixed_position is not None:
         position = torch.full_like(position, fixed_position)
     length = float((scores.position + 1).double().mean())
@@ -109,18 +111,25 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             level = SoftmaxGap(strength, length).replay(scores.confidence[index], position)
             dynamic.append(Exits(level, hits.gather(0, level[None])[0]))
         fixed = [Exits(torch.full_like(scores.model_top, k), right) for k, right in enumerate(hits)]
-        curves += _curve(lens, "dynamic", grid, dynamic, scores, setup)
-        curves += _curve(lens, "fixed", range(len(fixed)), fixed, scores, setup)
+        for kind, points, exits in (("dynamic", grid, dynamic), ("fixed", range(len(fixed)), fixed)):
+            right = np.stack([point.right.double().numpy() for point in exits])
+            intervals = zip(*mean_interval(right, documents, seed=seed), strict=True)
+            for at, point, interval in zip(points, exits, intervals, strict=True):
+                blocks = float(point.level.double().mean())
+                curves.append(CurveRow(lens, kind, float(at), blocks, Interval(*map(float, interval))))
         for target in setup.settings.targets:
             for kind, exits in (("dynamic", dynamic), ("fixed", fixed)):
                 saved.append(saved_row(lens, kind, exits, target, scores.document, setup))
-        saved.append(_oracle_row(scores, index, setup))
+        # An oracle exits at the first level ≥ 1 whose best token is the model's: no rule can save more.
+        first = hits[1:].int().argmax(0).double().numpy() + 1
+        mean, low, high = map(float, mean_interval(n_blocks - first, documents, seed=seed))
+        saved.append(SavedRow(lens, "oracle", None, mean, low, high, mean / n_blocks))
     facts = {
         "rule": "exit at the first level ≥ 1 with p1 − p2 > 0.9 λ + 0.1 exp(−4 t / N)",
         "N": length,
         "t": "its own position" if fixed_position is None else fixed_position,
         "n_examples": scores.n_examples,
-        "blocks": setup.model.n_blocks,
+        "blocks": n_blocks,
     }
     note = (
         "Blocks saved at a target are interpolated linearly between neighbouring points of the curve's upper envelope "
@@ -135,31 +144,6 @@ def headline_of(saved: Sequence[SavedRow]) -> Headline:
     return Headline(
         {f"{row.kind}_{row.lens}_at_{row.target:g}": row.blocks_saved for row in saved if row.target is not None}
     )
-
-
-def _fixed_position(setup: Setup) -> int | None:
-    """Return the position t that the rule takes for every example; None: each takes its own."""
-    position = setup.settings.exit_position
-    if position is None and setup.settings.paper and setup.model.masked:
-        return AUTHORS_BERT_POSITION
-    return position
-
-
-def _curve(
-    lens: str, kind: str, grid: Sequence[float], exits: Sequence[Exits], scores: LensScores, setup: Setup
-) -> list[CurveRow]:
-    right = np.stack([point.right.double().numpy() for point in exits])
-    _, low, high = mean_interval(right, scores.document.numpy(), seed=setup.settings.seed)
-    return [
-        CurveRow(
-            lens,
-            kind,
-            at=float(at),
-            blocks=float(point.level.double().mean()),
-            agreement=Interval(float(point.right.double().mean()), float(low[index]), float(high[index])),
-        )
-        for index, (at, point) in enumerate(zip(grid, exits, strict=True))
-    ]
 
 
 def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> float:
@@ -191,42 +175,48 @@ def saved_row(lens: str, kind: str, exits: Sequence[Exits], target: float, docum
     return SavedRow(lens, kind, target, saved, low, high, saved / n_blocks)
 
 
-def _oracle_row(scores: LensScores, index: int, setup: Setup) -> SavedRow:
-    """Return what exits at the first level ≥ 1 whose best token is the model's save: no rule can save more."""
-    right = scores.hits(1)[index].clone()
-    right[0] = False
-    first = right.int().argmax(0).double().numpy()
-    n_blocks = setup.model.n_blocks
-    saved, low, high = mean_interval(n_blocks - first, scores.document.numpy(), seed=setup.settings.seed)
-    share = float(saved) / n_blocks
-    lens = scores.lenses[index]
-    return SavedRow(lens, "oracle", None, float(saved), float(low), float(high), share)
-
-
 RULES = {"dynamic": "confidence rule", "fixed": "fixed level", "oracle": "oracle"}
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return agreement against blocks run, then the blocks saved at each target."""
     curves, saved = result.tables.curves, result.tables.saved
-    targets = _targets(saved)
-    agreement = Panel(
-        "Agreement against blocks run",
-        _half_cost(curves),
-        ("curves",),
+    targets, most = _targets(saved), max(row.blocks for row in curves)
+    cheap = []
+    for lens in identity_last(row.lens for row in curves):
+        dynamic = [row for row in curves if (row.lens, row.kind) == (lens, "dynamic") and row.blocks <= most / 2]
+        if dynamic:
+            best = max(dynamic, key=lambda row: row.agreement.mean)
+            cheap.append(f"{percent(best.agreement.mean)} of the cases ({lens}, {number(best.blocks)} blocks)")
+    reading = f"At every λ the confidence rule runs more than half of the {most:g} blocks."
+    if cheap:
+        reading = (
+            f"With at most half of the {most:g} blocks, the confidence rule predicts the full model's token in at best "
+            f"{listed(cheap)}."
+        )
+    charts = [
+        _curves_chart(curves, targets, "full range", (-0.02, 1.03)),
+        _curves_chart(curves, targets, "near the target", (min([0.8, *targets]) - 0.01, 1.01)),
+    ]
+    head = ["lens", "rule", "agreement", "blocks saved", "95 % interval", "share of all blocks"]
+    body = [
         [
-            _curves_chart(curves, targets, "full range", (-0.02, 1.03)),
-            _curves_chart(curves, targets, "near the target", (min([0.8, *targets]) - 0.01, 1.01)),
-        ],
-    )
-    savings = Panel(
-        "Blocks saved",
-        saved_sentence(result),
-        ("saved",),
-        [saved_chart(saved, target, RULES) for target in targets],
-        html=_saved_table(saved),
-    )
-    return [agreement, savings]
+            safe(row.lens),
+            RULES[row.kind],
+            "all" if row.target is None else percent(row.target),
+            number(row.blocks_saved),
+            f"{number(row.low)} … {number(row.high)}",
+            percent(row.share),
+        ]
+        for lens in identity_last(row.lens for row in saved)
+        for row in saved
+        if row.lens == lens
+    ]
+    bars, table = [saved_chart(saved, target, RULES) for target in targets], html_table(head, body, numeric=range(2, 6))
+    return [
+        Panel("Agreement against blocks run", reading, ("curves",), charts),
+        Panel("Blocks saved", saved_sentence(result), ("saved",), bars, html=table),
+    ]
 
 
 def _targets(saved: Sequence[SavedRow]) -> list[float]:
@@ -267,25 +257,6 @@ def _curves_chart(
     return figure.update_yaxes(range=list(span))
 
 
-def _half_cost(rows: Sequence[CurveRow]) -> str:
-    """Say how much agreement half of the blocks buy."""
-    most = max(row.blocks for row in rows)
-    parts = []
-    for lens in identity_last(row.lens for row in rows):
-        dynamic = [row for row in rows if (row.lens, row.kind) == (lens, "dynamic")]
-        within = [row for row in dynamic if row.blocks <= most / 2]
-        if within:
-            best = max(within, key=lambda row: row.agreement.mean)
-            agreement = percent(best.agreement.mean)
-            parts.append(f"{agreement} of the cases ({lens}, {number(best.blocks)} blocks)")
-    if not parts:
-        return f"At every λ the confidence rule runs more than half of the {most:g} blocks."
-    return (
-        f"With at most half of the {most:g} blocks, the confidence rule predicts the full model's token in at best "
-        f"{listed(parts)}."
-    )
-
-
 def saved_chart(rows: Sequence[SavedRow], target: float, labels: Mapping[str, str]) -> go.Figure:
     """Draw the blocks saved at a target agreement (or always), one group of bars for each kind of rule."""
     figure = empty_figure(f"at {percent(target)} agreement", x="blocks saved, mean", height=270)
@@ -303,24 +274,6 @@ def saved_chart(rows: Sequence[SavedRow], target: float, labels: Mapping[str, st
     figure.update_xaxes(rangemode="tozero")
     order = {"categoryorder": "array", "categoryarray": [*labels.values()]}
     return figure.update_yaxes(**order, autorange="reversed", showgrid=False)
-
-
-def _saved_table(rows: Sequence[SavedRow]) -> str:
-    head = ["lens", "rule", "agreement", "blocks saved", "95 % interval", "share of all blocks"]
-    body = [
-        [
-            safe(row.lens),
-            RULES[row.kind],
-            "all" if row.target is None else percent(row.target),
-            number(row.blocks_saved),
-            f"{number(row.low)} … {number(row.high)}",
-            percent(row.share),
-        ]
-        for lens in identity_last(row.lens for row in rows)
-        for row in rows
-        if row.lens == lens
-    ]
-    return html_table(head, body, numeric=range(2, 6))
 
 
 def saved_sentence(result: Result[Tables, Headline]) -> str:

@@ -12,7 +12,7 @@ from layerjump.data.batches import Batch
 from layerjump.data.positions import Positions
 from layerjump.data.tokenization import escape_token, token_text
 from layerjump.models.model import Model, capture_states
-from layerjump.studies.charts import Panel, html_table, listed, mean, number, safe
+from layerjump.studies.display import Panel, html_table, listed, mean, number, safe
 from layerjump.studies.results import Column, Empty, Record, Result, Study
 from layerjump.studies.setup import Setup
 

@@ -9,25 +9,13 @@ are fitted on documents of the validation split and replayed on the test split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
-from layerjump.generation.calibration.search import THRESHOLDS, FittedProbes, RuleCandidate, RuleType, fit_probes
-from layerjump.studies.charts import (
-    Panel,
-    colours,
-    identity_last,
-    line_chart,
-    listed,
-    number,
-    percent,
-    unique,
-    unit_axis,
-)
+from layerjump.generation.calibration.search import THRESHOLDS, RuleCandidate, RuleType, fit_probes
+from layerjump.studies.display import Panel, colours, identity_last, line_chart, listed, number, percent, unique
 from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of, saved_chart, saved_row
 from layerjump.studies.results import Record, Result, Study
 from layerjump.studies.setup import Setup
@@ -61,32 +49,24 @@ class Tables(Record):
 
 def cannot_run(setup: Setup) -> str | None:
     """Return why a run has no probes, or None."""
-    if setup.model.no_predictions:
-        return setup.model.no_predictions
-    if len(setup.splits().validation) < 2:
+    if not setup.model.no_predictions and len(setup.splits().validation) < 2:
         return f"probes are fitted on the validation split, which is empty; pass {argument('split', '80/10/10')}"
-    return None
+    return setup.model.no_predictions
 
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Replay both rules, and state the blocks saved at the target agreements."""
-    tables = Tables([], [])
+    tables, n_blocks = Tables([], []), setup.model.n_blocks
     for lens in setup.lenses():
         validation, test = (_calibration_set(setup, lens, part) for part in ("validation", "test"))
         half = every_second_document(validation.documents)
         probes = fit_probes(validation.select(half), validation.select(~half))
         for kind, rule in RULES.items():
-            points = _replay(setup, rule, probes, test)
-            tables.curves.extend(
-                CurveRow(
-                    lens,
-                    kind,
-                    threshold,
-                    blocks=float(point.level.double().mean()),
-                    agreement=float(point.right.double().mean()),
-                )
-                for threshold, point in zip(THRESHOLDS, points, strict=True)
-            )
+            replay = RuleCandidate(rule, tuple(range(1, n_blocks)), probes).replay(test, n_blocks)
+            points = [Exits(outcome.exit_levels, outcome.correct) for outcome in map(replay, THRESHOLDS)]
+            for threshold, point in zip(THRESHOLDS, points, strict=True):
+                blocks, agreement = float(point.level.double().mean()), float(point.right.double().mean())
+                tables.curves.append(CurveRow(lens, kind, threshold, blocks, agreement))
             tables.saved.extend(
                 saved_row(lens, kind, points, target, test.documents, setup) for target in setup.settings.targets
             )
@@ -113,19 +93,9 @@ def every_second_document(documents: torch.Tensor) -> torch.Tensor:
     return documents.unique(return_inverse=True)[1] % 2 == 0
 
 
-def _replay(setup: Setup, rule: RuleType, probes: FittedProbes, examples: CalibrationSet) -> list[Exits]:
-    """Return where the examples exit under every threshold."""
-    n_blocks = setup.model.n_blocks
-    replay = RuleCandidate(rule, tuple(range(1, n_blocks)), probes).replay(examples, n_blocks)
-    return [Exits(outcome.exit_levels, outcome.correct) for outcome in map(replay, THRESHOLDS)]
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return agreement against blocks run, and the blocks saved at each target."""
-    return [_curve_panel(result.tables.curves), _saved_panel(result.tables.saved)]
-
-
-def _curve_panel(rows: Sequence[CurveRow]) -> Panel:
+    rows, saved = result.tables.curves, result.tables.saved
     lenses = identity_last(row.lens for row in rows)
     names = {(lens, kind): f"{lens}, {NAMES[kind]}" for lens in lenses for kind in ("both", "gate")}
     lines = {
@@ -137,6 +107,7 @@ def _curve_panel(rows: Sequence[CurveRow]) -> Panel:
         lines,
         x="blocks run, mean",
         y="agreement with the model",
+        scale="unit",
         dashed=[name for (_, kind), name in names.items() if kind == "gate"],
         paint={name: colours(lenses)[lens] for (lens, _), name in names.items()},
     )
@@ -149,19 +120,18 @@ def _curve_panel(rows: Sequence[CurveRow]) -> Panel:
             f"With at most {number(most / 2)} blocks, half of the most, the best rule ({NAMES[best.kind]} with "
             f"{best.lens}) predicts the model's token in {percent(best.agreement)} of the examples."
         )
-    return Panel("Agreement against blocks run", reading, ("curves",), [unit_axis(figure)])
-
-
-def _saved_panel(rows: Sequence[SavedRow]) -> Panel:
-    targets = unique(row.target for row in rows if row.target is not None)
-    charts = [saved_chart(rows, target, NAMES) for target in targets]
+    targets = unique(row.target for row in saved if row.target is not None)
+    bars = [saved_chart(saved, target, NAMES) for target in targets]
     parts = [
         f"{NAMES[row.kind]} with {row.lens} {number(row.blocks_saved)} ({number(row.low)} to {number(row.high)})"
-        for row in rows
+        for row in saved
         if row.target == targets[0]
     ]
-    reading = f"Blocks saved at {percent(targets[0])} agreement with the model, with 95 % intervals: {listed(parts)}."
-    return Panel("Blocks saved", reading, ("saved",), charts)
+    savings = f"Blocks saved at {percent(targets[0])} agreement with the model, with 95 % intervals: {listed(parts)}."
+    return [
+        Panel("Agreement against blocks run", reading, ("curves",), [figure]),
+        Panel("Blocks saved", savings, ("saved",), bars),
+    ]
 
 
 STUDY = Study(

@@ -7,8 +7,9 @@ positions; percentiles of the error; and the examples with the largest KL in wor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,7 @@ from layerjump.data.tokenization import token_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.evaluate import LensScores
 from layerjump.models.model import capture_states
-from layerjump.studies.charts import (
-    Panel,
-    colours,
-    html_table,
-    identity_last,
-    level_axis,
-    line_chart,
-    number,
-    safe,
-    unique,
-    unit_axis,
-)
+from layerjump.studies.display import Panel, colours, html_table, identity_last, line_chart, number, safe, unique
 from layerjump.studies.examples import context
 from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup
@@ -129,14 +119,21 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     scores, estimator = setup.lens_scores(), setup.settings.estimators[0]
     jumps, middle = setup.jumps(estimator), setup.model.n_blocks // 2
     levels = quarter_levels(setup.model.n_blocks)
-    frequency = _token_counts(setup)[scores.token.numpy()]
+    fit = setup.batches(part="fit", positions=Positions("all"), tokens=setup.settings.tokens)
+    counts = np.bincount(np.asarray(fit.sequences.ids), minlength=setup.model.structure.vocab_size)
+    frequency = counts[scores.token.numpy()]
     everywhere = setup.batches(positions=ALL_POSITIONS, tokens=setup.settings.variant_tokens)
+    errors = _measure_errors(setup, jumps, setup.test_batches())
     tables = Tables(
         by_position=_bin_rows(scores, levels, *bin_positions(scores.position)),
         by_frequency=_bin_rows(scores, levels, *bin_counts(frequency)),
         by_entropy=_bin_rows(scores, levels, *bin_quarters(scores.model_entropy)),
         first_token=_first_token_rows(_measure_errors(setup, jumps, everywhere)),
-        errors=_error_rows(_measure_errors(setup, jumps, setup.test_batches())),
+        errors=[
+            ErrorRow(level, name, ErrorTail.of(norms), ErrorTail.of(norms / errors.target.numpy()))
+            for name, error in errors.error.items()
+            for level, norms in enumerate(error.numpy())
+        ],
         worst=_worst_rows(setup, scores, middle),
     )
     facts = {"n_examples": scores.n_examples, "levels": levels, "map": estimator, "worst_at_level": middle}
@@ -149,7 +146,18 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             "The maps of this model are fitted at masked positions, and the pass for the first token masks none: there "
             "the maps are wrong at all positions."
         )
-    return Result("failures", tables, _headline(tables, middle, estimator), notes, facts)
+    entropy = [row for row in tables.by_entropy if (row.level, row.lens) == (middle, estimator)]
+    at = {row.at: row.relative_error for row in tables.first_token if (row.level, row.map) == (middle, estimator)}
+    (tail,) = (row.relative for row in tables.errors if (row.level, row.map) == (middle, estimator))
+    headline = Headline(
+        p1_where_model_is_sure=entropy[0].p1,
+        p1_where_unsure=entropy[-1].p1,
+        error_at_position_0=at.get(FIRST, math.nan),
+        error_elsewhere=at.get(OTHERS, math.nan),
+        median_error=tail.p50,
+        error_99_percent=tail.p99,
+    )
+    return Result("failures", tables, headline, notes, facts)
 
 
 def quarter_levels(n_blocks: int) -> list[int]:
@@ -191,24 +199,17 @@ def _bin_rows(scores: LensScores, levels: Sequence[int], bins: np.ndarray, names
             level,
             lens,
             name,
-            n=int(member.sum()),
-            p1=float(hits[index, level, member].mean()),
-            kl=float(kl[index, level, member].mean()),
+            int(is_in.sum()),
+            float(hits[index, level, is_in].mean()),
+            float(kl[index, level, is_in].mean()),
         )
         for level in levels
         for index, lens in enumerate(scores.lenses)
-        for name, member in members.items()
+        for name, is_in in members.items()
     ]
 
 
-def _token_counts(setup: Setup) -> np.ndarray:
-    """Return how often each token of the vocabulary occurs in the fit documents."""
-    fit = setup.batches(part="fit", positions=Positions("all"), tokens=setup.settings.tokens)
-    ids = np.asarray(fit.sequences.ids)
-    return np.bincount(ids, minlength=setup.model.structure.vocab_size)
-
-
-class _Errors(Record):
+class _Errors(NamedTuple):
     """Norms in float64: of states and errors (levels, positions), and of the last level (positions,)."""
 
     position: Tensor
@@ -256,20 +257,18 @@ def _first_token_rows(errors: _Errors) -> list[FirstTokenRow]:
     ]
 
 
-def _error_rows(errors: _Errors) -> list[ErrorRow]:
-    target = errors.target.numpy()
-    return [
-        ErrorRow(level, name, ErrorTail.of(norms), ErrorTail.of(norms / target))
-        for name, error in errors.error.items()
-        for level, norms in enumerate(error.numpy())
-    ]
-
-
 def _worst_rows(setup: Setup, scores: LensScores, level: int) -> list[WorstRow]:
     """Return the examples of largest KL of the first estimator at one level."""
     lens = scores.lenses.index(setup.settings.estimators[0])
     worst = scores.kl[lens, level].argsort(descending=True)[:N_WORST].tolist()
-    contexts = _contexts(setup, set(worst))
+    # The scored examples are the picks of the test batches in order.
+    contexts: dict[int, str] = {}
+    start = 0
+    for batch in setup.test_batches():
+        for pick in range(batch.n_picks):
+            if start + pick in worst:
+                contexts[start + pick] = context(setup.model, batch, pick)
+        start += batch.n_picks
     tokenizer = setup.model.tokenization.tokenizer
     return [
         WorstRow(
@@ -285,43 +284,77 @@ def _worst_rows(setup: Setup, scores: LensScores, level: int) -> list[WorstRow]:
     ]
 
 
-def _contexts(setup: Setup, examples: set[int]) -> dict[int, str]:
-    """Return the text around some of the scored examples, which are the picks of the test batches in order."""
-    contexts: dict[int, str] = {}
-    start = 0
-    for batch in setup.test_batches():
-        for pick in range(batch.n_picks):
-            if start + pick in examples:
-                contexts[start + pick] = context(setup.model, batch, pick)
-        start += batch.n_picks
-    return contexts
-
-
-def _headline(tables: Tables, level: int, estimator: str) -> Headline:
-    entropy = [row for row in tables.by_entropy if (row.level, row.lens) == (level, estimator)]
-    first = {row.at: row.relative_error for row in tables.first_token if (row.level, row.map) == (level, estimator)}
-    (tail,) = (row.relative for row in tables.errors if (row.level, row.map) == (level, estimator))
-    return Headline(
-        p1_where_model_is_sure=entropy[0].p1,
-        p1_where_unsure=entropy[-1].p1,
-        error_at_position_0=first.get(FIRST, float("nan")),
-        error_elsewhere=first.get(OTHERS, float("nan")),
-        median_error=tail.p50,
-        error_99_percent=tail.p99,
-    )
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return agreement by bins, errors by level, and the worst examples as a table."""
     tables = result.tables
-    return [
+    panels = [
         _bin_panel(tables.by_position, "position", "by position"),
         _bin_panel(tables.by_frequency, "occurrences of the token in the fit text", "by frequency"),
         _bin_panel(tables.by_entropy, "entropy of the model's prediction, nats", "by entropy"),
-        _first_token_panel(tables.first_token),
-        _error_panel(tables.errors),
-        _worst_panel(tables.worst),
     ]
+    levels, maps = sorted({row.level for row in tables.errors}), identity_last(row.map for row in tables.errors)
+    middle = levels[len(levels) // 2]
+
+    errors = {
+        f"{name}, {at}": [
+            (row.level, row.relative_error) for row in tables.first_token if (row.map, row.at) == (name, at)
+        ]
+        for name in maps
+        for at in (FIRST, OTHERS)
+    }
+    norms = {
+        f"state at {at}": [
+            (row.level, row.state_norm) for row in tables.first_token if (row.map, row.at) == (maps[0], at)
+        ]
+        for at in (FIRST, OTHERS)
+    }
+    title, paint = "error relative to the norm of the last level", colours([*errors, *norms])
+    charts = [
+        line_chart(title, errors, x="level", scale="log", whole_x=True, paint=paint),
+        line_chart("norm of the state", norms, x="level", scale="log", whole_x=True, paint=paint),
+    ]
+    error = {row.at: row.relative_error for row in tables.first_token if (row.level, row.map) == (middle, maps[0])}
+    reading = (
+        f"From level {middle}, the error of {maps[0]} relative to the norm of the last level is "
+        f"{number(error.get(FIRST))} at position 0 and {number(error.get(OTHERS))} at the other positions, on average."
+    )
+    panels.append(Panel("The first token", reading, ("first token",), charts))
+
+    charts = []
+    for name in maps:
+        tails = {row.level: row.relative for row in tables.errors if row.map == name}
+        lines = {
+            "median": [(level, tail.p50) for level, tail in tails.items()],
+            "90 %": [(level, tail.p90) for level, tail in tails.items()],
+            "99 %": [(level, tail.p99) for level, tail in tails.items()],
+            "largest": [(level, tail.max) for level, tail in tails.items()],
+        }
+        axis = "error over the norm of the last level"
+        charts.append(line_chart(name, lines, x="level", y=axis, scale="zero", whole_x=True))
+    tail = next(row.relative for row in tables.errors if (row.level, row.map) == (middle, maps[0]))
+    reading = (
+        f"From level {middle}, the error of {maps[0]} relative to the norm of the last level has the median "
+        f"{number(tail.p50)}; 99 % of the examples are below {number(tail.p99)} and the largest is {number(tail.max)}."
+    )
+    panels.append(Panel("The tail of the error", reading, ("errors",), charts))
+
+    worst = tables.worst
+    body = [
+        [
+            number(row.kl),
+            f"… {safe(row.context)}",
+            f'<span class="token own">{safe(row.model_token)}</span>',
+            f'<span class="token">{safe(row.lens_token)}</span>',
+            number(row.position),
+        ]
+        for row in worst
+    ]
+    table = html_table(["KL, nats", "context", "model's token", "map's token", "position"], body, numeric=(0, 4))
+    reading = (
+        f"The {len(worst)} examples with the largest KL at level {worst[0].level}: from {number(worst[-1].kl)} to "
+        f"{number(worst[0].kl)} nats."
+    )
+    return [*panels, Panel("Where the map is most wrong", reading, ("worst",), html=table)]
 
 
 def _bin_panel(rows: Sequence[BinRow], axis: str, table: str) -> Panel:
@@ -334,10 +367,10 @@ def _bin_panel(rows: Sequence[BinRow], axis: str, table: str) -> Panel:
             lens: [(names.index(row.bin), row.p1) for row in rows if (row.level, row.lens) == (level, lens)]
             for lens in lenses
         }
-        figure = line_chart(f"level {level}", lines, x=axis, y="precision@1")
+        figure = line_chart(f"level {level}", lines, x=axis, y="precision@1", scale="unit")
         figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names)
-        figure.update_traces(hovertemplate="<b>%{fullData.name}</b><br>%{x}: %{y:.3f}<extra></extra>")
-        charts.append(unit_axis(figure))
+        hover = "<b>%{fullData.name}</b><br>%{x}: %{y:.3f}<extra></extra>"
+        charts.append(figure.update_traces(hovertemplate=hover))
     middle, lens = levels[len(levels) // 2], lenses[0]
     group = [row for row in rows if (row.level, row.lens) == (middle, lens)]
     # A bin of a few examples would win by chance.
@@ -349,75 +382,6 @@ def _bin_panel(rows: Sequence[BinRow], axis: str, table: str) -> Panel:
         f"examples) of {axis}."
     )
     return Panel(f"Agreement with the model {table}", reading, (table,), charts)
-
-
-def _first_token_panel(rows: Sequence[FirstTokenRow]) -> Panel:
-    levels, maps = sorted({row.level for row in rows}), identity_last(row.map for row in rows)
-    errors = {
-        f"{name}, {at}": [(row.level, row.relative_error) for row in rows if (row.map, row.at) == (name, at)]
-        for name in maps
-        for at in (FIRST, OTHERS)
-    }
-    norms = {
-        f"state at {at}": [(row.level, row.state_norm) for row in rows if (row.map, row.at) == (maps[0], at)]
-        for at in (FIRST, OTHERS)
-    }
-    paint = colours([*errors, *norms])
-    charts = [
-        line_chart("error relative to the norm of the last level", errors, x="level", paint=paint),
-        line_chart("norm of the state", norms, x="level", paint=paint),
-    ]
-    for chart in charts:
-        level_axis(chart.update_yaxes(type="log", dtick="D2"), levels)
-    middle = levels[len(levels) // 2]
-    at = {row.at: row.relative_error for row in rows if (row.level, row.map) == (middle, maps[0])}
-    reading = (
-        f"From level {middle}, the error of {maps[0]} relative to the norm of the last level is "
-        f"{number(at.get(FIRST))} at position 0 and {number(at.get(OTHERS))} at the other positions, on average."
-    )
-    return Panel("The first token", reading, ("first token",), charts)
-
-
-def _error_panel(rows: Sequence[ErrorRow]) -> Panel:
-    levels, maps = sorted({row.level for row in rows}), identity_last(row.map for row in rows)
-    charts = []
-    for name in maps:
-        tails = {row.level: row.relative for row in rows if row.map == name}
-        lines = {
-            "median": [(level, tail.p50) for level, tail in tails.items()],
-            "90 %": [(level, tail.p90) for level, tail in tails.items()],
-            "99 %": [(level, tail.p99) for level, tail in tails.items()],
-            "largest": [(level, tail.max) for level, tail in tails.items()],
-        }
-        figure = line_chart(name, lines, x="level", y="error over the norm of the last level")
-        charts.append(level_axis(figure.update_yaxes(rangemode="tozero"), levels))
-    middle = levels[len(levels) // 2]
-    tail = next(row.relative for row in rows if (row.level, row.map) == (middle, maps[0]))
-    reading = (
-        f"From level {middle}, the error of {maps[0]} relative to the norm of the last level has the median "
-        f"{number(tail.p50)}; 99 % of the examples are below {number(tail.p99)} and the largest is {number(tail.max)}."
-    )
-    return Panel("The tail of the error", reading, ("errors",), charts)
-
-
-def _worst_panel(rows: Sequence[WorstRow]) -> Panel:
-    body = [
-        [
-            number(row.kl),
-            f"… {safe(row.context)}",
-            f'<span class="token own">{safe(row.model_token)}</span>',
-            f'<span class="token">{safe(row.lens_token)}</span>',
-            number(row.position),
-        ]
-        for row in rows
-    ]
-    head = ["KL, nats", "context", "model's token", "map's token", "position"]
-    reading = (
-        f"The {len(rows)} examples with the largest KL at level {rows[0].level}: from {number(rows[-1].kl)} to "
-        f"{number(rows[0].kl)} nats."
-    )
-    html = html_table(head, body, numeric=(0, 4))
-    return Panel("Where the map is most wrong", reading, ("worst",), html=html)
 
 
 STUDY = Study("failures", "where are the maps wrong?", run, figures)

@@ -17,16 +17,20 @@ import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.errors import BadStudy, argument
-from layerjump.studies.charts import Panel, level_axis, line_chart, number
+from layerjump.studies.display import Panel, line_chart, number
 from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
 from layerjump.training.finetune_on_task import BATCH_SIZE, LEARNING_RATE, ChoiceItem, accuracy, finetune, load_task
-from layerjump.training.linearity_profile import BlockProfile, Profile, measure_profile
+from layerjump.training.linearity_profile import Profile, measure_profile
 
 DEFAULT_STEPS = 150
 MAX_SCORED = 200
 """Held-out items to score in a run, at most."""
+
+
+SCORES = ("with_residual", "without_residual", "with_residual_held_out", "without_residual_held_out")
+"""Linearity scores that rows and headline compare."""
 
 
 class Change(Record):
@@ -36,13 +40,15 @@ class Change(Record):
     after: Annotated[float, Column(" after")]
     change: Annotated[float, Column(" change")]
 
+    @classmethod
+    def of(cls, before: float, after: float) -> Change:
+        return cls(before, after, after - before)
+
 
 class MeanChange(Record):
     """A number before fine-tuning and its mean after it, with the standard deviation over runs."""
 
-    before: Annotated[float, Column(" before")]
-    after: Annotated[float, Column(" after")]
-    change: Annotated[float, Column(" change")]
+    mean: Annotated[Change, Column("{}")]
     deviation: Annotated[float | None, Column(" sd")]
     """None for a single run."""
 
@@ -105,11 +111,9 @@ def cannot_run(setup: Setup) -> str | None:
     """Return why this model cannot be fine-tuned, or None."""
     if setup.model.task != "causal":
         return "it continues prompts with answers, and this model is not causal"
-    if setup.model.no_predictions:
-        return setup.model.no_predictions
-    if not setup.settings.finetune_task:
+    if not setup.model.no_predictions and not setup.settings.finetune_task:
         return f"it needs a task to learn; pass {argument('finetune_task')}"
-    return None
+    return setup.model.no_predictions
 
 
 def run(setup: Setup) -> Result[Tables, Headline]:
@@ -124,16 +128,33 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         )
     before = measure_profile(model, setup.corpus, seed=settings.seed)
     after: list[Profile] = []
-    rows = []
+    tables = Tables([], [])
     for index, (learnt, held_out) in enumerate(folds(items, n_runs, settings.seed)):
         tuned = finetune(model, learnt, steps=steps, seed=settings.seed + index)
         after.append(measure_profile(tuned, setup.corpus, seed=settings.seed))
-        scored = held_out[:MAX_SCORED]
-        sizes, accuracies = ((len(learnt), len(scored)), (accuracy(model, scored), accuracy(tuned, scored)))
-        rows.append(_run_row(index + 1, sizes, accuracies, ProfileRow.of(before), ProfileRow.of(after[-1])))
-    blocks = [
-        _block_row(block, [profile.blocks[index] for profile in after]) for index, block in enumerate(before.blocks)
-    ]
+        scored, old, new = held_out[:MAX_SCORED], ProfileRow.of(before), ProfileRow.of(after[-1])
+        tables.runs.append(
+            RunRow(
+                index + 1,
+                items_learnt=len(learnt),
+                items_scored=len(scored),
+                accuracy_before=accuracy(model, scored),
+                accuracy_after=accuracy(tuned, scored),
+                perplexity=Change.of(old.perplexity, new.perplexity),
+                **{name: Change.of(getattr(old.linearity, name), getattr(new.linearity, name)) for name in SCORES},
+            )
+        )
+    for index, block in enumerate(before.blocks):
+        changes = {}
+        for name in SCORES:
+            values = RunMean.of([getattr(profile.blocks[index], name) for profile in after])
+            changes[name] = MeanChange(Change.of(getattr(block, name), values.mean), values.deviation)
+        tables.blocks.append(BlockRow(block.block, **changes))
+    headline = Headline(
+        **{name: RunMean.of([getattr(row, name).change for row in tables.runs]) for name in SCORES},
+        accuracy_before=RunMean.of([row.accuracy_before for row in tables.runs]),
+        accuracy_after=RunMean.of([row.accuracy_after for row in tables.runs]),
+    )
     facts = {
         "task": Path(str(settings.finetune_task)).name,
         "items": len(items),
@@ -147,7 +168,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "linearity are measured on the text of the study (not of the task), at all positions but the first; accuracy "
         "counts the answer with the highest likelihood per token, on items not learnt."
     ]
-    return Result("finetune", Tables(rows, blocks), _headline(rows), notes, facts)
+    return Result("finetune", tables, headline, notes, facts)
 
 
 def folds(items: Sequence[ChoiceItem], n_runs: int, seed: int) -> list[tuple[list[ChoiceItem], list[ChoiceItem]]]:
@@ -162,61 +183,16 @@ def folds(items: Sequence[ChoiceItem], n_runs: int, seed: int) -> list[tuple[lis
     ]
 
 
-def _run_row(
-    run: int, sizes: tuple[int, int], accuracies: tuple[float, float], before: ProfileRow, after: ProfileRow
-) -> RunRow:
-    def change(score: Callable[[ProfileRow], float]) -> Change:
-        return Change(score(before), score(after), score(after) - score(before))
-
-    return RunRow(
-        run,
-        *sizes,
-        *accuracies,
-        perplexity=change(lambda row: row.perplexity),
-        with_residual=change(lambda row: row.linearity.with_residual),
-        without_residual=change(lambda row: row.linearity.without_residual),
-        with_residual_held_out=change(lambda row: row.linearity.with_residual_held_out),
-        without_residual_held_out=change(lambda row: row.linearity.without_residual_held_out),
-    )
-
-
-def _block_row(before: BlockProfile, after: Sequence[BlockProfile]) -> BlockRow:
-    def change(score: Callable[[BlockProfile], float]) -> MeanChange:
-        values = [score(block) for block in after]
-        deviation = stdev(values) if len(values) > 1 else None
-        return MeanChange(score(before), mean(values), mean(values) - score(before), deviation)
-
-    return BlockRow(
-        before.block,
-        with_residual=change(lambda block: block.with_residual),
-        without_residual=change(lambda block: block.without_residual),
-        with_residual_held_out=change(lambda block: block.with_residual_held_out),
-        without_residual_held_out=change(lambda block: block.without_residual_held_out),
-    )
-
-
-def _headline(rows: Sequence[RunRow]) -> Headline:
-    return Headline(
-        with_residual=RunMean.of([row.with_residual.change for row in rows]),
-        without_residual=RunMean.of([row.without_residual.change for row in rows]),
-        with_residual_held_out=RunMean.of([row.with_residual_held_out.change for row in rows]),
-        without_residual_held_out=RunMean.of([r.without_residual_held_out.change for r in rows]),
-        accuracy_before=RunMean.of([row.accuracy_before for row in rows]),
-        accuracy_after=RunMean.of([row.accuracy_after for row in rows]),
-    )
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return held-out linearity of each block before and after, with and without the residual stream."""
     rows, runs, head = result.tables.blocks, result.tables.runs, result.headline
 
     def chart(title: str, score: Callable[[BlockRow], MeanChange]) -> go.Figure:
         lines = {
-            "before": [(row.block, score(row).before) for row in rows],
-            "after, mean over runs": [(row.block, score(row).after) for row in rows],
+            "before": [(row.block, score(row).mean.before) for row in rows],
+            "after, mean over runs": [(row.block, score(row).mean.after) for row in rows],
         }
-        figure = line_chart(title, lines, x="block", y="R², weighted by variance", dashed=("before",))
-        return level_axis(figure, [row.block for row in rows])
+        return line_chart(title, lines, x="block", y="R², weighted by variance", whole_x=True, dashed=("before",))
 
     charts = [
         chart("with residual, held out", lambda row: row.with_residual_held_out),

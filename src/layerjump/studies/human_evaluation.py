@@ -32,7 +32,7 @@ from layerjump.errors import BadArtifact, argument, one_line
 from layerjump.io import read_json
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.model import capture_states
-from layerjump.studies.charts import Panel, html_table, number, safe
+from layerjump.studies.display import Panel, html_table, number, safe
 from layerjump.studies.examples import context
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup

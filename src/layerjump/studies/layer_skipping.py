@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import plotly.graph_objects as go
 from torch import Tensor
@@ -30,18 +30,7 @@ from layerjump.errors import BadArtifact
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.scoring import r2
-from layerjump.studies.charts import (
-    Panel,
-    Value,
-    draw_heat_map,
-    level_axis,
-    line_chart,
-    number,
-    percent,
-    unique,
-    unit_axis,
-)
+from layerjump.studies.display import Panel, Value, draw_heat_map, line_chart, number, percent, unique
 from layerjump.studies.model_comparison import (
     Cost,
     Variants,
@@ -51,7 +40,7 @@ from layerjump.studies.model_comparison import (
     small_batches,
 )
 from layerjump.studies.results import Column, Record, Result, Study, to_json
-from layerjump.studies.setup import Setup, maps_of
+from layerjump.studies.setup import Setup, maps_of, r2_of_maps
 
 Jump = tuple[int, int]
 
@@ -199,7 +188,9 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     setup, note = with_validation_documents(setup)
     estimator, n_blocks = setup.settings.estimators[0], setup.model.n_blocks
     jumps = setup.all_position_jumps(estimator, "all")
-    explained = _explained(setup, jumps)
+    moments = setup.all_position_moments("all").validation
+    r2_of_jump = zip(jumps, r2_of_maps(maps_of(jumps), moments), strict=True)
+    explained = {(source.index, target.index): score.uniform for (source, target), score in r2_of_jump}
     costs, alone_cost = _jump_costs(setup, jumps)
     rules = {
         "single jump": single_jumps(n_blocks),
@@ -216,7 +207,13 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         best.setdefault(schedule.blocks_run, schedule)
     rules["ours"] = [best[count] for count in sorted(best)]
     tested, test_cost = _run_schedules(setup, jumps, candidates, small_batches(setup), "every schedule")
-    rows = _rows(rules, tested, setup.settings.seed)
+    periods = {schedule: period for period, schedule in round_robins(n_blocks).items()}
+    rows = []
+    for rule, schedules in rules.items():
+        for schedule in schedules:
+            a, b = periods[schedule] if rule == "round robin" else (None, None)
+            scores = tested.scores(schedule, seed=setup.settings.seed)
+            rows.append(ScheduleRow(rule, a, b, schedule.blocks_run, schedule, scores))
     pairs = [JumpRow(*jump, explained[jump], costs[jump]) for jump in sorted(costs)]
     facts = {
         "estimator": estimator,
@@ -228,8 +225,17 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "choosing": to_json(validation_cost),
         "schedules": to_json(test_cost),
     }
-    notes = [note] if note else []
-    return Result("alternation", Tables(rows, pairs), _headline(rows, n_blocks), notes, facts)
+    single = {row.blocks_run: row.scores.p1.mean for row in rows if row.rule == "single jump"}
+    headline = Headline({}, {}, {})
+    for rule in rules:
+        name = rule.replace(" ", "_")
+        p1 = [(row.blocks_run, row.scores.p1.mean) for row in rows if row.rule == rule]
+        good = [count for count, value in p1 if value >= GOOD_AGREEMENT]
+        if p1:
+            headline.mean_p1[name] = sum(value for _, value in p1) / len(p1)
+            headline.mean_lead[name] = sum(value - single[count] for count, value in p1) / len(p1)
+            headline.blocks_for_good_agreement[name] = min(good, default=n_blocks)
+    return Result("alternation", Tables(rows, pairs), headline, [note] if note else [], facts)
 
 
 def with_validation_documents(setup: Setup) -> tuple[Setup, str | None]:
@@ -255,15 +261,6 @@ def run_schedule(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
         states = apply_map(jumps[source, target], states)
         level = target
     return rerun.from_level(level, states)
-
-
-def _explained(setup: Setup, jumps: Jumps) -> dict[Jump, float]:
-    """Return R² of every jump on validation documents."""
-    moments = setup.all_position_moments("all").validation
-    return {
-        (a.index, b.index): r2(jump, moments.source(a), moments.target(a, b)).uniform
-        for (a, b), jump in maps_of(jumps).items()
-    }
 
 
 def _validation_batches(setup: Setup, share: float = 1.0) -> Batches:
@@ -299,31 +296,6 @@ def _run_schedules(
     return variants, cost
 
 
-def _rows(rules: Mapping[str, list[Schedule]], tested: Variants, seed: int) -> list[ScheduleRow]:
-    n_blocks = rules["single jump"][0].n_blocks
-    periods = {schedule: period for period, schedule in round_robins(n_blocks).items()}
-    rows = []
-    for rule, schedules in rules.items():
-        for schedule in schedules:
-            a, b = periods[schedule] if rule == "round robin" else (None, None)
-            scores = tested.scores(schedule, seed=seed)
-            rows.append(ScheduleRow(rule, a, b, schedule.blocks_run, schedule, scores))
-    return rows
-
-
-def _headline(rows: Sequence[ScheduleRow], n_blocks: int) -> Headline:
-    single = {row.blocks_run: row.scores.p1.mean for row in rows if row.rule == "single jump"}
-    headline = Headline({}, {}, {})
-    for rule in unique(row.rule for row in rows):
-        name = rule.replace(" ", "_")
-        p1 = [(row.blocks_run, row.scores.p1.mean) for row in rows if row.rule == rule]
-        headline.mean_p1[name] = sum(value for _, value in p1) / len(p1)
-        headline.mean_lead[name] = sum(value - single[count] for count, value in p1) / len(p1)
-        good = [count for count, value in p1 if value >= GOOD_AGREEMENT]
-        headline.blocks_for_good_agreement[name] = min(good, default=n_blocks)
-    return headline
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return precision@1 and KL of every rule against the blocks run, then the jumps alone."""
     rows, pairs = result.tables.schedules, result.tables.pairs
@@ -337,52 +309,35 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
             f"{best.blocks_run} of {n_blocks} blocks: it predicts the model's token in "
             f"{percent(best.scores.p1.mean)} of the cases."
         )
-    schedules = Panel(
-        "Precision against blocks run",
-        reading,
-        ("schedules",),
-        [
-            unit_axis(_rule_chart(rows, "precision@1", lambda row: row.scores.p1)),
-            _rule_chart(rows, "KL from the model, nats", lambda row: row.scores.kl).update_yaxes(rangemode="tozero"),
-        ],
-    )
+
+    def chart(title: str, scale: Literal["unit", "zero"], score: Callable[[ScheduleRow], Value]) -> go.Figure:
+        """Draw, for every rule and number of blocks run, the schedule with the highest precision@1."""
+        lines: dict[str, list[tuple[float, Value]]] = {}
+        for rule in unique(row.rule for row in rows):
+            best: dict[int, ScheduleRow] = {}
+            for row in sorted(rows, key=lambda row: -row.scores.p1.mean):
+                if row.rule == rule:
+                    best.setdefault(row.blocks_run, row)
+            lines[rule] = [(count, score(best[count])) for count in sorted(best)]
+        return line_chart(title, lines, x="blocks run", scale=scale, whole_x=True, dotted=["round robin"], height=360)
+
+    charts = [
+        chart("precision@1", "unit", lambda row: row.scores.p1),
+        chart("KL from the model, nats", "zero", lambda row: row.scores.kl),
+    ]
     cheap, dear = (end(pairs, key=lambda row: row.kl) for end in (min, max))
-    alone = Panel(
-        "Each jump alone",
+    costs = (
         f"On validation documents, the jump from level {cheap.source} to {cheap.target} costs least (KL "
-        f"{number(cheap.kl)}) and the jump from level {dear.source} to {dear.target} most (KL {number(dear.kl)}).",
-        ("pairs",),
-        [
-            draw_heat_map(
-                {(row.target, row.source): value(row) for row in pairs},
-                title=title,
-                x="to level",
-                y="from level",
-                span=span,
-            )
-            for title, value, span in _JUMP_CHARTS
-        ],
+        f"{number(cheap.kl)}) and the jump from level {dear.source} to {dear.target} most (KL {number(dear.kl)})."
     )
-    return [schedules, alone]
-
-
-_JUMP_CHARTS: list[tuple[str, Callable[[JumpRow], float], tuple[float, float] | None]] = [
-    ("R²", lambda row: row.r2, (0.0, 1.0)),
-    ("KL from the model, nats", lambda row: row.kl, None),
-]
-
-
-def _rule_chart(rows: Sequence[ScheduleRow], title: str, score: Callable[[ScheduleRow], Value]) -> go.Figure:
-    """Draw, for every rule and number of blocks run, the schedule with the highest precision@1."""
-    lines: dict[str, list[tuple[float, Value]]] = {}
-    for rule in unique(row.rule for row in rows):
-        best: dict[int, ScheduleRow] = {}
-        of_rule = [row for row in rows if row.rule == rule]
-        for row in sorted(of_rule, key=lambda row: -row.scores.p1.mean):
-            best.setdefault(row.blocks_run, row)
-        lines[rule] = [(count, score(best[count])) for count in sorted(best)]
-    figure = line_chart(title, lines, x="blocks run", dotted=["round robin"], height=360)
-    return level_axis(figure, [row.blocks_run for row in rows])
+    alone = [
+        draw_heat_map({(row.target, row.source): row.r2 for row in pairs}, title="R²", span=(0.0, 1.0)),
+        draw_heat_map({(row.target, row.source): row.kl for row in pairs}, title="KL from the model, nats"),
+    ]
+    return [
+        Panel("Precision against blocks run", reading, ("schedules",), charts),
+        Panel("Each jump alone", costs, ("pairs",), alone),
+    ]
 
 
 STUDY: Study[Tables, Headline] = Study("alternation", "which blocks to run, and which to skip?", run, figures)

@@ -9,9 +9,9 @@ state that dominates a variance-weighted score, so every score is given with and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import plotly.graph_objects as go
 import torch
@@ -20,14 +20,13 @@ from torch import Tensor
 from layerjump.data.positions import ALL_POSITIONS
 from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.cost_estimate import estimate_cost
-from layerjump.jumps.maps import Affine
 from layerjump.jumps.moments import Moments, sampling_keys
 from layerjump.jumps.scoring import block_map, block_pair, block_scores
 from layerjump.metrics import geometry
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.model import capture_states
 from layerjump.models.structure import Site, parse_pairs
-from layerjump.studies.charts import (
+from layerjump.studies.display import (
     AMBER,
     BLUE,
     GREEN,
@@ -37,7 +36,6 @@ from layerjump.studies.charts import (
     Panel,
     Value,
     draw_heat_map,
-    level_axis,
     line_chart,
     mean,
     number,
@@ -162,13 +160,8 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             "Tables without `encoder` in their names are of the decoder, which sees the second half of each text; the "
             "encoder is measured on full texts."
         )
-    return Result(
-        "linearity",
-        Tables(tables.levels, tables.blocks, tables.angles, encoder_tables),
-        Headline(**asdict(headline), encoder=encoder_headline),
-        notes,
-        facts,
-    )
+    both = Tables(tables.levels, tables.blocks, tables.angles, encoder_tables)
+    return Result("linearity", both, Headline(**asdict(headline), encoder=encoder_headline), notes, facts)
 
 
 def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object]]:
@@ -176,7 +169,13 @@ def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object
     fit, test = _collect(setup, "fit", 0.8), _collect(setup, "test", 0.2)
     # What is measured without position 0 comes first: the moments take it in afterwards.
     later = [_later_scores(fit, test, level) for level in range(setup.model.n_blocks)]
-    steps = [_step_size(test.moments, level) for level in range(setup.model.n_blocks)]
+    steps = []
+    for level in range(setup.model.n_blocks):
+        x, y = (test.moments.reservoir.states[site].double() for site in block_pair(level))
+        cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
+        norm = float(((y - x).norm(dim=-1) / x.norm(dim=-1)).mean())
+        angle = float(cosine.clamp(-1, 1).arccos().mean() / torch.pi)
+        steps.append(StepSize(norm, influence=float((1 - cosine).mean()), angle=angle))
     levels = [
         LevelRow(
             site.index,
@@ -190,15 +189,10 @@ def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object
     angles = geometry.angles(sampled)
     fit.add_position_0()
     test.add_position_0()
-    blocks = [
-        BlockRow(
-            level + 1,
-            all=_scores(block_map(fit.moments, level), fit.moments, test.moments, level),
-            later=later[level],
-            step=steps[level],
-        )
-        for level in range(setup.model.n_blocks)
-    ]
+    blocks = []
+    for level in range(setup.model.n_blocks):
+        scores = block_scores(block_map(fit.moments, level), fit.moments, test.moments, level)
+        blocks.append(BlockRow(level + 1, from_json(Scores, scores), later[level], steps[level]))
     angle_rows = [AngleRow(a, b, float(angles[a, b])) for a in range(len(angles)) for b in range(a + 1, len(angles))]
     adjacent = [float(angles[level, level + 1]) for level in range(setup.model.n_blocks)]
     facts: dict[str, object] = {
@@ -207,7 +201,14 @@ def _measure(setup: Setup) -> tuple[StackTables, StackHeadline, dict[str, object
         "sampled": len(test.documents),
         "positions": "all tokens, position 0 and special tokens included",
     }
-    headline = _headline(blocks, geometry.jump_strength(adjacent))
+    means = {}
+    for name in ("with_residual", "without_residual", "identity", "chance_floor"):
+        means[f"mean_{name}"] = sum(getattr(row.all, name) for row in blocks) / len(blocks)
+        means[f"mean_{name}_without_position_0"] = sum(getattr(row.later, name) for row in blocks) / len(blocks)
+    for name in ("with_residual_held_out", "without_residual_held_out"):
+        total = sum(getattr(row.later, name).mean for row in blocks)
+        means[f"mean_{name}_without_position_0"] = total / len(blocks)
+    headline = StackHeadline(**means, jump_strength=geometry.jump_strength(adjacent))
     return StackTables(levels, blocks, angle_rows), headline, facts
 
 
@@ -254,14 +255,10 @@ def _collect(setup: Setup, part: str, share: float) -> _Activations:
     return _Activations(moments, states_at_0, torch.tensor(documents))
 
 
-def _scores(jump: Affine, fit: Moments, test: Moments, level: int) -> Scores:
-    return from_json(Scores, block_scores(jump, fit, test, level))
-
-
 def _later_scores(fit: _Activations, test: _Activations, level: int) -> LaterScores:
     """Score a block without position 0, with 95 % intervals of the held-out scores."""
     jump = block_map(fit.moments, level)
-    scores = _scores(jump, fit.moments, test.moments, level)
+    scores = from_json(Scores, block_scores(jump, fit.moments, test.moments, level))
     device = jump.weight.device  # of the moments; sampled states are on the CPU
     sampled = test.moments.reservoir.states
     x, y = (sampled[site].to(device, torch.float64) for site in block_pair(level))
@@ -275,45 +272,11 @@ def _later_scores(fit: _Activations, test: _Activations, level: int) -> LaterSco
         _, low, high = mean_interval(spread.cpu().numpy(), test.documents.numpy())
         return Interval(score, score - float(high), score - float(low))
 
-    return LaterScores(
-        with_residual=scores.with_residual,
-        without_residual=scores.without_residual,
-        with_residual_held_out=interval(scores.with_residual_held_out, y),
-        without_residual_held_out=interval(scores.without_residual_held_out, y - x),
-        identity=scores.identity,
-        chance_floor=scores.chance_floor,
-    )
-
-
-def _step_size(test: Moments, level: int) -> StepSize:
-    x, y = (test.reservoir.states[site].double() for site in block_pair(level))
-    cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
-    return StepSize(
-        relative_norm=float(((y - x).norm(dim=-1) / x.norm(dim=-1)).mean()),
-        influence=float((1 - cosine).mean()),
-        angle=float(cosine.clamp(-1, 1).arccos().mean() / torch.pi),
-    )
-
-
-def _headline(blocks: Sequence[BlockRow], jump_strength: float) -> StackHeadline:
-    def over_blocks(score: Callable[[BlockRow], float]) -> float:
-        return sum(score(row) for row in blocks) / len(blocks)
-
-    return StackHeadline(
-        mean_with_residual=over_blocks(lambda row: row.all.with_residual),
-        mean_with_residual_without_position_0=over_blocks(lambda row: row.later.with_residual),
-        mean_without_residual=over_blocks(lambda row: row.all.without_residual),
-        mean_without_residual_without_position_0=over_blocks(lambda row: row.later.without_residual),
-        mean_identity=over_blocks(lambda row: row.all.identity),
-        mean_identity_without_position_0=over_blocks(lambda row: row.later.identity),
-        mean_chance_floor=over_blocks(lambda row: row.all.chance_floor),
-        mean_chance_floor_without_position_0=over_blocks(lambda row: row.later.chance_floor),
-        mean_with_residual_held_out_without_position_0=over_blocks(lambda row: row.later.with_residual_held_out.mean),
-        mean_without_residual_held_out_without_position_0=over_blocks(
-            lambda row: row.later.without_residual_held_out.mean
-        ),
-        jump_strength=jump_strength,
-    )
+    held_out = {
+        "with_residual_held_out": interval(scores.with_residual_held_out, y),
+        "without_residual_held_out": interval(scores.without_residual_held_out, y - x),
+    }
+    return LaterScores(**asdict(scores) | held_out)
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
@@ -326,64 +289,9 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 
 def _stack_panels(tables: StackTables, headline: StackHeadline, stack: str) -> list[Panel]:
-    title = stack and " of the encoder"
-    every = {row.block: row.all for row in tables.blocks}
-    later = {row.block: row.later for row in tables.blocks}
-    return [
-        Panel(
-            f"How linear each block{title} is",
-            _scores_reading(tables.blocks, headline),
-            (f"{stack}blocks",),
-            [
-                _score_chart("with residual, all positions", every, residual=True),
-                _score_chart("with residual, without position 0", later, residual=True),
-                _score_chart("without residual, all positions", every, residual=False),
-                _score_chart("without residual, without position 0", later, residual=False),
-            ],
-        ),
-        _step_panel(tables.blocks, f"How much each block{title} changes", f"{stack}blocks"),
-        _angle_panel(tables.angles, f"Angles between the levels{title}", f"{stack}angles"),
-        _shape_panel(tables.levels, f"The shape of the states{title}", f"{stack}levels"),
-    ]
-
-
-def _score_chart(title: str, scores: Mapping[int, Scores | LaterScores], *, residual: bool) -> go.Figure:
-    """Draw the scores of all blocks, with or without the residual stream."""
-    lines: dict[str, list[tuple[float, Value]]] = {
-        name: [(block, value(of_block)) for block, of_block in scores.items()]
-        for name, value in (_WITH_RESIDUAL if residual else _WITHOUT_RESIDUAL).items()
-    }
-    figure = line_chart(
-        title,
-        lines,
-        x="block",
-        y="R², weighted by variance",
-        dashed=["identity"],
-        dotted=[_NOISE],
-        paint={_IN_SAMPLE: BLUE, _HELD_OUT: GREEN, "identity": ORANGE, _NOISE: GREY},
-    )
-    values = [value for name in (_IN_SAMPLE, _HELD_OUT) for _, value in lines[name]]
-    return unit_axis(level_axis(figure, list(scores)), values)
-
-
-_IN_SAMPLE, _HELD_OUT, _NOISE = "in sample (as in the paper)", "held out", "score of pure noise"
-_Series = dict[str, Callable[[Scores | LaterScores], Value]]
-_WITH_RESIDUAL: _Series = {
-    _IN_SAMPLE: lambda scores: scores.with_residual,
-    _HELD_OUT: lambda scores: scores.with_residual_held_out,
-    "identity": lambda scores: scores.identity,
-    _NOISE: lambda scores: scores.chance_floor,
-}
-_WITHOUT_RESIDUAL: _Series = {
-    _IN_SAMPLE: lambda scores: scores.without_residual,
-    _HELD_OUT: lambda scores: scores.without_residual_held_out,
-    _NOISE: lambda scores: scores.chance_floor,
-}
-
-
-def _scores_reading(rows: Sequence[BlockRow], headline: StackHeadline) -> str:
-    least = min(rows, key=lambda row: row.later.without_residual_held_out.mean)
-    return (
+    of, blocks, levels = stack and " of the encoder", tables.blocks, tables.levels
+    least = min(blocks, key=lambda row: row.later.without_residual_held_out.mean)
+    linearity = (
         f"With the residual stream the mean score of the blocks is {number(headline.mean_with_residual)}; the identity "
         f"scores {number(headline.mean_identity)}. Without it, a linear map explains "
         f"{number(headline.mean_without_residual)} of what a block adds in sample, and "
@@ -391,67 +299,86 @@ def _scores_reading(rows: Sequence[BlockRow], headline: StackHeadline) -> str:
         f"where noise would score {number(headline.mean_chance_floor_without_position_0)}. Block {least.block} is the "
         f"least linear ({number(least.later.without_residual_held_out.mean)})."
     )
+    every = {row.block: row.all for row in blocks}
+    later = {row.block: row.later for row in blocks}
+    score_charts = [
+        _score_chart("with residual, all positions", every, "with_residual"),
+        _score_chart("with residual, without position 0", later, "with_residual"),
+        _score_chart("without residual, all positions", every, "without_residual"),
+        _score_chart("without residual, without position 0", later, "without_residual"),
+    ]
 
-
-def _step_panel(rows: Sequence[BlockRow], title: str, table: str) -> Panel:
-    longest = max(rows, key=lambda row: row.step.relative_norm)
-    least = min(rows, key=lambda row: row.step.influence)
-    reading = (
-        f"What a block adds is on average {number(mean(row.step.relative_norm for row in rows))} times as long as its "
-        f"input, at most {number(longest.step.relative_norm)} times (block {longest.block}). Block {least.block} "
+    longest = max(blocks, key=lambda row: row.step.relative_norm)
+    least = min(blocks, key=lambda row: row.step.influence)
+    steps = (
+        f"What a block adds is on average {number(mean(row.step.relative_norm for row in blocks))} times as long as "
+        f"its input, at most {number(longest.step.relative_norm)} times (block {longest.block}). Block {least.block} "
         f"changes the direction of the residual stream least (influence {number(least.step.influence)})."
     )
-    norms = [(row.block, row.step.relative_norm) for row in rows]
-    influences = [(row.block, row.step.influence) for row in rows]
-    figures = [
+    norms = [(row.block, row.step.relative_norm) for row in blocks]
+    influences = [(row.block, row.step.influence) for row in blocks]
+    step_charts = [
         _single_line("norm of the step over norm of the stream", "block", norms, BLUE),
         _single_line("block influence: 1 − cosine", "block", influences, GREEN),
     ]
-    return Panel(title, reading, (table,), figures)
 
-
-def _angle_panel(rows: Sequence[AngleRow], title: str, table: str) -> Panel:
-    degrees = {(row.source, row.target): 180 * row.angle for row in rows}
+    degrees = {(row.source, row.target): 180 * row.angle for row in tables.angles}
     adjacent = {pair: angle for pair, angle in degrees.items() if pair[1] == pair[0] + 1}
     widest = max(adjacent, key=lambda pair: adjacent[pair])
     ends = max(degrees, key=lambda pair: pair[1] - pair[0])
-    reading = (
+    angles = (
         f"The mean angle between adjacent levels is {number(mean(adjacent.values()))}°, with a maximum of "
         f"{number(adjacent[widest])}° from level {widest[0]} to {widest[1]}. Between the first and the last level it "
         f"is {number(degrees[ends])}°."
     )
-    figure = draw_heat_map(
-        {(target, source): angle for (source, target), angle in degrees.items()},
-        title="mean angle, degrees",
-        x="to level",
-        y="from level",
-        unit="°",
-    )
-    return Panel(title, reading, (table,), [figure])
+    cells = {(target, source): angle for (source, target), angle in degrees.items()}
 
-
-def _shape_panel(rows: Sequence[LevelRow], title: str, table: str) -> Panel:
-    flattest = max(rows, key=lambda row: 0 if math.isnan(row.anisotropy) else row.anisotropy)
-    widest = max(rows, key=lambda row: 0 if math.isnan(row.intrinsic_dimension) else row.intrinsic_dimension)
-    reading = (
+    flattest = max(levels, key=lambda row: 0 if math.isnan(row.anisotropy) else row.anisotropy)
+    richest = max(levels, key=lambda row: 0 if math.isnan(row.intrinsic_dimension) else row.intrinsic_dimension)
+    shape = (
         f"The states are most anisotropic at level {flattest.level} ({number(flattest.anisotropy)}) and have the "
-        f"highest intrinsic dimension at level {widest.level} ({number(widest.intrinsic_dimension)}). Their mean norm "
-        f"goes from {number(rows[0].mean_norm)} to {number(rows[-1].mean_norm)}."
+        f"highest intrinsic dimension at level {richest.level} ({number(richest.intrinsic_dimension)}). Their mean "
+        f"norm goes from {number(levels[0].mean_norm)} to {number(levels[-1].mean_norm)}."
     )
-    dimensions = [(row.level, row.intrinsic_dimension) for row in rows]
-    figures = [
-        _single_line("mean norm", "level", [(row.level, row.mean_norm) for row in rows], AMBER),
-        _single_line("anisotropy", "level", [(row.level, row.anisotropy) for row in rows], PURPLE),
+    dimensions = [(row.level, row.intrinsic_dimension) for row in levels]
+    shape_charts = [
+        _single_line("mean norm", "level", [(row.level, row.mean_norm) for row in levels], AMBER),
+        _single_line("anisotropy", "level", [(row.level, row.anisotropy) for row in levels], PURPLE),
         _single_line("intrinsic dimension", "level", dimensions, BLUE),
     ]
-    return Panel(title, reading, (table,), figures)
+    heat_map = draw_heat_map(cells, title="mean angle, degrees", unit="°")
+    return [
+        Panel(f"How linear each block{of} is", linearity, (f"{stack}blocks",), score_charts),
+        Panel(f"How much each block{of} changes", steps, (f"{stack}blocks",), step_charts),
+        Panel(f"Angles between the levels{of}", angles, (f"{stack}angles",), [heat_map]),
+        Panel(f"The shape of the states{of}", shape, (f"{stack}levels",), shape_charts),
+    ]
+
+
+_IN_SAMPLE, _HELD_OUT, _NOISE = "in sample (as in the paper)", "held out", "score of pure noise"
+
+
+def _score_chart(
+    title: str, scores: Mapping[int, Scores | LaterScores], stream: Literal["with_residual", "without_residual"]
+) -> go.Figure:
+    """Draw the scores of all blocks, with or without the residual stream."""
+    fields = {_IN_SAMPLE: stream, _HELD_OUT: f"{stream}_held_out", "identity": "identity", _NOISE: "chance_floor"}
+    if stream == "without_residual":
+        del fields["identity"]
+    lines: dict[str, list[tuple[float, Value]]] = {
+        name: [(block, getattr(of_block, field)) for block, of_block in scores.items()]
+        for name, field in fields.items()
+    }
+    paint = {_IN_SAMPLE: BLUE, _HELD_OUT: GREEN, "identity": ORANGE, _NOISE: GREY}
+    axis = "R², weighted by variance"
+    figure = line_chart(
+        title, lines, x="block", y=axis, whole_x=True, dashed=["identity"], dotted=[_NOISE], paint=paint
+    )
+    return unit_axis(figure, [value for name in (_IN_SAMPLE, _HELD_OUT) for _, value in lines[name]])
 
 
 def _single_line(title: str, axis: str, points: Sequence[tuple[float, float]], colour: str) -> go.Figure:
-    figure = line_chart(title, {title: points}, x=axis, paint={title: colour})
-    figure.update_traces(showlegend=False)
-    figure.update_yaxes(rangemode="tozero")
-    return level_axis(figure, [at for at, _ in points])
+    return line_chart(title, {title: points}, x=axis, scale="zero", whole_x=True, paint={title: colour})
 
 
 def finding(result: Result[Tables, Headline]) -> Finding:

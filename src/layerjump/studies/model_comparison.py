@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Annotated
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,29 +58,17 @@ class Variants:
         self._references = [(chunk, reference_logits(upcast(self.model.logits(states[chunk])))) for chunk in chunks]
         self._documents.append(rerun.batch.document)
 
-    def add(self, name: Hashable, states: Tensor) -> None:
-        """Score the states of a variant at level L, one row a pick."""
-        self.add_logits(name, lambda chunk: self.model.logits(states[chunk]))
-
     @torch.no_grad()
-    def add_logits(self, name: Hashable, logits: Callable[[slice], Tensor]) -> None:
-        """Score a variant by a function that returns the logits of a slice of the picks."""
+    def add(self, name: Hashable, states: Tensor, logits: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Score the states of a variant, one row a pick; `logits` reads them where they are not of level L."""
+        logits = logits or self.model.logits
         for chunk, reference in self._references:
-            scores = agreement(upcast(logits(chunk)), reference)
+            scores = agreement(upcast(logits(states[chunk])), reference)
             self._agreements[name].append(Agreement(*(field.cpu() for field in scores)))
-
-    @property
-    def documents(self) -> np.ndarray:
-        """The document of every example."""
-        return torch.cat(self._documents).numpy()
-
-    def kl(self, name: Hashable) -> Tensor:
-        """Return the KL divergence of a variant from the model, example by example."""
-        return torch.cat([scores.kl for scores in self._agreements[name]]).double()
 
     def mean_kl(self, name: Hashable) -> float:
         """Return the mean KL divergence of a variant from the model."""
-        return float(self.kl(name).mean())
+        return float(torch.cat([scores.kl for scores in self._agreements[name]]).double().mean())
 
     def hits(self, name: Hashable, k: int = 1) -> Tensor:
         """Return whether the best token of a variant is among the model's k best, example by example."""
@@ -93,10 +80,10 @@ class Variants:
 
     def scores(self, name: Hashable, *, seed: int = 0) -> VariantScores:
         """Return the mean scores of a variant; the interval resamples documents."""
+        documents = torch.cat(self._documents).numpy()
         surprisal = torch.cat([scores.surprisal for scores in self._agreements[name]]).double()
-        mean, low, high = mean_interval(self.hits(name).numpy(), self.documents, seed=seed)
         return VariantScores(
-            p1=Interval(float(mean), float(low), float(high)),
+            p1=Interval(*map(float, mean_interval(self.hits(name).numpy(), documents, seed=seed))),
             p5=self.precision(name, 5),
             p10=self.precision(name, 10),
             surprisal=float(surprisal.mean()),

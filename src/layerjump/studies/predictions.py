@@ -7,14 +7,14 @@ with the text. A masked model predicts [MASK] tokens through its full prediction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.studies.charts import Panel, identity_last, level_axis, line_chart, listed, mean, number, unit_axis
+from layerjump.studies.display import Panel, identity_last, line_chart, listed, mean, number
 from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -62,24 +62,17 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         for level in range(scores.n_levels)
     ]
     facts = {"n_examples": scores.n_examples, "n_documents": len(np.unique(documents)), "lenses": list(scores.lenses)}
-    headline = _headline(rows, setup.settings.estimators[0])
-    return Result("predictions", Tables(rows), headline, settings=facts)
-
-
-def _headline(rows: Sequence[LevelRow], estimator: str) -> Headline:
-    p1: dict[str, list[float]] = {}
-    for row in rows:
-        p1.setdefault(row.lens, []).append(row.p1.mean)
-    below = {lens: values[:-1] for lens, values in p1.items()}
-    return Headline(
+    p1_of = {lens: [row.p1.mean for row in rows if row.lens == lens] for lens in scores.lenses}
+    below = {lens: values[:-1] for lens, values in p1_of.items()}
+    gains = zip(below[setup.settings.estimators[0]], below["identity"], strict=True)
+    headline = Headline(
         mean_p1={lens: sum(values) / max(1, len(values)) for lens, values in below.items()},
         half_right_from_level={
-            lens: next(level for level, value in enumerate(values) if value >= 0.5) for lens, values in p1.items()
+            lens: next(level for level, value in enumerate(values) if value >= 0.5) for lens, values in p1_of.items()
         },
-        levels_where_map_beats_identity=sum(
-            fitted > identity for fitted, identity in zip(below[estimator], below["identity"], strict=True)
-        ),
+        levels_where_map_beats_identity=sum(fitted > identity for fitted, identity in gains),
     )
+    return Result("predictions", Tables(rows), headline, settings=facts)
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
@@ -88,15 +81,22 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     lenses, last = identity_last(row.lens for row in rows), max(row.level for row in rows)
     first = [f"from level {head.half_right_from_level[lens]} on ({lens})" for lens in lenses]
     means = [f"{number(head.mean_p1[lens])} ({lens})" for lens in lenses]
+
+    def chart(title: str, scale: Literal["unit", "zero"], score: Callable[[LevelRow], Interval]) -> go.Figure:
+        lines = {lens: [(row.level, score(row)) for row in rows if row.lens == lens] for lens in lenses}
+        # Fitted lenses are often so close that one would hide the other if both were solid.
+        dotted = lenses[1:-1:2]
+        return line_chart(title, lines, x="level", scale=scale, whole_x=True, dashed=["identity"], dotted=dotted)
+
     precision = Panel(
         "How often each level predicts the model's token",
         f"Of levels 0 to {last}, the best token is the model's at least half the time {listed(first)}. Below the last "
         f"level the mean precision@1 is {listed(means)}.",
         ("levels",),
         [
-            unit_axis(_chart(rows, "precision@1", lambda row: row.p1)),
-            unit_axis(_chart(rows, "precision@5", lambda row: row.p5)),
-            unit_axis(_chart(rows, "precision@10", lambda row: row.p10)),
+            chart("precision@1", "unit", lambda row: row.p1),
+            chart("precision@5", "unit", lambda row: row.p5),
+            chart("precision@10", "unit", lambda row: row.p10),
         ],
     )
     middle = {row.lens: row for row in rows if row.level == last // 2}
@@ -109,19 +109,11 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
         f"of the level's best token is {surprisal} nats; that of the model's own best token is {number(least)}.",
         ("levels",),
         [
-            _chart(rows, "surprisal, nats", lambda row: row.surprisal),
-            _chart(rows, "KL from the model, nats", lambda row: row.kl),
+            chart("surprisal, nats", "zero", lambda row: row.surprisal),
+            chart("KL from the model, nats", "zero", lambda row: row.kl),
         ],
     )
     return [precision, distance]
-
-
-def _chart(rows: Sequence[LevelRow], title: str, score: Callable[[LevelRow], Interval]) -> go.Figure:
-    lenses = identity_last(row.lens for row in rows)
-    lines = {lens: [(row.level, score(row)) for row in rows if row.lens == lens] for lens in lenses}
-    # Fitted lenses are often so close that one would hide the other if both were solid.
-    figure = line_chart(title, lines, x="level", dashed=["identity"], dotted=lenses[1:-1:2])
-    return level_axis(figure.update_yaxes(rangemode="tozero"), [row.level for row in rows])
 
 
 def finding(result: Result[Tables, Headline]) -> Finding:

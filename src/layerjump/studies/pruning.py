@@ -9,22 +9,22 @@ is on the Pareto front if no other is at least as good in parameters, time and l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import Annotated
 
-import plotly.graph_objects as go
 import torch
 
 from layerjump.errors import TextTooShort
 from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import ratio, time_alternately
-from layerjump.metrics.token_loss import TokenLosses, token_losses
+from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, prepare_calibration
 from layerjump.pruning.select import BlockSelector, contiguous_spans, required_blocks
 from layerjump.pruning.surgery import cannot_drop, cannot_fold, cannot_rotate, count_parameters
-from layerjump.studies.charts import Panel, colours, empty_figure, level_axis, line_chart, mean, number, safe, unique
+from layerjump.studies.display import Panel, colours, empty_figure, line_chart, mean, number, safe, unique
 from layerjump.studies.layer_skipping import with_validation_documents
 from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
@@ -93,17 +93,37 @@ def cannot_run(setup: Setup) -> str | None:
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Drop blocks with every method, and measure each model."""
     setup, note = with_validation_documents(setup)
-    model, calibration = setup.model, _prepare_calibration(setup)
+    model, settings = setup.model, setup.settings
+    prepare = partial(prepare_calibration, model, setup.corpus, split=settings.split, seed=settings.seed)
+    try:
+        calibration = prepare(tokens=min(MAX_TOKENS, settings.tokens or MAX_TOKENS))
+    except TextTooShort:
+        calibration = prepare(tokens=settings.tokens)
     required = required_blocks(model, calibration.fit)
     selector = BlockSelector(model, calibration.fit, calibration.validation, required)
     counts = drop_counts(len(selector.candidates), model.n_blocks)
     order = selector.order_by_loss(max(counts)) if counts else []
     before = token_losses(model, calibration.test)
-    rows, tasks = [_whole_row(model, before)], _score_tasks(setup, model, WHOLE, 0)
+    whole = PrunedRow(
+        WHOLE, 0, "", before.mean, before.perplexity, Interval(1.0, 1.0, 1.0), count_parameters(model.hf), time=1.0
+    )
+    rows, tasks = [whole], _score_tasks(setup, model, WHOLE, 0)
     for count in counts:
         for method in methods_of(model):
             pruned = drop_and_replace(model, contiguous_spans(order[:count]), method, calibration)
-            rows.append(_pruned_row(pruned, before, calibration))
+            after = token_losses(pruned.model, calibration.test)
+            rows.append(
+                PrunedRow(
+                    method,
+                    n_dropped=len(pruned.dropped),
+                    dropped=", ".join(map(str, pruned.dropped)),
+                    loss=after.mean,
+                    perplexity=after.perplexity,
+                    ratio=Interval(*after.over(before)),
+                    parameters=pruned.parameters[1],
+                    time=_relative_time(pruned, calibration),
+                )
+            )
             tasks += _score_tasks(setup, pruned.model, method, count)
     rows = [replace(row, is_on_front=not any(r.beats(row) for r in rows)) for row in rows]
     facts = {
@@ -114,11 +134,15 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "stay": {str(block): reason for block, reason in required.items()},
     }
     notes = [note] if note else []
-    if setup.settings.eval_tasks and not tasks:
+    if settings.eval_tasks and not tasks:
         notes.append(f"The tasks score the next token, so a {model.task} model has no scores.")
     if not counts:
         notes.append("No block can be dropped: every block is required.")
-    return Result("pruning", Tables(rows, tasks or None), _headline(rows), notes, facts)
+    headline = Headline()
+    if counts:
+        ratios = {row.method: row.ratio.mean for row in rows if row.n_dropped == max(counts)}
+        headline = Headline(max(counts), min(ratios, key=ratios.__getitem__), ratios)
+    return Result("pruning", Tables(rows, tasks or None), headline, notes, facts)
 
 
 def methods_of(model: Model) -> list[str]:
@@ -133,46 +157,6 @@ def drop_counts(n_candidates: int, n_blocks: int) -> list[int]:
     """Return how many blocks to drop: one, and some shares of all."""
     counts = {1, *(round(share * n_blocks) for share in SHARES)}
     return sorted(count for count in counts if 0 < count <= n_candidates)
-
-
-def _prepare_calibration(setup: Setup) -> CalibrationData:
-    """Return batches of the run's documents; a text with fewer tokens than the limit gives all it has."""
-    settings = setup.settings
-
-    def prepare(tokens: int | None) -> CalibrationData:
-        return prepare_calibration(setup.model, setup.corpus, tokens=tokens, split=settings.split, seed=settings.seed)
-
-    try:
-        return prepare(min(MAX_TOKENS, settings.tokens or MAX_TOKENS))
-    except TextTooShort:
-        return prepare(settings.tokens)
-
-
-def _whole_row(model: Model, losses: TokenLosses) -> PrunedRow:
-    return PrunedRow(
-        WHOLE,
-        n_dropped=0,
-        dropped="",
-        loss=losses.mean,
-        perplexity=losses.perplexity,
-        ratio=Interval(1.0, 1.0, 1.0),
-        parameters=count_parameters(model.hf),
-        time=1.0,
-    )
-
-
-def _pruned_row(pruned: Pruned, before: TokenLosses, calibration: CalibrationData) -> PrunedRow:
-    after = token_losses(pruned.model, calibration.test)
-    return PrunedRow(
-        pruned.method,
-        n_dropped=len(pruned.dropped),
-        dropped=", ".join(map(str, pruned.dropped)),
-        loss=after.mean,
-        perplexity=after.perplexity,
-        ratio=Interval(*after.over(before)),
-        parameters=pruned.parameters[1],
-        time=_relative_time(pruned, calibration),
-    )
 
 
 def _score_tasks(setup: Setup, model: Model, method: str, n_dropped: int) -> list[TaskRow]:
@@ -200,14 +184,6 @@ def _relative_time(pruned: Pruned, calibration: CalibrationData) -> float:
     return ratio(seconds["pruned"], seconds["whole"])
 
 
-def _headline(rows: Sequence[PrunedRow]) -> Headline:
-    most = max(row.n_dropped for row in rows)
-    if not most:
-        return Headline()
-    ratios = {row.method: row.ratio.mean for row in rows if row.n_dropped == most}
-    return Headline(most, min(ratios, key=ratios.__getitem__), ratios)
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return perplexity against blocks dropped, loss against time, and the scores of the tasks."""
     panels = []
@@ -222,9 +198,9 @@ def _loss_panel(rows: Sequence[PrunedRow]) -> Panel:
     methods = [name for name in unique(row.method for row in rows) if name != WHOLE]
     lines = {name: [(row.n_dropped, row.ratio) for row in rows if row.method in (WHOLE, name)] for name in methods}
     paint = colours([*methods, WHOLE])
-    title = "perplexity relative to the whole model"
-    ratios = line_chart(title, lines, x="blocks dropped", paint=paint)
-    if max(row.ratio.mean for row in rows) > 4:
+    title, largest = "perplexity relative to the whole model", max(row.ratio.mean for row in rows)
+    ratios = line_chart(title, lines, x="blocks dropped", whole_x=True, paint=paint)
+    if largest > 4:
         ratios.update_yaxes(type="log")
     most = max(row.n_dropped for row in rows)
     last = {row.method: row for row in rows if row.n_dropped == most}
@@ -236,39 +212,31 @@ def _loss_panel(rows: Sequence[PrunedRow]) -> Panel:
     if "remove" in last and best.method != "remove":
         reading += f" ({number(last['remove'].ratio.mean)} times without a replacement)"
     reading += f", and a forward pass takes {number(best.time)} of its time."
-    charts = [level_axis(ratios, [row.n_dropped for row in rows]), _front_chart(rows, paint)]
-    return Panel("Fewer blocks", reading, ("pruned",), charts)
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block{'s' if count > 1 else ''}"
-
-
-def _front_chart(rows: Sequence[PrunedRow], paint: Mapping[str, str]) -> go.Figure:
-    figure = empty_figure(
+    front = empty_figure(
         "loss and time (filled: Pareto front)",
         x="time of a forward pass relative to the whole model",
         y="loss, nats per token",
     )
     for name in unique(row.method for row in rows):
         group = [row for row in rows if row.method == name]
-        figure.add_scatter(
+        symbols = ["circle" if row.is_on_front else "circle-open" for row in group]
+        front.add_scatter(
             x=[row.time for row in group],
             y=[row.loss for row in group],
             mode="markers",
             name=safe(name),
             legendgroup=safe(name),
             line={"color": paint[name]},
-            marker={
-                "color": paint[name],
-                "size": 9,
-                "symbol": ["circle" if row.is_on_front else "circle-open" for row in group],
-            },
+            marker={"color": paint[name], "size": 9, "symbol": symbols},
             customdata=[[row.n_dropped, row.parameters] for row in group],
             hovertemplate=f"<b>{safe(name)}</b><br>%{{customdata[0]}} blocks dropped, %{{customdata[1]:,}} parameters"
             "<br>time %{x:.2f}, loss %{y:.3f}<extra></extra>",
         )
-    return figure
+    return Panel("Fewer blocks", reading, ("pruned",), [ratios, front])
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count > 1 else ''}"
 
 
 def _task_panel(rows: Sequence[TaskRow]) -> Panel:
@@ -283,8 +251,7 @@ def _task_panel(rows: Sequence[TaskRow]) -> Panel:
             if name != WHOLE
         }
         title = f"{task}: {metric} of {group[0].items:,} items"
-        figure = line_chart(title, lines, x="blocks dropped")
-        charts.append(level_axis(figure, [row.n_dropped for row in group]))
+        charts.append(line_chart(title, lines, x="blocks dropped", whole_x=True))
     accuracy = [row for row in rows if row.metric == "acc"]
     most = max(row.n_dropped for row in accuracy)
     full_model = mean(row.score.mean for row in accuracy if row.method == WHOLE)

@@ -6,10 +6,9 @@ weighted by variance. For every level: R² at the last level of the product of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import plotly.graph_objects as go
 import torch
 
 from layerjump.jumps.estimators.registry import find_estimator
@@ -18,7 +17,7 @@ from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.moments import SplitMoments
 from layerjump.jumps.scoring import r2
 from layerjump.models.structure import Site
-from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unit_axis
+from layerjump.studies.display import Panel, draw_heat_map, line_chart, mean, number
 from layerjump.studies.results import Column, Finding, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -69,10 +68,9 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     names = setup.settings.estimators
     estimators = [name for name in names if find_estimator(name).targets != "predictions"]
     jumps = {name: setup.jumps(name, "all") for name in estimators}
-    tables = Tables(
-        pairs={name: _pair_rows(jumps[name]) for name in estimators},
-        composed={name: _composed_rows(jumps[name], moments) for name in estimators},
-    )
+    tables = Tables({name: _pair_rows(jumps[name]) for name in estimators}, {})
+    for name in estimators:
+        tables.composed[name] = _composed_rows(jumps[name], moments)
     rows = tables.pairs[estimators[0]]
     to_last = [row for row in rows if row.target == setup.model.n_blocks]
     headline = Headline(
@@ -92,16 +90,8 @@ def _pair_rows(jumps: Jumps) -> list[PairRow]:
         info = jumps.info[source, target]
         assert info.r2 is not None
         assert info.r2_identity is not None
-        rows.append(
-            PairRow(
-                source.index,
-                target.index,
-                r2=info.r2[0],
-                r2_identity=info.r2_identity[0],
-                r2_weighted=info.r2[1],
-                r2_weighted_identity=info.r2_identity[1],
-            )
-        )
+        (r2, r2_weighted), (identity, identity_weighted) = info.r2, info.r2_identity
+        rows.append(PairRow(source.index, target.index, r2, identity, r2_weighted, identity_weighted))
     return rows
 
 
@@ -110,68 +100,46 @@ def _composed_rows(jumps: Jumps, moments: SplitMoments) -> list[ComposedRow]:
     rows = []
     product = Affine((jumps.provenance.width,) * 2)
     for level in range(last - 1, -1, -1):
-        product = _compose(product, to_affine(jumps[level, level + 1]))
+        # x ↦ outer(inner(x)) as one map in float64.
+        inner, bias = to_affine(jumps[level, level + 1]).to(torch.float64), product.bias
+        if inner.bias is not None:
+            moved = product.linear(inner.bias)
+            bias = moved if bias is None else moved + bias
+        product = Affine.of(product.linear(inner.weight), bias=bias)
         x, y = moments.test.source(Site(level)), moments.test.target(Site(level), Site(last))
         composed, direct = r2(product, x, y), jumps.info[level, last].r2
         assert direct is not None
-        rows.append(
-            ComposedRow(
-                level,
-                r2_direct=direct[0],
-                r2_composed=composed.uniform,
-                r2_weighted_direct=direct[1],
-                r2_weighted_composed=composed.weighted,
-            )
-        )
+        rows.append(ComposedRow(level, direct[0], composed.uniform, direct[1], composed.weighted))
     return rows[::-1]
-
-
-def _compose(outer: Affine, inner: Affine) -> Affine:
-    """Return x ↦ outer(inner(x)) as one map in float64."""
-    inner = inner.to(torch.float64)
-    weight = outer.linear(inner.weight)
-    bias = outer.bias
-    if inner.bias is not None:
-        moved = outer.linear(inner.bias)
-        bias = moved if bias is None else moved + bias
-    return Affine.of(weight, bias=bias)
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return heat maps of the map and the identity for both kinds of R², then direct against composed maps."""
     panels = []
     for estimator, rows in result.tables.pairs.items():
-        panels += [
-            _pairs_panel(rows, estimator, "averaged over coordinates", lambda row: (row.r2, row.r2_identity)),
-            _pairs_panel(
-                rows, estimator, "weighted by variance", lambda row: (row.r2_weighted, row.r2_weighted_identity)
-            ),
-        ]
+        uniform = {(row.target, row.source): (row.r2, row.r2_identity) for row in rows}
+        weighted = {(row.target, row.source): (row.r2_weighted, row.r2_weighted_identity) for row in rows}
+        panels.append(_pairs_panel(uniform, estimator, "averaged over coordinates"))
+        panels.append(_pairs_panel(weighted, estimator, "weighted by variance"))
     return panels + [_composed_panel(*item) for item in result.tables.composed.items()]
 
 
-def _pairs_panel(
-    rows: Sequence[PairRow], estimator: str, average: str, scores: Callable[[PairRow], tuple[float, float]]
-) -> Panel:
+def _pairs_panel(scores: Mapping[tuple[int, int], tuple[float, float]], estimator: str, average: str) -> Panel:
+    """Draw the scores of the map and of the identity, by (target, source)."""
     figures = [
-        draw_heat_map(
-            {(row.target, row.source): scores(row)[index] for row in rows},
-            title=title,
-            x="to level",
-            y="from level",
-            span=(0.0, 1.0),
-        )
+        draw_heat_map({pair: score[index] for pair, score in scores.items()}, title=title, span=(0.0, 1.0))
         for index, title in enumerate((f"map ({estimator})", "identity"))
     ]
-    better = sum(scores(row)[0] > scores(row)[1] for row in rows)
-    best = max(rows, key=lambda row: scores(row)[0] - scores(row)[1])
+    better = sum(fitted > identity for fitted, identity in scores.values())
+    target, source = max(scores, key=lambda pair: scores[pair][0] - scores[pair][1])
+    best, best_identity = scores[target, source]
     reading = (
-        f"On held-out text the map beats the identity for {better} of {len(rows)} pairs of levels. The mean R² is "
-        f"{number(mean(scores(row)[0] for row in rows))} for the map and "
-        f"{number(mean(scores(row)[1] for row in rows))} for the identity. The gain is largest from level "
-        f"{best.source} to level {best.target}: {number(scores(best)[0])} against {number(scores(best)[1])}."
+        f"On held-out text the map beats the identity for {better} of {len(scores)} pairs of levels. The mean R² is "
+        f"{number(mean(fitted for fitted, _ in scores.values()))} for the map and "
+        f"{number(mean(identity for _, identity in scores.values()))} for the identity. The gain is largest from level "
+        f"{source} to level {target}: {number(best)} against {number(best_identity)}."
     )
-    below = sum(score < 0 for row in rows for score in scores(row))
+    below = sum(score < 0 for pair in scores.values() for score in pair)
     if below:
         reading += f" Colours stop at 0; {below} values are below it."
     title = f"R² of {estimator} and of the identity, {average}"
@@ -179,14 +147,18 @@ def _pairs_panel(
 
 
 def _composed_panel(estimator: str, rows: Sequence[ComposedRow]) -> Panel:
-    def chart(title: str, direct: list[float], composed: list[float]) -> go.Figure:
-        levels = [row.source for row in rows]
+    figures = []
+    for title, scores in (
+        ("averaged over coordinates", [(row.source, row.r2_direct, row.r2_composed) for row in rows]),
+        ("weighted by variance", [(row.source, row.r2_weighted_direct, row.r2_weighted_composed) for row in rows]),
+    ):
         lines = {
-            name: list(zip(levels, values, strict=True))
-            for name, values in (("direct", direct), ("composed", composed))
+            name: [(score[0], score[index]) for score in scores] for index, name in ((1, "direct"), (2, "composed"))
         }
-        figure = line_chart(title, lines, x="from level", y="R² at the last level", dashed=["composed"])
-        return unit_axis(level_axis(figure, levels), direct + composed)
+        axis = "R² at the last level"
+        figures.append(
+            line_chart(title, lines, x="from level", y=axis, scale="unit", whole_x=True, dashed=["composed"])
+        )
 
     worst = max(rows, key=lambda row: row.r2_direct - row.r2_composed)
     gap = worst.r2_direct - worst.r2_composed
@@ -198,12 +170,6 @@ def _composed_panel(estimator: str, rows: Sequence[ComposedRow]) -> Panel:
             f"{number(worst.r2_direct)} against {number(worst.r2_composed)} from level {worst.source}, where the gap "
             f"is largest."
         )
-    figures = [
-        chart("averaged over coordinates", [row.r2_direct for row in rows], [row.r2_composed for row in rows]),
-        chart(
-            "weighted by variance", [row.r2_weighted_direct for row in rows], [row.r2_weighted_composed for row in rows]
-        ),
-    ]
     title = f"Direct {estimator} jumps and products of adjacent ones"
     return Panel(title, reading, (f"composed {estimator}",), figures)
 

@@ -38,7 +38,7 @@ from typing import get_type_hints as type_hints
 from layerjump.errors import BadArtifact
 
 if TYPE_CHECKING:
-    from layerjump.studies.charts import Panel
+    from layerjump.studies.display import Panel
     from layerjump.studies.setup import Setup
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from layerjump.studies import (
     text_transfer,
     training_dynamics,
 )
-from layerjump.studies.charts import Panel, number, table_of_records
+from layerjump.studies.display import Panel, number, table_of_records
 from layerjump.studies.results import (
     AnyStudy,
     MainTextInfo,

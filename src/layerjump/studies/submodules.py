@@ -19,9 +19,11 @@ map reads what its norm reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import plotly.graph_objects as go
@@ -32,24 +34,12 @@ from layerjump.data.batches import Batch, Batches
 from layerjump.interventions.linearize import PARTS, submodule_pairs
 from layerjump.interventions.patching import Changes, add_noise, replace_by_constant, replace_by_map
 from layerjump.jumps.jumps import Jumps
-from layerjump.lens.lens import Lens
 from layerjump.models.hooks import Capture, watch_outputs
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import TOLERANCE
 from layerjump.models.structure import SUBMODULES, Pair, Site
-from layerjump.studies.charts import (
-    Panel,
-    Value,
-    level_axis,
-    line_chart,
-    listed,
-    mean,
-    number,
-    percent,
-    unique,
-    unit_axis,
-)
+from layerjump.studies.display import Panel, Value, line_chart, listed, mean, number, percent, unique
 from layerjump.studies.model_comparison import (
     Cost,
     Variants,
@@ -197,17 +187,13 @@ def _replace_suffix(setup: Setup, jumps: Jumps, levels: Sequence[int]) -> tuple[
                 variants.add((part, level), rerun.pick(states))
             picked = rerun.pick(rerun.levels[level])
             for name, lens in lenses.items():
-                _add_lens(variants, name, lens, level, picked)
+                variants.add((name, level), picked, partial(lens.logits, level))
     rows = [
         SuffixRow(part, level, variants.scores((part, level), seed=setup.settings.seed))
         for part in (*parts, *lenses)
         for level in levels
     ]
     return rows, cost
-
-
-def _add_lens(variants: Variants, name: str, lens: Lens, level: int, states: Tensor) -> None:
-    variants.add_logits((name, level), lambda rows: lens.logits(level, states[rows]))
 
 
 def _single_parts(model: Model) -> list[str]:
@@ -223,8 +209,19 @@ def _pair(block: int, part: str) -> Pair:
 def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[Variants, Batches, Cost]:
     """Run each replacement in each block; the variants are named (replacement, part, block)."""
     model, n_blocks = setup.model, setup.model.n_blocks
-    batches = small_batches(setup, BLOCK_SHARE)
-    changes = _block_changes(setup, jumps)
+    batches, moments = small_batches(setup, BLOCK_SHARE), setup.all_position_moments("submodules").fit
+    parts = _single_parts(model)
+    norms = [part for part in parts if part in NORMS]
+    changes: dict[tuple[Replacement, str, int], Changes] = {}
+    for block in range(1, n_blocks + 1):
+        for index, part in enumerate(parts):
+            pair = _pair(block, part)
+            changes["map", part, block] = {pair: replace_by_map(jumps[pair])}
+            changes["mean", part, block] = {pair: replace_by_constant(moments.mean(pair[1]))}
+            changes["noise", part, block] = {pair: add_noise(jumps[pair], seed=10 * block + index)}
+        if len(norms) > 1:
+            pairs = [_pair(block, part) for part in norms]
+            changes["map", "norms", block] = {pair: replace_by_map(jumps[pair]) for pair in pairs}
     per_block = len(changes) // n_blocks
     cost = announce_cost(
         "submodules, one block at a time",
@@ -239,25 +236,6 @@ def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[Variants, Batches, C
             states = rerun.from_level(block - 1, changes=change)
             variants.add((replacement, part, block), rerun.pick(states))
     return variants, batches, cost
-
-
-def _block_changes(setup: Setup, jumps: Jumps) -> dict[tuple[Replacement, str, int], Changes]:
-    """Return the changes to make, by (replacement, part, block)."""
-    moments, parts = setup.all_position_moments("submodules").fit, _single_parts(setup.model)
-    norms = [part for part in parts if part in NORMS]
-    changes: dict[tuple[Replacement, str, int], Changes] = {}
-    for block in range(1, setup.model.n_blocks + 1):
-        for index, part in enumerate(parts):
-            pair = _pair(block, part)
-            constant = replace_by_constant(moments.mean(pair[1]))
-            changes["map", part, block] = {pair: replace_by_map(jumps[pair])}
-            changes["mean", part, block] = {pair: constant}
-            changes["noise", part, block] = {pair: add_noise(jumps[pair], seed=10 * block + index)}
-        if len(norms) > 1:
-            changes["map", "norms", block] = {
-                _pair(block, part): replace_by_map(jumps[_pair(block, part)]) for part in norms
-            }
-    return changes
 
 
 def _block_rows(model: Model, variants: Variants) -> list[BlockRow]:
@@ -278,26 +256,13 @@ def _why_rows(
 ) -> list[WhyRow]:
     parts = _single_parts(model)
     norms = _relative_norms(model, batches, parts)
-    nan = float("nan")
     rows = []
     for part in parts:
         for block in range(1, model.n_blocks + 1):
-            r2, r2_weighted = jumps.info[_pair(block, part)].r2 or (nan, nan)
+            r2 = jumps.info[_pair(block, part)].r2 or (math.nan, math.nan)
             on_self, on_sink = mass[block - 1] if mass and part == "attn" else (None, None)
-            rows.append(
-                WhyRow(
-                    part,
-                    block,
-                    r2=r2,
-                    r2_weighted=r2_weighted,
-                    relative_norm=norms[part, block],
-                    attention_on_self=on_self,
-                    attention_on_sink=on_sink,
-                    kl_map=variants.mean_kl(("map", part, block)),
-                    kl_mean=variants.mean_kl(("mean", part, block)),
-                    kl_noise=variants.mean_kl(("noise", part, block)),
-                )
-            )
+            kl = [variants.mean_kl((replacement, part, block)) for replacement in ("map", "mean", "noise")]
+            rows.append(WhyRow(part, block, *r2, norms[part, block], on_self, on_sink, *kl))
     return rows
 
 
@@ -409,30 +374,30 @@ def _kl_ratio(rows: Sequence[WhyRow], part: str, other: Callable[[WhyRow], float
     """Return the KL of the maps of one kind of sub-module over that of another replacement, summed over blocks."""
     group = [row for row in rows if row.part == part]
     total = sum(map(other, group))
-    return sum(row.kl_map for row in group) / total if total else float("nan")
+    return sum(row.kl_map for row in group) / total if total else math.nan
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return precision@1 and KL by level and by block, then what explains them."""
-    tables = result.tables
-    panels = []
+    tables, panels = result.tables, []
     if tables.suffix:
         panels.append(_suffix_panel(tables.suffix))
     if tables.one_block:
         panels.append(_block_panel(tables.one_block))
     if tables.why:
-        panels += [_replacement_panel(tables.why), *_why_panels(tables.why)]
+        panels += _why_panels(tables.why)
     return panels
 
 
-def _chart_by_part(title: str, points: Sequence[tuple[str, int, Value]], x: str) -> go.Figure:
+def _chart_by_part(
+    title: str, points: Sequence[tuple[str, int, Value]], x: str, scale: Literal["free", "unit", "log"] = "free"
+) -> go.Figure:
     """Draw one line for each kind of sub-module through (part, level or block, value)."""
     lines = {
         NAMES[part]: [(at, value) for name, at, value in points if name == part]
         for part in unique(part for part, _, _ in points)
     }
-    figure = line_chart(title, lines, x=x, dashed=(NAMES[JUMP], IDENTITY))
-    return level_axis(figure, [at for _, at, _ in points])
+    return line_chart(title, lines, x=x, scale=scale, whole_x=True, dashed=(NAMES[JUMP], IDENTITY))
 
 
 def _suffix_panel(rows: Sequence[SuffixRow]) -> Panel:
@@ -441,8 +406,8 @@ def _suffix_panel(rows: Sequence[SuffixRow]) -> Panel:
     # At the last level nothing is replaced.
     kl = [(row.part, row.level, row.scores.kl) for row in rows if row.level < last]
     figures = [
-        unit_axis(_chart_by_part("precision@1", precision, axis)),
-        _chart_by_part("KL from the model, nats", kl, axis).update_yaxes(type="log", dtick="D2"),
+        _chart_by_part("precision@1", precision, axis, "unit"),
+        _chart_by_part("KL from the model, nats", kl, axis, "log"),
     ]
     means = {
         part: mean(row.scores.p1.mean for row in rows if row.part == part and row.level < last)
@@ -461,7 +426,7 @@ def _block_panel(rows: Sequence[BlockRow]) -> Panel:
     precision = [(row.part, row.block, row.scores.p1) for row in rows]
     kl = [(row.part, row.block, row.scores.kl) for row in rows]
     figures = [
-        unit_axis(_chart_by_part("precision@1", precision, "block")),
+        _chart_by_part("precision@1", precision, "block", "unit"),
         _chart_by_part("KL from the model, nats", kl, "block"),
     ]
     worst, best = (end(rows, key=lambda row: row.scores.kl) for end in (max, min))
@@ -473,10 +438,10 @@ def _block_panel(rows: Sequence[BlockRow]) -> Panel:
     return Panel("Sub-modules replaced in one block", reading, ("one block",), figures)
 
 
-def _replacement_panel(rows: Sequence[WhyRow]) -> Panel:
-    """Draw the KL of the three replacements, one figure for each kind of sub-module."""
+def _why_panels(rows: Sequence[WhyRow]) -> list[Panel]:
+    """Draw the KL of the three replacements, R² and relative norm, and attention mass where the model shows it."""
     parts = unique(row.part for row in rows)
-    figures = []
+    replacements = []
     for part in parts:
         group = [row for row in rows if row.part == part]
         lines = {
@@ -484,23 +449,17 @@ def _replacement_panel(rows: Sequence[WhyRow]) -> Panel:
             "mean output": [(row.block, row.kl_mean) for row in group],
             "noise as large as the map's error": [(row.block, row.kl_noise) for row in group],
         }
-        figure = line_chart(NAMES[part], lines, x="block", y="KL, nats")
-        figure.update_yaxes(type="log", dtick="D2")
-        figures.append(level_axis(figure, [row.block for row in rows]))
+        replacements.append(line_chart(NAMES[part], lines, x="block", y="KL, nats", scale="log", whole_x=True))
     ratios = [f"{number(_kl_ratio(rows, part, lambda row: row.kl_mean))} for {NAMES[part]}" for part in parts]
     reading = (
         f"Summed over blocks, the KL of the map relative to that of the mean output is {listed(ratios)}: near 0 a "
         f"sub-module is nearly linear, near 1 its map is no better than a constant."
     )
-    return Panel("Map, mean output and noise in one block", reading, ("why",), figures)
-
-
-def _why_panels(rows: Sequence[WhyRow]) -> list[Panel]:
-    """Draw R² and relative norm by block, then attention mass where the model shows it."""
+    panels = [Panel("Map, mean output and noise in one block", reading, ("why",), replacements)]
     r2 = [(row.part, row.block, row.r2) for row in rows]
     norms = [(row.part, row.block, row.relative_norm) for row in rows]
     figures = [
-        unit_axis(_chart_by_part("R² of the map", r2, "block"), [row.r2 for row in rows]),
+        _chart_by_part("R² of the map", r2, "block", "unit"),
         _chart_by_part("norm of the output over the residual stream's", norms, "block"),
     ]
     most, least = (end(rows, key=lambda row: row.r2) for end in (max, min))
@@ -508,19 +467,18 @@ def _why_panels(rows: Sequence[WhyRow]) -> list[Panel]:
         f"The map explains most of {NAMES[most.part]} in block {most.block} (R² {number(most.r2)}) and least of "
         f"{NAMES[least.part]} in block {least.block} (R² {number(least.r2)})."
     )
-    panel = Panel("Linearity and size of each sub-module", reading, ("why",), figures)
+    panels.append(Panel("Linearity and size of each sub-module", reading, ("why",), figures))
     on_self = [(r.block, r.attention_on_self) for r in rows if r.attention_on_self is not None]
     on_sink = [(r.block, r.attention_on_sink) for r in rows if r.attention_on_sink is not None]
-    if not on_self or not on_sink:
-        return [panel]
-    lines = {"on the token itself": on_self, "on position 0": on_sink}
-    figure = line_chart("attention mass, mean over heads", lines, x="block")
-    unit_axis(level_axis(figure, [block for block, _ in on_self]))
-    reading = (
-        f"On average, attention puts {percent(mean(mass for _, mass in on_self))} of its mass on the token itself and "
-        f"{percent(mean(mass for _, mass in on_sink))} on position 0."
-    )
-    return [panel, Panel("Attention mass", reading, ("why",), [figure])]
+    if on_self and on_sink:
+        mass = {"on the token itself": on_self, "on position 0": on_sink}
+        figure = line_chart("attention mass, mean over heads", mass, x="block", scale="unit", whole_x=True)
+        reading = (
+            f"On average, attention puts {percent(mean(mass for _, mass in on_self))} of its mass on the token itself "
+            f"and {percent(mean(mass for _, mass in on_sink))} on position 0."
+        )
+        panels.append(Panel("Attention mass", reading, ("why",), [figure]))
+    return panels
 
 
 def finding(result: Result[Tables, Headline]) -> Finding | None:

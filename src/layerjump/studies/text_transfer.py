@@ -10,19 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-import plotly.graph_objects as go
-
 from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine
 from layerjump.jumps.moments import Moments
-from layerjump.jumps.scoring import R2
-from layerjump.lens.evaluate import LensScores
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.structure import Pair
-from layerjump.studies.charts import Panel, draw_heat_map, level_axis, line_chart, mean, number, unique, unit_axis
+from layerjump.studies.display import Panel, draw_heat_map, line_chart, mean, number, unique
 from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
@@ -71,9 +67,8 @@ class Headline(Record):
 
 def cannot_run(setup: Setup) -> str | None:
     """Return why transfer cannot be studied, or None."""
-    if setup.model.no_predictions:
-        return setup.model.no_predictions
-    return None if setup.others else f"it compares texts; pass {argument('text')} more than once"
+    missing = None if setup.others else f"it compares texts; pass {argument('text')} more than once"
+    return setup.model.no_predictions or missing
 
 
 def run(setup: Setup) -> Result[Tables, Headline]:
@@ -95,14 +90,42 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         scores = setup.score_lenses(lenses, setup.test_batches(corpus))
         sizes[name]["n_examples"] = scores.n_examples
         r2 = {fit: r2_of_maps(maps[fit], tests[name]) for fit in texts}
-        tables.matrix.extend(_pair_rows(name, r2, scores, setup.settings.seed))
-        tables.levels.extend(_level_rows(name, r2, scores))
+        hits, documents = hits_below_last(scores).numpy(), scores.document.numpy()
+        precision, home, home_r2 = scores.hits(1).double().mean(-1), hits[[*texts].index(name)], mean_r2(r2[name])
+        losses = zip(*mean_interval(home - hits, documents, seed=setup.settings.seed), strict=True)
+        for index, (fit, lost) in enumerate(zip(texts, losses, strict=True)):
+            means = mean_r2(r2[fit])
+            tables.matrix.append(
+                PairRow(
+                    fit,
+                    name,
+                    r2=means.uniform,
+                    r2_weighted=means.weighted,
+                    p1=float(hits[index].mean()),
+                    r2_lost=home_r2.uniform - means.uniform,
+                    r2_weighted_lost=home_r2.weighted - means.weighted,
+                    p1_lost=Interval(*map(float, lost)),
+                )
+            )
+            tables.levels.extend(
+                LevelRow(fit, name, level, score.uniform, score.weighted, float(precision[index, level]))
+                for level, score in enumerate(r2[fit])
+            )
+    away = [row for row in tables.matrix if row.fit != row.test]
+    worst = max(away, key=lambda row: row.p1_lost.mean)
+    headline = Headline(
+        p1_at_home=mean(row.p1 for row in tables.matrix if row.fit == row.test),
+        p1_lost=mean(row.p1_lost.mean for row in away),
+        r2_lost=mean(row.r2_lost for row in away),
+        most_p1_lost=worst.p1_lost.mean,
+        most_lost_from=worst.fit,
+        most_lost_on=worst.test,
+    )
     notes = [
         "A loss is the score of the map fitted on the test text itself, minus the score of this map; intervals "
         "resample documents of the test text. A text with fewer fit positions gives worse maps on any text."
     ]
-    facts = {"estimator": estimator, "texts": sizes}
-    return Result("transfer", tables, _headline(tables.matrix), notes, facts)
+    return Result("transfer", tables, headline, notes, {"estimator": estimator, "texts": sizes})
 
 
 def name_texts(texts: Sequence[Corpus]) -> dict[str, Corpus]:
@@ -115,51 +138,6 @@ def name_texts(texts: Sequence[Corpus]) -> dict[str, Corpus]:
             name = f"{corpus.name} ({count})"
         names[name] = corpus
     return names
-
-
-def _pair_rows(test: str, r2: dict[str, list[R2]], scores: LensScores, seed: int) -> list[PairRow]:
-    hits = hits_below_last(scores).numpy()
-    home_hits, home_r2 = hits[scores.lenses.index(test)], mean_r2(r2[test])
-    lost, low, high = mean_interval(home_hits - hits, scores.document.numpy(), seed=seed)
-    rows = []
-    for index, fit in enumerate(scores.lenses):
-        means = mean_r2(r2[fit])
-        rows.append(
-            PairRow(
-                fit,
-                test,
-                r2=means.uniform,
-                r2_weighted=means.weighted,
-                p1=float(hits[index].mean()),
-                r2_lost=home_r2.uniform - means.uniform,
-                r2_weighted_lost=home_r2.weighted - means.weighted,
-                p1_lost=Interval(float(lost[index]), float(low[index]), float(high[index])),
-            )
-        )
-    return rows
-
-
-def _level_rows(test: str, r2: dict[str, list[R2]], scores: LensScores) -> list[LevelRow]:
-    precision = scores.hits(1).double().mean(-1)
-    return [
-        LevelRow(fit, test, level, score.uniform, score.weighted, float(precision[index, level]))
-        for index, fit in enumerate(scores.lenses)
-        for level, score in enumerate(r2[fit])
-    ]
-
-
-def _headline(matrix: Sequence[PairRow]) -> Headline:
-    home = [row for row in matrix if row.fit == row.test]
-    away = [row for row in matrix if row.fit != row.test]
-    worst = max(away, key=lambda row: row.p1_lost.mean)
-    return Headline(
-        p1_at_home=mean(row.p1 for row in home),
-        p1_lost=mean(row.p1_lost.mean for row in away),
-        r2_lost=mean(row.r2_lost for row in away),
-        most_p1_lost=worst.p1_lost.mean,
-        most_lost_from=worst.fit,
-        most_lost_on=worst.test,
-    )
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
@@ -180,33 +158,29 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
         f"loss is {number(worst.p1_lost.mean)} (95 % interval {number(worst.p1_lost.low)} to "
         f"{number(worst.p1_lost.high)}), of maps fitted on {worst.fit} and tested on {worst.test}."
     )
-    panels = [Panel("From text to text", reading, ("matrix",), heat_maps)]
-    return [*panels, _level_panel(result.tables.levels)] if result.tables.levels else panels
+    panels, rows = [Panel("From text to text", reading, ("matrix",), heat_maps)], result.tables.levels
+    if not rows:
+        return panels
 
-
-def _level_panel(rows: Sequence[LevelRow]) -> Panel:
-    levels = sorted({row.level for row in rows})
-
-    def chart(test: str) -> go.Figure:
+    levels, charts = sorted({row.level for row in rows}), []
+    for test in unique(row.test for row in rows):
         lines = {
             f"fitted on {fit}": [(row.level, row.p1) for row in rows if (row.fit, row.test) == (fit, test)]
             for fit in unique(row.fit for row in rows)
         }
-        figure = line_chart(f"tested on {test}", lines, x="level", y="precision@1")
-        return unit_axis(level_axis(figure, levels))
-
+        title = f"tested on {test}"
+        charts.append(line_chart(title, lines, x="level", y="precision@1", scale="unit", whole_x=True))
     loss = {
         level: mean(r.p1 for r in rows if r.level == level and r.fit == r.test)
         - mean(r.p1 for r in rows if r.level == level and r.fit != r.test)
         for level in levels
     }
-    worst = max(levels, key=loss.__getitem__)
+    level = max(levels, key=loss.__getitem__)
     reading = (
-        f"The mean loss of precision@1 on another text is largest at level {worst} ({number(loss[worst])}) and "
+        f"The mean loss of precision@1 on another text is largest at level {level} ({number(loss[level])}) and "
         f"{number(loss[levels[-1]])} at level {levels[-1]}."
     )
-    charts = [chart(test) for test in unique(row.test for row in rows)]
-    return Panel("From text to text, level by level", reading, ("levels",), charts)
+    return [*panels, Panel("From text to text, level by level", reading, ("levels",), charts)]
 
 
 STUDY = Study("transfer", "does a map fitted on one text also serve another?", run, figures, cannot_run=cannot_run)

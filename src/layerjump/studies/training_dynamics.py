@@ -10,31 +10,19 @@ are given. The figures also show the record of a training run of `layerjump pret
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
-
-import plotly.graph_objects as go
+from typing import Annotated, Any
 
 from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
-from layerjump.studies.charts import Panel, colours, draw_heat_map, line_chart, number, unique, unit_axis
+from layerjump.studies.display import Panel, colours, draw_heat_map, line_chart, number, unique
+from layerjump.studies.linearity import Scores
 from layerjump.studies.results import Column, Record, Result, Study, from_json
 from layerjump.studies.setup import Setup
 from layerjump.training.linearity_profile import PROFILE_SPLIT, Profile, measure_profile
-
-
-class Linearity(Record):
-    """Linearity with and without the residual stream, of the identity, and of noise in sample."""
-
-    with_residual: Annotated[float, Column("with residual")]
-    without_residual: Annotated[float, Column("without residual")]
-    with_residual_held_out: Annotated[float, Column("with residual held out")]
-    without_residual_held_out: Annotated[float, Column("without residual held out")]
-    identity: float
-    chance_floor: Annotated[float, Column("chance floor")]
 
 
 class ProfileRow(Record):
@@ -42,7 +30,7 @@ class ProfileRow(Record):
 
     loss: float
     perplexity: float
-    linearity: Annotated[Linearity, Column("{}")]
+    linearity: Annotated[Scores, Column("{}")]
     jump_strength: Annotated[float, Column("jump strength")]
     agreement_map: Annotated[float, Column("agreement map")]
     agreement_identity: Annotated[float, Column("agreement identity")]
@@ -67,7 +55,7 @@ class BlockRow(Record):
     step: int
     checkpoint: Annotated[str | None, Column(optional=True)] = field(default=None, kw_only=True)
     block: int
-    linearity: Annotated[Linearity, Column("{}")]
+    linearity: Annotated[Scores, Column("{}")]
     angle: float
 
 
@@ -103,16 +91,10 @@ class StepSummary(Record):
 
     @classmethod
     def of(cls, row: StepRow) -> StepSummary:
-        linearity = row.profile.linearity
-        return cls(
-            row.step,
-            linearity.with_residual,
-            linearity.without_residual,
-            linearity.with_residual_held_out,
-            linearity.without_residual_held_out,
-            row.profile.jump_strength,
-            row.profile.perplexity,
-        )
+        scores = row.profile.linearity
+        in_sample = scores.with_residual, scores.without_residual
+        held_out = scores.with_residual_held_out, scores.without_residual_held_out
+        return cls(row.step, *in_sample, *held_out, row.profile.jump_strength, row.profile.perplexity)
 
 
 class Headline(Record):
@@ -135,17 +117,13 @@ def cannot_run(setup: Setup) -> str | None:
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Measure every checkpoint on the same text."""
-    tables = Tables()
+    measured: dict[str, list[dict[str, Any]]] = {"steps": [], "blocks": [], "levels": []}
     for index, (name, model) in enumerate(_load_checkpoints(setup), start=1):
         profile = measure_profile(model, setup.corpus, seed=setup.settings.seed)
-        rows = profile.tables(step=step_of(name, index), checkpoint=name)
-        measured = from_json(Tables, rows, f"checkpoint {name}")
-        tables.steps.extend(measured.steps)
-        tables.blocks.extend(measured.blocks)
-        tables.levels.extend(measured.levels)
-    tables.steps.sort(key=lambda row: row.step)
-    tables.blocks.sort(key=lambda row: row.step)
-    tables.levels.sort(key=lambda row: row.step)
+        for table, rows in profile.tables(step=step_of(name, index), checkpoint=name).items():
+            measured[table] += rows
+    by_step = {table: sorted(rows, key=lambda row: row["step"]) for table, rows in measured.items()}
+    tables = from_json(Tables, by_step)
     headline = Headline(StepSummary.of(tables.steps[0]), StepSummary.of(tables.steps[-1]))
     notes = [
         "Position 0 is left out; maps are fitted on three quarters of the documents and tested on one. Jump strength "
@@ -188,74 +166,58 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 def draw_tables(tables: Tables) -> list[Panel]:
     """Draw the measurements of checkpoints or of a training run."""
-    panels = [_step_panel(tables.steps)] if tables.steps else []
-    if tables.blocks and tables.levels:
-        panels.append(_block_panel(tables.blocks, tables.levels))
-    return panels
+    panels, rows = [], tables.steps
 
-
-def _step_panel(rows: Sequence[StepRow]) -> Panel:
     def points(score: Callable[[ProfileRow], float]) -> list[tuple[float, float]]:
         return [(row.step, score(row.profile)) for row in rows]
 
-    perplexity = {"perplexity": points(lambda row: row.perplexity)}
-    linearity = {
-        "linearity with residual": points(lambda row: row.linearity.with_residual_held_out),
-        "linearity without residual": points(lambda row: row.linearity.without_residual_held_out),
-        "identity": points(lambda row: row.linearity.identity),
-        "score of noise, in sample": points(lambda row: row.linearity.chance_floor),
-    }
-    agreement = {"map": points(lambda row: row.agreement_map), "identity": points(lambda row: row.agreement_identity)}
-    strength = {"jump strength": points(lambda row: row.jump_strength)}
-    dashed = ("identity", "score of noise, in sample")
-    paint = colours(unique([*linearity, *agreement]))
-    charts = [
-        line_chart("held-out perplexity", perplexity, x="step").update_yaxes(type="log", dtick="D2"),
-        line_chart("held-out linearity, mean over blocks", linearity, x="step", dashed=dashed, paint=paint),
-        unit_axis(
-            line_chart("agreement with the model, mean over levels", agreement, x="step", dashed=dashed, paint=paint)
-        ),
-        line_chart("jump strength", strength, x="step"),
-    ]
-    for chart in (charts[0], charts[-1]):
-        chart.update_traces(showlegend=False)
-    first, last = rows[0], rows[-1]
-    reading = (
-        f"From step {number(first.step)} to {number(last.step)}, held-out perplexity goes from "
-        f"{number(first.profile.perplexity)} to {number(last.profile.perplexity)}. A linear map explains "
-        f"{number(first.profile.linearity.without_residual_held_out)} of the residual writes of a block on held-out "
-        f"text at first, and {number(last.profile.linearity.without_residual_held_out)} at last. Jump strength goes "
-        f"from {number(first.profile.jump_strength)} to {number(last.profile.jump_strength)}."
-    )
-    return Panel("From step to step", reading, ("steps",), charts)
-
-
-def _block_panel(blocks: Sequence[BlockRow], levels: Sequence[LevelRow]) -> Panel:
-    def chart(cells: dict[tuple[str, str], float], y: str, title: str) -> go.Figure:
-        # Steps are names here: as numbers they would be spaced by their size.
-        figure = draw_heat_map(cells, title=title, x="step", y=y)
-        return figure.update_xaxes(type="category").update_yaxes(type="category", autorange=True)
-
-    charts = [
-        chart(
-            {(str(r.step), str(r.block)): r.linearity.without_residual_held_out for r in blocks},
-            "block",
-            "linearity without residual, held out",
-        ),
-        chart(
-            {(str(r.step), str(r.level)): r.agreement_map for r in levels},
-            "level",
-            "agreement of the map with the model",
-        ),
-    ]
-    final = [row for row in blocks if row.step == blocks[-1].step]
-    most, least = (end(final, key=lambda row: row.linearity.without_residual_held_out) for end in (max, min))
-    reading = (
-        f"At the last step, block {least.block} is the least linear without the residual stream "
-        f"({number(least.linearity.without_residual_held_out)}) and block {most.block} the most "
-        f"({number(most.linearity.without_residual_held_out)})."
-    )
-    return Panel("Block by block", reading, ("blocks", "levels"), charts)
+    if rows:
+        linearity = {
+            "linearity with residual": points(lambda row: row.linearity.with_residual_held_out),
+            "linearity without residual": points(lambda row: row.linearity.without_residual_held_out),
+            "identity": points(lambda row: row.linearity.identity),
+            "score of noise, in sample": points(lambda row: row.linearity.chance_floor),
+        }
+        agreement = {
+            "map": points(lambda row: row.agreement_map),
+            "identity": points(lambda row: row.agreement_identity),
+        }
+        perplexity = {"perplexity": points(lambda row: row.perplexity)}
+        strength = {"jump strength": points(lambda row: row.jump_strength)}
+        dashed, paint = ("identity", "score of noise, in sample"), colours(unique([*linearity, *agreement]))
+        title = "agreement with the model, mean over levels"
+        charts = [
+            line_chart("held-out perplexity", perplexity, x="step", scale="log"),
+            line_chart("held-out linearity, mean over blocks", linearity, x="step", dashed=dashed, paint=paint),
+            line_chart(title, agreement, x="step", scale="unit", dashed=dashed, paint=paint),
+            line_chart("jump strength", strength, x="step"),
+        ]
+        first, last = rows[0], rows[-1]
+        reading = (
+            f"From step {number(first.step)} to {number(last.step)}, held-out perplexity goes from "
+            f"{number(first.profile.perplexity)} to {number(last.profile.perplexity)}. A linear map explains "
+            f"{number(first.profile.linearity.without_residual_held_out)} of the residual writes of a block on "
+            f"held-out text at first, and {number(last.profile.linearity.without_residual_held_out)} at last. Jump "
+            f"strength goes from {number(first.profile.jump_strength)} to {number(last.profile.jump_strength)}."
+        )
+        panels.append(Panel("From step to step", reading, ("steps",), charts))
+    if tables.blocks and tables.levels:
+        title = "linearity without residual, held out"
+        by_block = {(str(r.step), str(r.block)): r.linearity.without_residual_held_out for r in tables.blocks}
+        by_level = {(str(r.step), str(r.level)): r.agreement_map for r in tables.levels}
+        charts = [
+            draw_heat_map(by_block, title=title, x="step", y="block", upwards=True),
+            draw_heat_map(by_level, title="agreement of the map with the model", x="step", y="level", upwards=True),
+        ]
+        final = [row for row in tables.blocks if row.step == tables.blocks[-1].step]
+        most, least = (end(final, key=lambda row: row.linearity.without_residual_held_out) for end in (max, min))
+        reading = (
+            f"At the last step, block {least.block} is the least linear without the residual stream "
+            f"({number(least.linearity.without_residual_held_out)}) and block {most.block} the most "
+            f"({number(most.linearity.without_residual_held_out)})."
+        )
+        panels.append(Panel("Block by block", reading, ("blocks", "levels"), charts))
+    return panels
 
 
 STUDY = Study(

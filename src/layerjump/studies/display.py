@@ -1,4 +1,4 @@
-"""Figures and tables of a report: line charts, heat maps, bar charts, HTML and CSV tables, numbers in words."""
+"""How results are displayed: line charts, heat maps, bar charts, HTML and CSV tables, numbers as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import plotly.graph_objects as go
 
@@ -86,69 +86,71 @@ def empty_figure(title: str = "", *, x: str = "", y: str = "", height: int = HEI
     return figure
 
 
-def draw_line(
-    figure: go.Figure,
-    x: Iterable[float],
-    y: Iterable[Value],
-    *,
-    name: str,
-    colour: str,
-    dash: str = "solid",
-    band: bool = True,
-    hover: str = "",
-) -> None:
-    """Draw one line; where y has intervals, with its 95 % band. Points without a number are left out."""
-    points = [(at, value) for at, value in zip(x, y, strict=True) if _mean(value) == _mean(value)]
-    if not points:
-        return
-    at = [x for x, _ in points]
-    intervals = [value for _, value in points if isinstance(value, Interval)]
-    low, high = [value.low for value in intervals], [value.high for value in intervals]
-    has_band = len(intervals) == len(points) and all(map(math.isfinite, low + high))
-    if band and has_band:
-        figure.add_scatter(
-            x=at + at[::-1],
-            y=high + low[::-1],
-            fill="toself",
-            fillcolor=faint(colour),
-            line={"width": 0},
-            mode="lines",
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=safe(name),
-        )
-    interval = "<br>95 %: %{customdata[0]:.3f} … %{customdata[1]:.3f}" if has_band else ""
-    figure.add_scatter(
-        x=at,
-        y=[_mean(value) for _, value in points],
-        mode="lines+markers" if len(points) <= MAX_MARKERS else "lines",
-        name=safe(name),
-        legendgroup=safe(name),
-        line={"color": colour, "dash": dash, "width": 2.2},
-        marker={"size": 5, "color": colour},
-        customdata=list(zip(low, high, strict=True)) if has_band else None,
-        hovertemplate=f"<b>{safe(name)}</b><br>{safe(hover)} %{{x:.4~g}}: %{{y:.3f}}{interval}<extra></extra>",
-    )
-
-
 def line_chart(
     title: str,
     lines: Mapping[str, Sequence[tuple[float, Value]]],
     *,
     x: str,
     y: str = "",
+    scale: Literal["free", "unit", "zero", "log"] = "free",
+    whole_x: bool = False,
     dashed: Container[str] = (),
     dotted: Container[str] = (),
     paint: Mapping[str, str] | None = None,
     height: int = HEIGHT,
 ) -> go.Figure:
-    """Return a figure with one line through the points (x, y) for each name; `paint` gives other colours by name."""
+    """Return a figure with one line through the points (x, y) for each name; where y has intervals, with 95 % bands.
+
+    Of `scale`, `unit` is that of `unit_axis` and `zero` begins at 0. `whole_x` is for levels and blocks; `paint` gives
+    other colours by name. Points without a number are left out; a line alone has no entry in a legend.
+    """
     figure = empty_figure(safe(title), x=safe(x), y=safe(y), height=height)
     paint = paint or colours(list(lines))
     for name, points in lines.items():
-        at, values = [point[0] for point in points], [point[1] for point in points]
+        points = [(at, value) for at, value in points if _mean(value) == _mean(value)]
+        if not points:
+            continue
+        at = [x for x, _ in points]
+        intervals = [value for _, value in points if isinstance(value, Interval)]
+        low, high = [value.low for value in intervals], [value.high for value in intervals]
+        has_band = len(intervals) == len(points) and all(map(math.isfinite, low + high))
+        if has_band:
+            figure.add_scatter(
+                x=at + at[::-1],
+                y=high + low[::-1],
+                fill="toself",
+                fillcolor=faint(paint[name]),
+                line={"width": 0},
+                mode="lines",
+                hoverinfo="skip",
+                showlegend=False,
+                legendgroup=safe(name),
+            )
+        interval = "<br>95 %: %{customdata[0]:.3f} … %{customdata[1]:.3f}" if has_band else ""
         dash = "dash" if name in dashed else "dot" if name in dotted else "solid"
-        draw_line(figure, at, values, name=name, colour=paint[name], dash=dash, hover=x)
+        figure.add_scatter(
+            x=at,
+            y=[_mean(value) for _, value in points],
+            mode="lines+markers" if len(points) <= MAX_MARKERS else "lines",
+            name=safe(name),
+            legendgroup=safe(name),
+            line={"color": paint[name], "dash": dash, "width": 2.2},
+            marker={"size": 5, "color": paint[name]},
+            customdata=list(zip(low, high, strict=True)) if has_band else None,
+            hovertemplate=f"<b>{safe(name)}</b><br>{safe(x)} %{{x:.4~g}}: %{{y:.3f}}{interval}<extra></extra>",
+        )
+    if len(lines) == 1:
+        figure.update_traces(showlegend=False)
+    if scale == "unit":
+        unit_axis(figure, [value for points in lines.values() for _, value in points])
+    elif scale == "zero":
+        figure.update_yaxes(rangemode="tozero")
+    elif scale == "log":
+        figure.update_yaxes(type="log", dtick="D2")
+    if whole_x:
+        values = [at for points in lines.values() for at, _ in points]
+        margin = 0.03 * (max(values) - min(values)) or 0.5
+        figure.update_xaxes(**whole_ticks(values), range=[min(values) - margin, max(values) + margin])
     return figure
 
 
@@ -180,9 +182,19 @@ def draw_bars(figure: go.Figure, labels: Sequence[str], values: Sequence[Value],
 
 
 def draw_heat_map(
-    cells: Mapping[Cell, float], *, title: str, x: str, y: str, span: tuple[float, float] | None = None, unit: str = ""
+    cells: Mapping[Cell, float],
+    *,
+    title: str,
+    x: str = "to level",
+    y: str = "from level",
+    span: tuple[float, float] | None = None,
+    unit: str = "",
+    upwards: bool = False,
 ) -> go.Figure:
-    """Return a heat map of (x, y) → value; colours are clipped to `span`, the numbers shown are not."""
+    """Return a heat map of (x, y) → value; colours are clipped to `span`, the numbers shown are not.
+
+    Names along y read from the top, unless `upwards`.
+    """
     values: dict[tuple[Any, Any], float] = {key: v for key, v in cells.items() if math.isfinite(v)}
     across: list[Any] = unique(key[0] for key in cells)
     up: list[Any] = unique(key[1] for key in cells)
@@ -217,16 +229,10 @@ def draw_heat_map(
         figure.update_xaxes(**whole_ticks(across))
         figure.update_yaxes(**whole_ticks(up), scaleanchor="x")
     else:
-        figure.update_yaxes(autorange="reversed")  # names read from the top
+        # Names that look like numbers would be spaced by their size.
+        figure.update_xaxes(type="category")
+        figure.update_yaxes(type="category", autorange=True if upwards else "reversed")
     return figure
-
-
-def level_axis(figure: go.Figure, levels: Iterable[float]) -> go.Figure:
-    """Set whole numbers along x, with a small margin at both ends."""
-    values = list(levels)
-    margin = 0.03 * (max(values) - min(values)) or 0.5
-    span = [min(values) - margin, max(values) + margin]
-    return figure.update_xaxes(**whole_ticks(values), range=span)
 
 
 def unit_axis(figure: go.Figure, values: Iterable[Value] = (), floor: float = -0.3) -> go.Figure:
