@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stderr
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, redirect_stderr
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -151,7 +151,15 @@ class LayerjumpLM(HFLM):
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         if not self.reader.levels:
             return super()._model_call(inps, attn_mask, labels)
-        flat = torch.tensor(self._scored_positions(inps.tolist()), dtype=torch.long)
+        scored: set[int] = set()  # indices into the flattened (rows · tokens) logits
+        for row_index, ids in enumerate(inps.tolist()):
+            # Inputs are padded with zeros on the right; the noted requests tell where an input ends.
+            for end in range(len(ids), 0, -1):
+                n_scored = self._n_scored.get(tuple(ids[:end]), 0)
+                scored.update(row_index * len(ids) + position for position in range(end - n_scored, end))
+                if ids[end - 1]:
+                    break
+        flat = torch.tensor(sorted(scored), dtype=torch.long)
         sites = [Site(level) for level in self.reader.levels]
         with Capture(self._structure, sites) as capture:
             capture.start(flat)
@@ -162,18 +170,6 @@ class LayerjumpLM(HFLM):
         for some, exit_logits in self.reader.read(states, position):
             logits[row[some], position[some]] = exit_logits.to(logits.dtype)
         return logits
-
-    def _scored_positions(self, inputs: list[list[int]]) -> list[int]:
-        """Return the scored positions as indices into the flattened (rows · tokens) logits."""
-        flat: set[int] = set()
-        for row, ids in enumerate(inputs):
-            # Inputs are padded with zeros on the right; the noted requests tell where an input ends.
-            for end in range(len(ids), 0, -1):
-                count = self._n_scored.get(tuple(ids[:end]), 0)
-                flat.update(row * len(ids) + position for position in range(end - count, end))
-                if ids[end - 1]:
-                    break
-        return sorted(flat)
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         if self.reader.levels:
@@ -190,28 +186,21 @@ def run_tasks(
     progress: Progress | None,
 ) -> tuple[dict[str, list[dict[str, Any]]], LayerjumpLM]:
     """Run the items of tasks; return lm-eval's samples by task, and the model with its counters."""
-    with _quiet_lm_eval(), quiet_transformers():
-        local = {task.name: LocalTask(task, part) for task, part in zip(tasks, items, strict=True)}
-        with closing(LayerjumpLM(model, variant=variant, batch_size=batch_size)) as lm:
-            lm.show_progress = False
-            n_requests = sum(len(item.choices or [item.target]) for part in items for item in part)
-            if progress:
-                answered = count(1)
-                # lm-eval calls its cache hook with every answer.
-                hook = SimpleNamespace(add_partial=lambda *_: progress(next(answered), n_requests))
-                lm.set_cache_hook(hook)
-            # Without lm-eval's bootstrap: we compute our own intervals.
-            results = run_lm_eval(lm, local, bootstrap_iters=0, log_samples=True)
-    return results["samples"], lm
-
-
-@contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
-    """Silence lm-eval's warnings of a model in memory and of every truncated request (we count those)."""
     logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    with ExitStack() as stack:
+        # Silences warnings of a model in memory and of every truncated request (we count those).
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
+        stack.enter_context(quiet_transformers())
+        local = {task.name: LocalTask(task, part) for task, part in zip(tasks, items, strict=True)}
+        lm = stack.enter_context(closing(LayerjumpLM(model, variant=variant, batch_size=batch_size)))
+        lm.show_progress = False
+        if progress:
+            n_requests = sum(len(item.choices or [item.target]) for part in items for item in part)
+            answered = count(1)
+            # lm-eval calls its cache hook with every answer.
+            hook = SimpleNamespace(add_partial=lambda *_: progress(next(answered), n_requests))
+            lm.set_cache_hook(hook)
+        # Without lm-eval's bootstrap: we compute our own intervals.
+        results = run_lm_eval(lm, local, bootstrap_iters=0, log_samples=True)
+    return results["samples"], lm

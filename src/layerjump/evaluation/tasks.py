@@ -16,6 +16,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -244,25 +245,13 @@ def _choice_task(name: str, make_context: Callable[[str], str], metrics: tuple[s
     return Task(name, f"{name}.jsonl", name, _CHOICE_COLUMNS, parse, metrics)
 
 
-def _entailment_task(
-    name: str,
-    file: str,
-    lm_eval_name: str,
-    answers: Mapping[str, str],
-    question: str,
-    metrics: tuple[str, ...] = ("acc",),
-) -> Task:
-    """A task with labelled rows; `answers` has the model's answer for each label."""
+def _parse_entailment(row: Mapping[str, Any], answers: Mapping[str, str], question: str) -> TaskItem:
+    """Parse a labelled row; `answers` has the model's answer for each label."""
     labels = list(answers)
-
-    def parse(row: Mapping[str, Any]) -> TaskItem:
-        if row["label"] not in answers:
-            raise ValueError(f"expected `label` {' or '.join(labels)}, got {row['label'][:40]!r}")
-        context = f"{row['premise']}\nQuestion: {row['hypothesis']}{question}{_ANSWER}"
-        return TaskItem(context, tuple(answers.values()), gold=labels.index(row["label"]))
-
-    columns = {"premise": str, "hypothesis": str, "label": str}
-    return Task(name, file, lm_eval_name, columns, parse, metrics)
+    if row["label"] not in answers:
+        raise ValueError(f"expected `label` {' or '.join(labels)}, got {row['label'][:40]!r}")
+    context = f"{row['premise']}\nQuestion: {row['hypothesis']}{question}{_ANSWER}"
+    return TaskItem(context, tuple(answers.values()), gold=labels.index(row["label"]))
 
 
 def _parse_copa(row: Mapping[str, Any]) -> TaskItem:
@@ -286,17 +275,20 @@ def _parse_lambada(row: Mapping[str, Any]) -> TaskItem:
 
 _CB_ANSWERS = {"entailment": "True", "contradiction": "False", "neutral": "Neither"}
 _RTE_ANSWERS = {"entailment": "True", "not_entailment": "False"}
+_parse_cb = partial(_parse_entailment, answers=_CB_ANSWERS, question=". True, False, or Neither?")
+_parse_rte = partial(_parse_entailment, answers=_RTE_ANSWERS, question=" True or False?")
+_ENTAILMENT_COLUMNS = {"premise": str, "hypothesis": str, "label": str}
 _WINOGRAD_COLUMNS = {"context_options": list, "continuation": str, "gold": int}
 _TASKS = (
     _choice_task("arc_easy", lambda query: query + _ANSWER, ("acc", "acc_norm")),
     _choice_task("boolq", lambda query: query.removeprefix("Passage: ") + _ANSWER),
-    _entailment_task("cb", "superglue/CB/val.jsonl", "cb", _CB_ANSWERS, ". True, False, or Neither?", ("acc", "f1")),
+    Task("cb", "superglue/CB/val.jsonl", "cb", _ENTAILMENT_COLUMNS, _parse_cb, ("acc", "f1")),
     Task("copa", "copa.jsonl", "copa", _CHOICE_COLUMNS, _parse_copa),
     Task(
         "lambada", "lambada_test.jsonl", "lambada_openai", {"text": str}, _parse_lambada, ("acc", "perplexity"), "cloze"
     ),
     _choice_task("piqa", lambda query: query.removesuffix("\n") + _ANSWER, ("acc", "acc_norm")),
-    _entailment_task("rte", "superglue/RTE/val.jsonl", "sglue_rte", _RTE_ANSWERS, " True or False?"),
+    Task("rte", "superglue/RTE/val.jsonl", "sglue_rte", _ENTAILMENT_COLUMNS, _parse_rte),
     Task("winograd", "winograd_wsc.jsonl", "wsc273", _WINOGRAD_COLUMNS, _parse_winograd, kind="contexts"),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}

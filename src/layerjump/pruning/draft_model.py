@@ -33,13 +33,7 @@ def make_draft_model(
 ) -> Pruned:
     """Return a model of the first `n_blocks` blocks, whose last level one map takes to the unembedding.
 
-    Args:
-        model: The model, which stays as it is.
-        text: Calibration text: a corpus, or a source for `lj.load_text`.
-        n_blocks: Number of blocks to keep.
-        tokens: Number of tokens of the text to use; by default all.
-        split: Shares of the fit, validation and test documents.
-        seed: Seed of the split.
+    `text`, `tokens`, `split` and `seed` are those of `prune`; the model stays as it is.
     """
     require_model(model)
     if reason := cannot_drop(model):

@@ -177,6 +177,10 @@ def prune(
     require_model(model)
     if (drop is None) == (max_loss_ratio is None):
         raise BadPruning(f"pass either {argument('drop')} or {argument('max_loss_ratio')}")
+    if max_loss_ratio is not None and not max_loss_ratio > 1:
+        raise BadPruning(
+            f"expected {argument('max_loss_ratio')} of more than 1 (times the original loss), got {max_loss_ratio}"
+        )
     if reason := cannot_drop(model):
         raise BadPruning(reason)
     if method != "auto":
@@ -200,13 +204,40 @@ def prune(
         use_maps=method != "remove" and not (method == "auto" and model.masked),
         contiguous=contiguous,
     )
-    if max_loss_ratio is not None:
-        pruned = _prune_within(selector, calibration, method, criterion, max_loss_ratio)
-    else:
-        assert drop is not None
-        count = parse_drop_count(drop, model.n_blocks)
-        pruned = _prune_count(selector, calibration, method, criterion, count)
-    return with_test_loss(replace(pruned, criterion=criterion), calibration)
+
+    def prune_count(count: int) -> Pruned:
+        """Drop `count` blocks. By loss, the best single span competes with the greedy selection."""
+        selectors = [selector]
+        if criterion == "loss" and not contiguous and selector.spans(count):
+            selectors.append(replace(selector, contiguous=True))
+        selections = {tuple(contiguous_spans(way.select(criterion, count))) for way in selectors}
+        candidates = [drop_and_replace(model, spans, method, calibration) for spans in sorted(selections)]
+        return candidates[0] if len(candidates) == 1 else lowest_loss(candidates, calibration)
+
+    if drop is not None:
+        pruned = prune_count(parse_drop_count(drop, model.n_blocks))
+        return with_test_loss(replace(pruned, criterion=criterion), calibration)
+    # As many blocks as keep the validation loss below the limit, by bisection.
+    assert max_loss_ratio is not None
+    limit = max_loss_ratio * token_losses(model, calibration.validation).mean
+    best, fits, too_many = None, 0, len(selector.candidates) + 1
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        try:
+            pruned = prune_count(count)
+        except BadPruning:  # no span has this length
+            too_many = count
+            continue
+        if token_losses(pruned.model, calibration.validation).mean <= limit:
+            best, fits = pruned, count
+        else:
+            too_many = count
+    if best is None:
+        raise BadPruning(
+            f"no block can be dropped within {max_loss_ratio} times the loss; pass a larger "
+            f"{argument('max_loss_ratio')}, or another {argument('method')}"
+        )
+    return with_test_loss(replace(best, criterion=criterion), calibration)
 
 
 def prepare_calibration(
@@ -285,44 +316,3 @@ def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
 def lowest_loss(candidates: Sequence[Pruned], calibration: CalibrationData) -> Pruned:
     """Return the candidate with the lowest validation loss: several spans cost more than their maps predict."""
     return min(candidates, key=lambda p: token_losses(p.model, calibration.validation).mean)
-
-
-def _prune_count(
-    selector: BlockSelector, calibration: CalibrationData, method: str, criterion: str, count: int
-) -> Pruned:
-    """Drop `count` blocks. By loss, the best single span competes with the greedy selection."""
-    selectors = [selector]
-    if criterion == "loss" and not selector.contiguous and selector.spans(count):
-        selectors.append(replace(selector, contiguous=True))
-    selections = {tuple(contiguous_spans(way.select(criterion, count))) for way in selectors}
-    candidates = [drop_and_replace(selector.model, spans, method, calibration) for spans in sorted(selections)]
-    return candidates[0] if len(candidates) == 1 else lowest_loss(candidates, calibration)
-
-
-def _prune_within(
-    selector: BlockSelector, calibration: CalibrationData, method: str, criterion: str, max_loss_ratio: float
-) -> Pruned:
-    """Drop as many blocks as keep the validation loss below the limit, by bisection."""
-    if not max_loss_ratio > 1:
-        raise BadPruning(
-            f"expected {argument('max_loss_ratio')} of more than 1 (times the original loss), got {max_loss_ratio}"
-        )
-    limit = max_loss_ratio * token_losses(selector.model, calibration.validation).mean
-    best, fits, too_many = None, 0, len(selector.candidates) + 1
-    while too_many - fits > 1:
-        count = (fits + too_many) // 2
-        try:
-            pruned = _prune_count(selector, calibration, method, criterion, count)
-        except BadPruning:  # no span has this length
-            too_many = count
-            continue
-        if token_losses(pruned.model, calibration.validation).mean <= limit:
-            best, fits = pruned, count
-        else:
-            too_many = count
-    if best is None:
-        raise BadPruning(
-            f"no block can be dropped within {max_loss_ratio} times the loss; pass a larger "
-            f"{argument('max_loss_ratio')}, or another {argument('method')}"
-        )
-    return best

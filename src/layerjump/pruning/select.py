@@ -15,7 +15,7 @@ from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import apply_map, to_module
 from layerjump.jumps.moments import Moments
-from layerjump.jumps.scoring import block_map, block_pair, explained_share, residual
+from layerjump.jumps.scoring import block_map, block_pair, block_scores
 from layerjump.metrics.token_loss import token_losses_at
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Pair, Site
@@ -136,13 +136,13 @@ class BlockSelector:
             return tuple(sorted(self._order_by_linearity(count)))
         if criterion == "loss" and not self.contiguous:
             return tuple(sorted(self.order_by_loss(count)))
-        block_scores: dict[int, float] = {}  # low for the blocks to drop
+        low_first: dict[int, float] = {}  # block → score, low for those to drop
         if criterion == "linearity":
-            block_scores = {block: -score for block, score in self.linearity().items()}
+            low_first = {block: -score for block, score in self.linearity().items()}
         elif criterion == "influence":
-            block_scores = self.influence()
-        if block_scores and not self.contiguous:
-            return tuple(sorted(sorted(self.candidates, key=block_scores.__getitem__)[:count]))
+            low_first = self.influence()
+        if low_first and not self.contiguous:
+            return tuple(sorted(sorted(self.candidates, key=low_first.__getitem__)[:count]))
 
         spans = self.spans(count)
         if not spans:
@@ -160,20 +160,16 @@ class BlockSelector:
         elif criterion == "deepest":
             scores = {(i, j): -float(i) for i, j in spans}
         else:
-            scores = {span: sum(block_scores[block] for block in blocks_in_spans([span])) for span in spans}
+            scores = {span: sum(low_first[block] for block in blocks_in_spans([span])) for span in spans}
         return blocks_in_spans([min(spans, key=scores.__getitem__)])
 
     def linearity(self, model: Model | None = None) -> dict[int, float]:
         """Return 1 − error / variance of the affine map over each block (in sample, as in arXiv 2405.12250)."""
         n_blocks = (model or self.model).n_blocks
         moments = self.collect([block_pair(level) for level in range(n_blocks)], model)
-        scores = {}
-        for level in range(n_blocks):
-            pair = block_pair(level)
-            source, target = moments.source(pair[0]), moments.target(*pair)
-            error = float(residual(block_map(moments, level), source, target).sum())
-            scores[level + 1] = explained_share(error, float(target.sum_squares.sum()))
-        return scores
+        maps = [block_map(moments, level) for level in range(n_blocks)]
+        scores = [block_scores(fitted, moments, moments, level) for level, fitted in enumerate(maps)]
+        return {block: score["with residual"] for block, score in enumerate(scores, start=1)}
 
     def influence(self) -> dict[int, float]:
         """Return Block Influence: 1 − mean cosine between the input and output of each block (arXiv 2403.03853)."""

@@ -108,11 +108,7 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
         raise BadModel(reason)
     remaining = [block for block in range(1, model.n_blocks + 1) if block not in set(dropped)]
     # Dropped blocks are not copied.
-    placeholders: dict[int, Any] = {
-        id(module): nn.Identity()
-        for block, module in enumerate(model.structure.blocks, start=1)
-        if block in set(dropped)
-    }
+    placeholders: dict[int, Any] = {id(model.structure.blocks[block - 1]): nn.Identity() for block in dropped}
     hf = copy.deepcopy(model.hf, placeholders)
     path, _, name = model.structure.family.blocks.rpartition(".")
     modules = list(hf.get_submodule(model.structure.family.blocks).children())
@@ -154,14 +150,12 @@ def ffn_output_layer(model: Model, block: int) -> nn.Module:
 @torch.no_grad()
 def fold_output_map(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
     """Fold a map T, c of a layer's output into the layer: W becomes T W, and its bias b becomes T b + c."""
-    parameter = layer.get_parameter("weight")
-    is_transposed = isinstance(layer, Conv1D)
-    matrix = (parameter.mT if is_transposed else parameter).double()
-    product = weight.to(matrix) @ matrix
-    parameter.copy_(product.mT if is_transposed else product)
+    matrix = _weight_matrix(layer)
+    weight = weight.to(matrix.device).double()
+    matrix.copy_(weight @ matrix.double())
     layer_bias = getattr(layer, "bias", None)
     if layer_bias is not None:
-        mapped = weight.to(matrix) @ layer_bias.double()
+        mapped = weight @ layer_bias.double()
         layer_bias.copy_(mapped if bias is None else mapped + bias.to(mapped))
     elif bias is not None:
         raise BadModel("a map with a bias cannot be folded into a layer that has no bias")
@@ -170,12 +164,14 @@ def fold_output_map(layer: nn.Module, weight: Tensor, bias: Tensor | None = None
 @torch.no_grad()
 def fold_input_map(layer: nn.Module, weight: Tensor) -> None:
     """Fold a map T of a layer's input into the layer: W becomes W T."""
-    parameter = layer.get_parameter("weight")
-    weight = weight.to(parameter.device).double()
-    if isinstance(layer, Conv1D):
-        parameter.copy_(weight.mT @ parameter.double())
-    else:
-        parameter.copy_(parameter.double() @ weight)
+    matrix = _weight_matrix(layer)
+    matrix.copy_(matrix.double() @ weight.to(matrix.device).double())
+
+
+def _weight_matrix(layer: nn.Module) -> Tensor:
+    """A view of a layer's weight, (outputs, inputs)."""
+    weight = layer.get_parameter("weight")
+    return weight.mT if isinstance(layer, Conv1D) else weight
 
 
 @torch.no_grad()

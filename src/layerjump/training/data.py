@@ -67,28 +67,19 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         epoch, position = divmod(index, len(self._rows))
-        ids = self._rows[int(self._epoch_order(epoch)[position])].long()
-        if self._tokenizer is None:
-            inputs, labels = ids, ids
-        else:
-            inputs, labels = self._mask(ids, index, self._tokenizer)
-        return {"input_ids": inputs, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
             bits = np.random.Philox(np.random.SeedSequence([self._seed, epoch]))
-            order = np.argsort(bits.random_raw(len(self._rows)), kind="stable")
-            self._order = epoch, order
-        return self._order[1]
-
-    def _mask(self, ids: Tensor, index: int, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels with BERT's masking, drawn from the seed and the example's index."""
-        (seed,) = np.random.SeedSequence([self._seed, index]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
-        uniform = torch.rand(2, len(ids), generator=generator)
-        special = torch.tensor(tokenizer.all_special_ids)
-        predicted = (uniform[0] < MASK_PROBABILITY) & ~torch.isin(ids, special)
-        random_ids = torch.randint(len(tokenizer), ids.shape, generator=generator)
-        replaced = torch.where(uniform[1] < 0.8, tokenizer.mask_token_id, ids)
-        replaced = torch.where(uniform[1] >= 0.9, random_ids, replaced)
-        return torch.where(predicted, replaced, ids), torch.where(predicted, ids, IGNORE_INDEX)
+            self._order = epoch, np.argsort(bits.random_raw(len(self._rows)), kind="stable")
+        ids = self._rows[int(self._order[1][position])].long()
+        inputs, labels = ids, ids
+        if (tokenizer := self._tokenizer) is not None:
+            # BERT's masking, drawn from the seed and the example's index.
+            (seed,) = np.random.SeedSequence([self._seed, index]).generate_state(1, np.uint64)
+            generator = torch.Generator().manual_seed(int(seed >> np.uint64(1)))
+            uniform = torch.rand(2, len(ids), generator=generator)
+            predicted = (uniform[0] < MASK_PROBABILITY) & ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+            random_ids = torch.randint(len(tokenizer), ids.shape, generator=generator)
+            replaced = torch.where(uniform[1] < 0.8, tokenizer.mask_token_id, ids)
+            replaced = torch.where(uniform[1] >= 0.9, random_ids, replaced)
+            inputs, labels = torch.where(predicted, replaced, ids), torch.where(predicted, ids, IGNORE_INDEX)
+        return {"input_ids": inputs, "attention_mask": torch.ones_like(ids), "labels": labels}

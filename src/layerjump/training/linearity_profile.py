@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, StrictFloat, StrictInt, ValidationError, field_validator
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from layerjump.data.batches import make_batches
 from layerjump.data.corpus import Corpus
@@ -186,12 +179,10 @@ def load_measurements(path: Path, step: int) -> Measurements:
 class TrainingMonitor(TrainerCallback):
     """Measures the model before the first step, every `eval_every` steps and after the last, in the first process."""
 
-    def __init__(
-        self, hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Corpus, *, eval_every: int, folder: Path
-    ) -> None:
+    def __init__(self, model: Model, text: Corpus, *, eval_every: int, folder: Path) -> None:
         self.measurements = Measurements(steps=[], blocks=[], levels=[])
-        self._model = Model.wrap(hf, tokenizer, name="model")
-        self._text, self._eval_every, self._path = text, eval_every, folder / MEASUREMENTS_FILE
+        self._model, self._text = model, text
+        self._eval_every, self._path = eval_every, folder / MEASUREMENTS_FILE
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure the untrained model, or load what an earlier part of the run measured before its checkpoint."""

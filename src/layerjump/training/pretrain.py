@@ -30,6 +30,7 @@ from layerjump.io import check_free, read_json, replace_folder, write_json, writ
 from layerjump.jumps.serialization import Record, read_record
 from layerjump.models.families import family_of
 from layerjump.models.loading import quiet_transformers
+from layerjump.models.model import Model
 from layerjump.training.data import PackedRows, pack_rows
 from layerjump.training.linearity_profile import Measurements, TrainingMonitor
 from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model, train_tokenizer
@@ -207,7 +208,8 @@ def pretrain(
     tokenization = Tokenization.of(tokenizer, max_positions=max_positions, masked=is_masked)
     rows = pack_rows(text.documents, tokenization, recipe.length)
     hf = build_model(recipe.architecture, recipe, tokenizer, seed=recipe.seed)
-    monitor = TrainingMonitor(hf, tokenizer, held_out, eval_every=recipe.eval_every, folder=training_folder)
+    model = Model.wrap(hf, tokenizer, name="model")
+    monitor = TrainingMonitor(model, held_out, eval_every=recipe.eval_every, folder=training_folder)
     log = train_model(hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint)
     if recipe.penalty == NO_PENALTY:
         settings = replace(settings, penalty_weight=0.0)
