@@ -225,10 +225,10 @@ def prune(
         count = (fits + too_many) // 2
         try:
             pruned = prune_count(count)
+            is_within = token_losses(pruned.model, calibration.validation).mean <= limit
         except BadPruning:  # no span has this length
-            too_many = count
-            continue
-        if token_losses(pruned.model, calibration.validation).mean <= limit:
+            is_within = False
+        if is_within:
             best, fits = pruned, count
         else:
             too_many = count

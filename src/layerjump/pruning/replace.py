@@ -100,15 +100,14 @@ def fit_replacements(
     transforms: list[StreamTransform] = []
     for source, target in spans if method != "remove" else ():
         level = level_after_pruning(source, spans)
+        sites = [Site(level)] if method == "linear" else [Site(level), Site(level, "ffn.out")]
         is_first = (source, target) == spans[0]
+        pairs = _paired_states(model, pruned, batches, sites, Site(target), is_first=is_first)
         if method == "linear":
-            pairs = _paired_states(model, pruned, batches, [Site(level)], Site(target), is_first=is_first)
             fitted.append(_fit_linear(pairs, (Site(source), Site(target)), info, pruned.hf.dtype))
             # In a hook, so that the model's own code, KV cache and generation stay as they are.
             attach_map(pruned.structure.tap(Site(level)), fitted[-1][source, target], apply_map)
         else:
-            sites = [Site(level), Site(level, "ffn.out")]
-            pairs = _paired_states(model, pruned, batches, sites, Site(target), is_first=is_first)
             before = transforms[-1] if transforms else StreamTransform(0)
             transforms.append(_fit_folded(pairs, pruned, level, method, before))
     if not fitted:
