@@ -4,6 +4,10 @@
 that exits early stays in the queue of its exit level; the next token that goes deeper takes the queue along. Keys and
 values are therefore the full model's, wherever tokens exit.
 
+The `KVCache` may hold another number of tokens for each block. Memory is allocated ahead: new keys and values go into
+spare capacity, and a rollback only lowers lengths. Sliding-window blocks store every token and return their window, so
+that they can be rolled back too.
+
 `HuggingFaceBlocks` calls blocks exactly as the model itself would. The model's own forward pass, with placeholders
 for its blocks, makes their masks, rotary embeddings and biases. So every decoder family works, and nothing is
 re-implemented.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,9 +26,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from layerjump.errors import BadModel
-from layerjump.generation.kv_cache import KeysStored, KVCache
 from layerjump.models.hooks import Call, intercept_calls
 from layerjump.models.model import Model
+
+_SPARE = 64
+"""Tokens of spare capacity of a KV cache at first; later the capacity doubles."""
 
 
 @dataclass
@@ -67,6 +74,57 @@ class Counts:
         self._since = now
 
 
+class KeysStored(Exception):  # noqa: N818  (a signal, not an error)
+    """Raised by a cache in `store_only` mode to leave a block once its keys and values are stored."""
+
+
+class KVCache:
+    """The `past_key_values` of a Hugging Face block: the block calls `update` and attends to what that returns."""
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.windows = list(windows)
+        """The sliding window of each block; None: full attention."""
+        self.lengths = [0] * len(self.windows)
+        """The number of tokens stored for each block."""
+        self.store_only = False
+        """Whether `update` raises `KeysStored` instead of returning."""
+        self._buffers: list[list[Tensor]] = [[] for _ in self.windows]
+        """Keys and values of each block, (rows, heads, capacity, d_head); none before the first token."""
+
+    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append a block's new keys and values, (rows, heads, tokens, d_head); return all its queries may see."""
+        start = self.lengths[index]
+        end = start + keys.shape[-2]
+        buffers = self._buffers[index]
+        if not buffers or buffers[0].shape[2] < end:
+            capacity = max(end + _SPARE, 2 * buffers[0].shape[2] if buffers else 0)
+            enlarged = [new.new_empty((*new.shape[:2], capacity, new.shape[3])) for new in (keys, values)]
+            for buffer, old in zip(enlarged, buffers, strict=False):
+                buffer[:, :, :start] = old[:, :, :start]
+            self._buffers[index] = buffers = enlarged
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[:, :, start:end] = new
+        self.lengths[index] = end
+        if self.store_only:
+            raise KeysStored
+        window = self.windows[index]
+        first = max(0, start - window + 1) if window else 0
+        return buffers[0][:, :, first:end], buffers[1][:, :, first:end]
+
+    def get(self, index: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a block that has stored some."""
+        keys, values = self._buffers[index]
+        return keys[:, :, : self.lengths[index]], values[:, :, : self.lengths[index]]
+
+    def rollback(self, length: int) -> None:
+        """Drop every token after the first `length`, in every block."""
+        self.lengths = [min(stored, length) for stored in self.lengths]
+
+    def get_seq_length(self, index: int = 0) -> int:
+        """The number of tokens stored for a block, under the name that Hugging Face calls."""
+        return self.lengths[index]
+
+
 class Blocks(Protocol):
     """Runs single blocks, by index from 0. `mask` is None without padding; arguments of `embed` cover all tokens."""
 
@@ -83,9 +141,10 @@ class Blocks(Protocol):
 class BlockRunner:
     """Runs the blocks of a growing batch of sequences, each block when a step needs it."""
 
-    def __init__(self, blocks: Blocks, config: object, mask: Tensor | None, positions: Tensor) -> None:
+    def __init__(self, blocks: Blocks, config: Any, mask: Tensor | None, positions: Tensor) -> None:
         self._blocks = blocks
-        self.cache = KVCache(sliding_windows(config))
+        layers: list[Any] = DynamicCache(config=config).layers  # Hugging Face's own cache knows each block's window
+        self.cache = KVCache([layer.sliding_window if layer.is_sliding else None for layer in layers])
         self.n_blocks = len(self.cache.lengths)
         self._queues: list[Tensor | None] = [None] * self.n_blocks
         """States at level l that block l + 1 has not run on, (rows, tokens, d_model)."""
@@ -174,38 +233,31 @@ class HuggingFaceBlocks:
 
     def _record_calls(self, stored: int) -> Tensor:
         """Record every block's call for the tokens after the first `stored`; the states at level 0."""
-        placeholder = _placeholder_cache(self._config, stored)
+        # An empty cache that reports `stored` tokens for every block.
+        placeholder = DynamicCache(config=self._config)
+        layers: list[Any] = placeholder.layers
+        for layer in layers:
+            if layer.is_sliding:
+                layer.cumulative_length = stored
+            elif stored:
+                # A view of one number: the shape is all that is read.
+                layer.keys = layer.values = torch.empty(1).expand(1, 1, stored, 1)
+                layer.is_initialized = True
         inputs: dict[str, Any] = {"input_ids": self._ids[:, stored:], "attention_mask": self._mask}
         if self._takes_positions:
             inputs["position_ids"] = self._positions[:, stored:]
         with intercept_calls(self._list) as calls:
             self._stack(**inputs, past_key_values=placeholder, use_cache=True)
-        self._calls[stored] = [_with_cache(call, placeholder, self._cache) for call in calls]
+
+        def with_real_cache(value: Any) -> Any:
+            return self._cache if value is placeholder else value
+
+        self._calls[stored] = [
+            Call(
+                call.states,
+                tuple(map(with_real_cache, call.args)),
+                {name: with_real_cache(value) for name, value in call.kwargs.items()},
+            )
+            for call in calls
+        ]
         return calls[0].states
-
-
-def _placeholder_cache(config: Any, stored: int) -> DynamicCache:
-    """An empty cache that reports `stored` tokens for every block."""
-    cache = DynamicCache(config=config)
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if layer.is_sliding:
-            layer.cumulative_length = stored
-        elif stored:
-            # A view of one number: the shape is all that is read.
-            layer.keys = layer.values = torch.empty(1).expand(1, 1, stored, 1)
-            layer.is_initialized = True
-    return cache
-
-
-def _with_cache(call: Call, placeholder: DynamicCache, cache: KVCache) -> Call:
-    """The call with the real cache for the placeholder."""
-    args = tuple(cache if value is placeholder else value for value in call.args)
-    kwargs = {name: cache if value is placeholder else value for name, value in call.kwargs.items()}
-    return Call(call.states, args, kwargs)
-
-
-def sliding_windows(config: Any) -> list[int | None]:
-    """The sliding window of every block as Hugging Face's own cache has it; None: full attention."""
-    layers: list[Any] = DynamicCache(config=config).layers
-    return [layer.sliding_window if layer.is_sliding else None for layer in layers]

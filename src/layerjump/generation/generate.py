@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -18,8 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerjump.errors import BadExit, argument
 from layerjump.generation.block_runner import BlockRunner, Counts
-from layerjump.generation.kv_cache import CacheKind
-from layerjump.generation.loop import Decoder, Sequences
+from layerjump.generation.loop import CacheKind, Decoder, Sequences
 from layerjump.generation.packed_llama import choose_blocks
 from layerjump.generation.rules import ExitConfig, Rule, checked_levels
 from layerjump.jumps.jumps import Jumps
@@ -104,7 +103,10 @@ def generate(
             raise BadExit(f"{argument('prompts')} is empty; give at least one prompt")
         prompts = model.tokenization.generation_inputs(texts)
         generation.setdefault("pad_token_id", model.tokenization.pad)
-    custom_generate = EarlyExit(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer, model)
+    custom_generate = EarlyExit(
+        jumps, exit, verify=verify, cache=cache, max_draft_tokens=max_draft_tokens, streamer=streamer
+    )
+    custom_generate.use_model(model)
     inputs = {name: tensor.to(model.device) for name, tensor in prompts.items()}
     hf: Any = model.hf
     hf.generate(**inputs, custom_generate=custom_generate, **generation)
@@ -112,35 +114,22 @@ def generate(
     return custom_generate.result
 
 
-def early_exit(
-    jumps: Jumps | None,
-    exit: ExitConfig | Rule | str = "never",
-    *,
-    verify: bool = False,
-    cache: CacheKind = "exact",
-    max_draft_tokens: int = MAX_DRAFT_TOKENS,
-    streamer: Any = None,
-) -> EarlyExit:
+@dataclass(eq=False)
+class EarlyExit:
     """A custom generation function: `hf.generate(…, custom_generate=lj.early_exit(jumps, exit))`.
 
     The settings are those of `lj.generate`. Hugging Face passes neither its streamer nor its tokenizer to custom
-    functions: give the streamer here, and stop strings as a `stopping_criteria`. After a call, `result` holds the
-    `Generated`.
+    functions: give the streamer here, and stop strings as a `stopping_criteria`.
     """
-    return EarlyExit(jumps, ExitConfig.of(exit), verify, cache, max_draft_tokens, streamer)
-
-
-@dataclass(eq=False)
-class EarlyExit:
-    """A custom generation function of `transformers`; `early_exit` makes it and `generate` documents its settings."""
 
     jumps: Jumps | None
-    exit: ExitConfig
-    verify: bool
-    cache: CacheKind
-    max_draft_tokens: int
-    streamer: Any
-    model: Model | None = None
+    exit: ExitConfig | Rule | str = "never"
+    _: KW_ONLY
+    verify: bool = False
+    cache: CacheKind = "exact"
+    max_draft_tokens: int = MAX_DRAFT_TOKENS
+    streamer: Any = None
+    model: Model | None = field(default=None, init=False)
     """The model of the last call."""
     result: Generated | None = field(default=None, init=False)
     """The outcome of the last call."""
@@ -155,8 +144,7 @@ class EarlyExit:
             )
         if self.max_draft_tokens < 1:
             raise BadExit(f"{argument('max_draft_tokens')} must be 1 or more, got {self.max_draft_tokens}")
-        if self.model is not None:
-            self._check_model(self.model)
+        self._config = ExitConfig.of(self.exit)
 
     @torch.no_grad()
     def __call__(
@@ -170,8 +158,8 @@ class EarlyExit:
     ) -> Any:
         """Generate; `model.generate` calls this after its own preparations."""
         if self.model is None or self.model.hf is not model:
-            self.model = Model.wrap(model)
-            self._check_model(self.model)
+            self.use_model(Model.wrap(model))
+        assert self.model is not None
         config, max_length = generation_config, stopping_criteria.max_length
         _check_call(self.model, input_ids.shape[1], max_length, config, model_kwargs)
         eos, pad = config._eos_token_tensor, config._pad_token_tensor
@@ -182,36 +170,43 @@ class EarlyExit:
             eos_tokens=frozenset() if eos is None else frozenset(eos.reshape(-1).tolist()),
             streamer=self.streamer,
         )
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and bool(mask.all()):
+            mask = None  # attention without a mask is faster
+        positions = model_kwargs.get("position_ids")
+        if positions is None:  # families without a position_ids argument
+            attended = torch.ones_like(input_ids) if mask is None else mask
+            positions = (attended.long().cumsum(-1) - 1).clamp_min(0)
+        runner = BlockRunner(choose_blocks(self.model), self.model.hf.config, mask, positions)
+        do_sample = bool(config.do_sample)
         decoder = Decoder(
-            self.model,
-            self.jumps,
-            self.exit,
-            _make_runner(self.model, input_ids, model_kwargs),
-            sequences,
-            logits_processor,
-            do_sample=bool(config.do_sample),
+            self.model, self.jumps, self._config, runner, sequences, logits_processor, do_sample=do_sample
         )
         if self.verify:
             decoder.decode_verified(self.max_draft_tokens, max_length)
         else:
             decoder.decode(self.cache)
         self.result = _result(self.model, sequences, decoder.counts)
-        ids = sequences.padded()
+        ids = sequences.padded(sequences.width)
         if config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
         return ids
 
-    def _check_model(self, model: Model) -> None:
-        """Refuse a model that cannot decode with these settings."""
+    def use_model(self, model: Model) -> None:
+        """Take a model for the next calls; refuse one that cannot decode with these settings."""
         if model.task != "causal":
             raise BadExit(f"early exit needs a causal language model, but {model.name} is a {model.task} model")
         model.require_predictions()
-        checked_levels(self.exit.rule, model.n_blocks)
-        if self.exit.shortlist is not None:
-            self.exit.shortlist.check(model)
+        checked_levels(self._config.rule, model.n_blocks)
+        if self._config.shortlist is not None:
+            self._config.shortlist.check(model)
         if self.jumps is not None:
             check_model(self.jumps, model, allow_other_weights=self.jumps.used_on is not None)
             self.jumps.to(model.device)
+        self.model = model
+
+
+early_exit = EarlyExit
 
 
 def check_ranges(generation: Mapping[str, Any]) -> None:
@@ -253,33 +248,18 @@ def _check_call(
         )
 
 
-def _make_runner(model: Model, ids: Tensor, model_kwargs: Mapping[str, Any]) -> BlockRunner:
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and bool(mask.all()):
-        mask = None  # attention without a mask is faster
-    positions = model_kwargs.get("position_ids")
-    if positions is None:  # families without a position_ids argument
-        attended = torch.ones_like(ids) if mask is None else mask
-        positions = (attended.long().cumsum(-1) - 1).clamp_min(0)
-    return BlockRunner(choose_blocks(model), model.hf.config, mask, positions)
-
-
 def _result(model: Model, sequences: Sequences, counts: Counts) -> Generated:
-    prompts = sequences.ids[:, : sequences.prompt_length].tolist()
-    ids = [sequences.new_tokens(row) for row in range(len(prompts))]
-    exit_levels = [
-        [levels[sequences.prompt_length + index] for index in range(len(new))]
-        for levels, new in zip(sequences.exit_levels, ids, strict=True)
-    ]
-    texts = [_decode_new(model, prompt, new) for prompt, new in zip(prompts, ids, strict=True)]
-    return Generated(texts, ids, exit_levels, model.n_blocks, counts)
-
-
-def _decode_new(model: Model, prompt: list[int], new: list[int]) -> str:
-    """The text that new tokens add to a prompt. Decoded alone, some tokenizers would drop their first blank."""
-    if model.tokenizer is None:
-        return ""
-    before, full, alone = (
-        str(model.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
-    )
-    return full[len(before) :] if full.startswith(before) else alone
+    texts, new_ids, exit_levels = [], [], []
+    for row, prompt in enumerate(sequences.ids[:, : sequences.prompt_length].tolist()):
+        new = sequences.new_tokens(row)
+        new_ids.append(new)
+        exit_levels.append([sequences.exit_levels[row][len(prompt) + index] for index in range(len(new))])
+        # The text that the new tokens add to the prompt. Decoded alone, some tokenizers would drop their first blank.
+        text = ""
+        if model.tokenizer is not None:
+            before, full, text = (
+                str(model.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
+            )
+            text = full[len(before) :] if full.startswith(before) else text
+        texts.append(text)
+    return Generated(texts, new_ids, exit_levels, model.n_blocks, counts)

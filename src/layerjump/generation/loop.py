@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from layerjump.errors import BadJumps, argument
 from layerjump.generation.block_runner import BlockRunner
-from layerjump.generation.kv_cache import CacheKind
 from layerjump.generation.packed_llama import pack_unembedding
 from layerjump.generation.rules import ExitConfig, LevelReading, checked_levels
 from layerjump.jumps.jumps import Jumps
@@ -27,6 +26,9 @@ from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
 
+CacheKind = Literal["exact", "jump", "copy"]
+"""The keys and values of a token in the blocks that it skipped: its own, computed later (`exact`); those of a state
+predicted by a jump (`jump`); those of the state at its exit level (`copy`)."""
 Processors = Callable[[Tensor, Tensor], Tensor]
 """(ids so far, scores) → scores: a `LogitsProcessorList`."""
 StoppingCriteria = Callable[[Tensor, Any], Tensor]
@@ -126,9 +128,9 @@ class Sequences:
         if self.done:
             self._streamer.end()
 
-    def padded(self, width: int | None = None) -> Tensor:
-        """The sequences so far, (rows, width), with padding after the rows that have ended."""
-        ids = self.ids[:, : self.width if width is None else width].clone()
+    def padded(self, width: int) -> Tensor:
+        """The first `width` columns, (rows, width), with padding after the rows that have ended."""
+        ids = self.ids[:, :width].clone()
         for row, last in enumerate(self.last_columns):
             if self.finished[row] and last is not None:
                 ids[row, last + 1 :] = self._pad
@@ -180,85 +182,39 @@ class Decoder:
         if exit.shortlist is not None:
             self._early_lens = Lens(exit.shortlist.restrict(model), jumps)
 
-    # ---- every token is final at once ----
-
     def decode(self, cache: CacheKind) -> None:
-        """Decode until all sequences end. Blocks that a token skips get its keys and values as `cache` says."""
-        sequences = self.sequences
+        """Decode until all sequences end; every token is final at once.
+
+        Blocks that a token skips get its keys and values as `cache` says.
+        """
+        sequences, n_blocks = self.sequences, self._n_blocks
+        jumps = self._jumps if cache == "jump" else None
         if cache == "jump":
             self._check_jumps()
-        if cache != "exact":
-            self._prefill()
+        if cache != "exact" and sequences.prompt_length > 1:
+            # The prompt, except its last token, runs through all blocks: its keys and values are the model's own.
+            self.decode_step(sequences.ids[:, :-1], sequences.open_rows(sequences.prompt_length), may_exit=False)
         while not sequences.done:
             column = sequences.ids.shape[1]
             rows = sequences.open_rows(column)
             step = self.decode_step(sequences.ids, rows)
-            if step.level < self._n_blocks and cache != "exact":
-                self._fill_skipped_blocks(step, cache)
-            scores = self._scores(sequences.ids, self._step_logits(step))
-            sequences.write(column, self._choose(scores), rows, step.exit_levels)
+            if step.level < n_blocks and cache != "exact":
+                # The blocks above the exit level get keys and values of a predicted or copied state.
+                states = step.states[:, -1:]  # (rows, 1, d_model)
+                for level in range(step.level, n_blocks):
+                    jump = None if jumps is None or level == step.level else jumps[step.level, level]
+                    self._runner.fill(level + 1, states if jump is None else apply_map(jump, states))
+                self.counts.record_time("blocks")
+            logits = step.early_logits
+            if step.level == n_blocks:
+                last = self._unembed(step.states[:, -1])
+                early = torch.tensor([level < n_blocks for level in step.exit_levels], device=last.device)
+                logits = last if logits is None else torch.where(early[:, None], logits, last)
+            tokens, scores = self._choose(sequences.ids, logits)
+            sequences.write(column, tokens, rows, step.exit_levels)
             sequences.finalize(column, rows, scores)
             sequences.stream()
             self.counts.record_time("rest")
-
-    def _prefill(self) -> None:
-        """Run the prompt, except its last token, through all blocks: its keys and values are the model's own."""
-        sequences = self.sequences
-        if sequences.prompt_length > 1:
-            rows = sequences.open_rows(sequences.prompt_length)
-            self.decode_step(sequences.ids[:, :-1], rows, may_exit=False)
-
-    def decode_step(self, ids: Tensor, rows: Tensor, *, may_exit: bool = True) -> Step:
-        """Run the newest tokens to the level where all selected rows have exited, or to level L.
-
-        `ids` are all tokens so far, (rows, T). Rows that are not selected, (rows,), run along.
-        """
-        states = self._runner.extend(ids)  # (rows, new tokens, d_model)
-        checked = self._checked_levels if may_exit else frozenset()
-        positions = self._runner.positions.expand(len(ids))
-        exit_levels, exited, logits = [self._n_blocks] * len(ids), ~rows, None
-        earlier_tokens: tuple[Tensor, ...] = ()
-        for level in range(self._n_blocks):
-            if level in checked:
-                self.counts.record_time("blocks")
-                reading = LevelReading(level, states[:, -1], positions, self._early_lens.logits, earlier_tokens)
-                exits = self._exit.rule.should_exit(reading) & ~exited
-                if bool(exits.any()):
-                    exit_logits = self._expand(reading.logits)
-                    if logits is not None:
-                        exit_logits = torch.where(exits[:, None], exit_logits, logits)
-                    logits, exited = exit_logits, exited | exits
-                    for row in exits.nonzero()[:, 0].tolist():
-                        exit_levels[row] = level
-                if reading.has_logits:
-                    earlier_tokens += (reading.top_token,)
-                self._count(reading)
-                if logits is not None and bool(exited.all()):
-                    return Step(level, states, exit_levels, logits)
-            self.counts.wasted_tokens += len(ids) - exit_levels.count(self._n_blocks)
-            states = self._runner.run(level + 1)
-        self.counts.record_time("blocks")
-        return Step(self._n_blocks, states, exit_levels, logits)
-
-    def _step_logits(self, step: Step) -> Tensor:
-        """The logits of every row's newest token, (rows, V): its early exit's, or level L's."""
-        if step.level < self._n_blocks:
-            assert step.early_logits is not None
-            return step.early_logits
-        last = self._unembed(step.states[:, -1])
-        if step.early_logits is None:
-            return last
-        early = [level < self._n_blocks for level in step.exit_levels]
-        return torch.where(torch.tensor(early, device=last.device)[:, None], step.early_logits, last)
-
-    def _fill_skipped_blocks(self, step: Step, cache: CacheKind) -> None:
-        """Give the blocks above the exit level keys and values of a predicted or copied state."""
-        states = step.states[:, -1:]  # (rows, 1, d_model)
-        jumps = self._jumps if cache == "jump" else None
-        for level in range(step.level, self._n_blocks):
-            jump = None if jumps is None or level == step.level else jumps[step.level, level]
-            self._runner.fill(level + 1, states if jump is None else apply_map(jump, states))
-        self.counts.record_time("blocks")
 
     def _check_jumps(self) -> None:
         for level in sorted(self._checked_levels):
@@ -270,10 +226,8 @@ class Decoder:
                         f"{argument('pairs', 'all')}, or choose another cache"
                     )
 
-    # ---- tokens that exit early are drafts ----
-
     def decode_verified(self, max_draft_tokens: int, max_length: int | None) -> None:
-        """Decode what the full model would: verify every draft before it is final.
+        """Decode what the full model would: tokens that exit early are drafts, verified before they are final.
 
         At most `max_draft_tokens` drafts wait for verification. Sequences end at `max_length` at the latest.
         """
@@ -288,7 +242,12 @@ class Decoder:
             step = self.decode_step(sequences.ids[:, :column], rows, may_exit=may_exit)
             states, n_drafted = step.states, column
             if step.level < self._n_blocks:
-                ends = self._draft(column, step, rows, draft_probs)
+                tokens, scores = self._choose(sequences.ids[:, :column], step.early_logits)
+                if self._do_sample:
+                    draft_probs[column] = scores.softmax(-1)
+                sequences.write(column, tokens, rows, step.exit_levels)
+                self.counts.record_time("rest")
+                ends = not sequences.eos_tokens.isdisjoint(tokens[rows].tolist())
                 if not ends and column + 1 != max_length:
                     column += 1
                     continue
@@ -304,20 +263,12 @@ class Decoder:
                 if sum(recent) < self._exit.min_acceptance * len(recent):
                     paused_until = column + PAUSE
                 recent.clear()
-            self._rollback(column - 1)
+            if column - 1 < self._runner.length and not sequences.done:
+                # Drop the tokens that entered the blocks after those that are final in every row.
+                self.counts.rollbacks += 1
+                self._runner.rollback(column - 1)
             sequences.stream()
             self.counts.record_time("rest")
-
-    def _draft(self, column: int, step: Step, rows: Tensor, draft_probs: dict[int, Tensor]) -> bool:
-        """Write drafts into a column; whether one of them would end its sequence."""
-        assert step.early_logits is not None
-        scores = self._scores(self.sequences.ids[:, :column], step.early_logits)
-        tokens = self._choose(scores)
-        if self._do_sample:
-            draft_probs[column] = scores.softmax(-1)
-        self.sequences.write(column, tokens, rows, step.exit_levels)
-        self.counts.record_time("rest")
-        return not self.sequences.eos_tokens.isdisjoint(tokens[rows].tolist())
 
     def _verify(self, states: Tensor, column: int, n_drafted: int, draft_probs: dict[int, Tensor]) -> list[bool]:
         """Make the tokens up to and with this column final; whether each draft was accepted.
@@ -334,30 +285,59 @@ class Decoder:
             rows = sequences.open_rows(at) & ~rejected
             if not bool(rows.any()):
                 continue
-            scores = self._scores(sequences.ids[:, :at], logits[:, at - start])
-            if at < n_drafted:
-                drafts = sequences.ids[:, at]
-                tokens = self._choose(scores, drafts, draft_probs.get(at))
+            drafts = sequences.ids[:, at] if at < n_drafted else None
+            tokens, scores = self._choose(sequences.ids[:, :at], logits[:, at - start], drafts, draft_probs.get(at))
+            changed = rows
+            if drafts is not None:
                 changed = (tokens != drafts) & rows
                 accepted_drafts += (~changed[rows]).tolist()
-                sequences.write(at, tokens, changed, full_model)
                 rejected = rejected | changed
-            else:
-                sequences.write(at, self._choose(scores), rows, full_model)
+            sequences.write(at, tokens, changed, full_model)
             if not self._do_sample:
-                self.counts.near_ties += int((is_near_tie(scores) & rows).sum())
+                two = scores.topk(2).values  # (rows, 2)
+                self.counts.near_ties += int(((two[:, 0] - two[:, 1] < NEAR_TIE) & rows).sum())
             sequences.finalize(at, rows, scores)
         self.counts.drafts += len(accepted_drafts)
         self.counts.accepted += sum(accepted_drafts)
         return accepted_drafts
 
-    def _rollback(self, length: int) -> None:
-        """Drop the tokens that entered the blocks after those that are final in every row."""
-        if length < self._runner.length and not self.sequences.done:
-            self.counts.rollbacks += 1
-            self._runner.rollback(length)
+    def decode_step(self, ids: Tensor, rows: Tensor, *, may_exit: bool = True) -> Step:
+        """Run the newest tokens to the level where all selected rows have exited, or to level L.
 
-    # ---- logits, scores, tokens ----
+        `ids` are all tokens so far, (rows, T). Rows that are not selected, (rows,), run along.
+        """
+        counts, shortlist = self.counts, self._exit.shortlist
+        states = self._runner.extend(ids)  # (rows, new tokens, d_model)
+        checked = self._checked_levels if may_exit else frozenset()
+        positions = self._runner.positions.expand(len(ids))
+        exit_levels, exited, logits = [self._n_blocks] * len(ids), ~rows, None
+        earlier_tokens: tuple[Tensor, ...] = ()
+        for level in range(self._n_blocks):
+            if level in checked:
+                counts.record_time("blocks")
+                reading = LevelReading(level, states[:, -1], positions, self._early_lens.logits, earlier_tokens)
+                exits = self._exit.rule.should_exit(reading) & ~exited
+                if bool(exits.any()):
+                    exit_logits = reading.logits
+                    if shortlist is not None:
+                        exit_logits = shortlist.expand(exit_logits, self._vocab_size)
+                    if logits is not None:
+                        exit_logits = torch.where(exits[:, None], exit_logits, logits)
+                    logits, exited = exit_logits, exited | exits
+                    for row in exits.nonzero()[:, 0].tolist():
+                        exit_levels[row] = level
+                if reading.has_logits:
+                    earlier_tokens += (reading.top_token,)
+                    counts.unembeddings += shortlist is None
+                    counts.shortlist_unembeddings += shortlist is not None
+                counts.probe_evaluations += reading.probe_evaluations
+                counts.record_time("rules", reading.unembedding_seconds)
+                if logits is not None and bool(exited.all()):
+                    return Step(level, states, exit_levels, logits)
+            counts.wasted_tokens += len(ids) - exit_levels.count(self._n_blocks)
+            states = self._runner.run(level + 1)
+        counts.record_time("blocks")
+        return Step(self._n_blocks, states, exit_levels, logits)
 
     def _unembed(self, states: Tensor) -> Tensor:
         """Level L's logits."""
@@ -366,43 +346,25 @@ class Decoder:
         self.counts.record_time("unembeddings")
         return logits
 
-    def _expand(self, logits: Tensor) -> Tensor:
-        """Logits of an early level as logits of the full vocabulary, (rows, V)."""
-        shortlist = self._exit.shortlist
-        return logits if shortlist is None else shortlist.expand(logits, self._vocab_size)
+    def _choose(
+        self, ids: Tensor, logits: Tensor | None, drafts: Tensor | None = None, draft_probs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens, (rows,), the top ones or a sample, and their scores, (rows, V). Accepted drafts stay.
 
-    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Scores of the next token, (rows, V): Hugging Face's processors on float32 logits."""
-        return self._processors(ids, logits.to(torch.float32, copy=True))  # they may write in place
-
-    def _choose(self, scores: Tensor, drafts: Tensor | None = None, draft_probs: Tensor | None = None) -> Tensor:
-        """The next tokens, (rows,): the top ones or a sample. Drafts stay where they are accepted.
-
-        Sampling accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)) and else samples from (p − q)₊,
-        so that the outcome is distributed as p, whatever q is (arXiv 2211.17192).
+        Scores are the result of Hugging Face's processors on float32 logits. Sampling accepts a draft x, drawn from q,
+        with probability min(1, p(x) / q(x)) and else samples from (p − q)₊, so that the outcome is distributed as p,
+        whatever q is (arXiv 2211.17192).
         """
+        assert logits is not None, "a token exited early without logits"
+        scores = self._processors(ids, logits.to(torch.float32, copy=True))  # they may write in place
         if not self._do_sample:
-            return scores.argmax(-1)
+            return scores.argmax(-1), scores
         p = scores.softmax(-1)  # (rows, V), this model
         if drafts is None or draft_probs is None:
-            return torch.multinomial(p, 1)[:, 0]
+            return torch.multinomial(p, 1)[:, 0], scores
         q, index = draft_probs, drafts[:, None]  # (rows, V), what the drafts were sampled from
         accepted = torch.rand_like(p[:, 0]) * q.gather(1, index)[:, 0] < p.gather(1, index)[:, 0]
         residual = (p - q).clamp_min(0)
         # Where p = q every draft is accepted and the residual is zero; multinomial still needs some weight.
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-        return torch.where(accepted, drafts, torch.multinomial(residual, 1)[:, 0])
-
-    def _count(self, reading: LevelReading) -> None:
-        self.counts.probe_evaluations += reading.probe_evaluations
-        if self._exit.shortlist is None:
-            self.counts.unembeddings += reading.has_logits
-        else:
-            self.counts.shortlist_unembeddings += reading.has_logits
-        self.counts.record_time("rules", reading.unembedding_seconds)
-
-
-def is_near_tie(scores: Tensor) -> Tensor:
-    """Whether the two largest scores are close enough for rounding to decide, (rows,)."""
-    two = scores.topk(2).values
-    return two[:, 0] - two[:, 1] < NEAR_TIE
+        return torch.where(accepted, drafts, torch.multinomial(residual, 1)[:, 0]), scores

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from layerjump.generation.block_runner import Blocks, HuggingFaceBlocks
-from layerjump.generation.kv_cache import KVCache
+from layerjump.generation.block_runner import Blocks, HuggingFaceBlocks, KVCache
 from layerjump.models.model import Model
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from layerjump.generation.kv_cache import CacheKind
+from layerjump.generation.loop import CacheKind
 from layerjump.jumps.estimators.registry import SERVED
 
 MAX_CHARACTERS, MAX_TOP_K, MAX_TRACKED, MAX_LENSES = 20_000, 50, 16, 4
