@@ -13,8 +13,9 @@ from layerjump.errors import BadArtifact, BadExit
 from layerjump.evaluation.model_variants import TeacherForcedExit
 from layerjump.generation.calibration import dataset, serialization
 from layerjump.generation.calibration.calibrate import calibrate
-from layerjump.generation.calibration.cost_model import Costs, exit_cost, measure_costs
+from layerjump.generation.calibration.cost_model import Costs, measure_costs
 from layerjump.generation.calibration.dataset import build_calibration_set, build_shortlist
+from layerjump.generation.calibration.search import Replay
 from layerjump.generation.rules import ExitConfig, Fixed, MaxProb, Shortlist
 from layerjump.models.model import capture_states
 
@@ -155,6 +156,7 @@ def test_a_shortlist_of_other_tokens_is_refused(model, jumps):
 def test_shortlist_unembeddings_have_their_own_cost(model, jumps, few):
     left, heads, gates = torch.tensor([1, 4]), torch.tensor([2, 2]), torch.tensor([0, 0])
     # Two shortlist unembeddings; one of them and the full unembedding.
-    assert exit_cost(COSTS, 4, left, heads, gates).tolist() == pytest.approx([1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1])
+    tokens = [Replay(left[i : i + 1], left[i : i + 1] > 0, heads[i : i + 1], gates[i : i + 1]) for i in range(2)]
+    assert [token.cost(COSTS, 4) for token in tokens] == pytest.approx([1 + 3 * 0.1 + 0.2, 4 + 1 + 0.1])
     assert measure_costs(model, jumps).shortlist_unembedding is None
     assert measure_costs(model, jumps, Shortlist(few)).shortlist_unembedding > 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,7 +36,18 @@ _GROUPED_TOKENS = 16
 
 def choose_blocks(model: Model) -> Blocks:
     """The fastest implementation that is correct for this model's blocks."""
-    return PackedLlamaBlocks(model) if _is_plain_llama(model) else HuggingFaceBlocks(model)
+    config, blocks = model.hf.config, model.structure.blocks
+    is_plain_llama = (
+        config.model_type == "llama"
+        and not (config.attention_bias or config.mlp_bias)
+        and config._attn_implementation in ("sdpa", "eager")
+        and can_pack(weight for block in blocks for weight in block.parameters())
+        and all(type(block) is LlamaDecoderLayer for block in blocks)
+        and not any(_hooked(part) for block in blocks for part in block.modules())
+        # Not quantised.
+        and all(type(part) is nn.Linear for b in blocks for name, part in b.named_modules() if name.endswith("_proj"))
+    )
+    return PackedLlamaBlocks(model) if is_plain_llama else HuggingFaceBlocks(model)
 
 
 def pack_unembedding(model: Model) -> Model:
@@ -101,28 +112,16 @@ class _PackedUnembedding(nn.Module):
         return self._product(states)
 
 
-@dataclass(frozen=True)
 class _BlockWeights:
     """The weights of one Llama block."""
 
-    ln1: Tensor
-    qkv: PackedLinear
-    o: PackedLinear
-    ln2: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
-
-    @classmethod
-    def of(cls, block: Any) -> _BlockWeights:
+    def __init__(self, block: Any) -> None:
         attention, mlp = block.self_attn, block.mlp
-        return cls(
-            ln1=block.input_layernorm.weight,
-            qkv=PackedLinear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-            o=PackedLinear(attention.o_proj.weight),
-            ln2=block.post_attention_layernorm.weight,
-            gate_up=PackedLinear(mlp.gate_proj.weight, mlp.up_proj.weight),
-            down=PackedLinear(mlp.down_proj.weight),
-        )
+        self.ln1, self.ln2 = block.input_layernorm.weight, block.post_attention_layernorm.weight
+        self.qkv = PackedLinear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        self.o = PackedLinear(attention.o_proj.weight)
+        self.gate_up = PackedLinear(mlp.gate_proj.weight, mlp.up_proj.weight)
+        self.down = PackedLinear(mlp.down_proj.weight)
 
 
 class PackedLlamaBlocks:
@@ -142,7 +141,7 @@ class PackedLlamaBlocks:
         self._n_rotated = self._n_queries + hf.config.num_key_value_heads
         self._act = first.mlp.act_fn
         blocks = model.structure.blocks
-        self._weights = self._packed.get(hf, lambda: [_BlockWeights.of(block) for block in blocks])
+        self._weights = self._packed.get(hf, lambda: [_BlockWeights(block) for block in blocks])
 
     def embed(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
         self._mask, self._positions, self._cache = mask, positions, cache
@@ -169,7 +168,9 @@ class PackedLlamaBlocks:
         cos, sin, mask = self._context(self._cache.lengths[index], states)
         x = functional.rms_norm(states, w.ln1.shape, w.ln1, self._eps)
         heads = w.qkv(x).view(*x.shape[:-1], -1, self._head_dim).transpose(1, 2)
-        rotated = _rotate(heads[:, : self._n_rotated], cos, sin)
+        unrotated = heads[:, : self._n_rotated]
+        # x cos + rotate_half(x) sin, with the signs of rotate_half in the sine table.
+        rotated = torch.addcmul(unrotated * cos, unrotated.roll(self._head_dim // 2, -1), sin)
         keys, values = self._cache.update(rotated[:, self._n_queries :], heads[:, self._n_rotated :], index)
         return rotated[:, : self._n_queries], keys, values, mask
 
@@ -177,60 +178,32 @@ class PackedLlamaBlocks:
         attend = functional.scaled_dot_product_attention
         rows, _, new, width = queries.shape
         if new > _GROUPED_TOKENS:
-            return attend(
-                queries,
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self._scale,
-                enable_gqa=self._groups > 1,
-            )
+            settings = {"is_causal": mask is None, "scale": self._scale, "enable_gqa": self._groups > 1}
+            return attend(queries, keys, values, attn_mask=mask, **settings)
         grouped = queries.reshape(rows, -1, self._groups * new, width)
         mixed = attend(grouped, keys, values, attn_mask=mask, scale=self._scale)
         return mixed.view(queries.shape)
 
     def _context(self, stored: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rotary tables and mask of the tokens after the first `stored`, computed once a step."""
-        if stored not in self._contexts:
-            cos, sin = self._rotary(states, position_ids=self._positions[:, stored:])
-            half = sin.shape[-1] // 2
-            signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-            self._contexts[stored] = cos[:, None], signed[:, None], self._additive_mask(stored)
+        """Rotary tables and additive mask of the tokens after the first `stored`, computed once a step.
+
+        The mask is None where the attention kernel needs none or applies the causal one itself.
+        """
+        if stored in self._contexts:
+            return self._contexts[stored]
+        cos, sin = self._rotary(states, position_ids=self._positions[:, stored:])
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        new, mask = self._length - stored, None
+        if self._mask is not None or (new > 1 and (stored > 0 or new <= _GROUPED_TOKENS)):
+            # Finite, because left padding attends to nothing at all and must not become NaN.
+            lowest = torch.finfo(torch.float32).min
+            mask = torch.full((new, self._length), lowest).triu(stored + 1)
+            if self._mask is not None:
+                mask = mask.masked_fill(~self._mask.bool()[:, None, None], lowest)
+            mask = mask if new > _GROUPED_TOKENS else torch.cat([mask] * self._groups, -2)
+        self._contexts[stored] = cos[:, None], signed[:, None], mask
         return self._contexts[stored]
-
-    def _additive_mask(self, stored: int) -> Tensor | None:
-        """The mask added to attention scores; None where the kernel needs none or applies the causal one itself."""
-        new, length = self._length - stored, self._length
-        if self._mask is None and (new == 1 or (stored == 0 and new > _GROUPED_TOKENS)):
-            return None
-        # Finite, because left padding attends to nothing at all and must not become NaN.
-        lowest = torch.finfo(torch.float32).min
-        added = torch.full((new, length), lowest).triu(stored + 1)
-        if self._mask is not None:
-            added = added.masked_fill(~self._mask.bool()[:, None, None], lowest)
-        return added if new > _GROUPED_TOKENS else torch.cat([added] * self._groups, -2)
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary embedding x cos + rotate_half(x) sin, with the signs of rotate_half in the sine table."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
-
-
-def _is_plain_llama(model: Model) -> bool:
-    """Whether every block is Hugging Face's own Llama block: float32, not quantised, no hooks, no biases."""
-    config = model.hf.config
-    if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
-        return False
-    if config._attn_implementation not in ("sdpa", "eager"):
-        return False
-    blocks = model.structure.blocks
-    return can_pack(weight for block in blocks for weight in block.parameters()) and all(
-        type(block) is LlamaDecoderLayer
-        and not any(_hooked(part) for part in block.modules())
-        and all(type(part) is nn.Linear for name, part in block.named_modules() if name.endswith("_proj"))
-        for block in blocks
-    )
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -40,19 +40,15 @@ class Probe:
 
     def log_odds(self, level: int, states: Tensor, positions: Tensor) -> Tensor:
         """The log-odds that the level predicts the full model's token, (rows,)."""
-        if len(states) == 1 and states.dtype == torch.float32:
-            return states.new_tensor([self._log_odds_of_one(level, states[0], int(positions))])
-        features = probe_features(states, positions)
-        return features @ self.weights[self.levels.index(level)].to(features)
-
-    def _log_odds_of_one(self, level: int, state: Tensor, position: int) -> float:
-        """The same sum for a single token in fewer calls, which dominate its cost."""
+        if len(states) > 1 or states.dtype != torch.float32:
+            features = probe_features(states, positions)
+            return features @ self.weights[self.levels.index(level)].to(features)
+        # The same sum for a single token in fewer calls, which dominate its cost.
         weight, slope, drift, bias = self._weights_by_level[level]
-        if weight.device != state.device:
-            weight = weight.to(state.device)
-        rms = float(state.norm()) / math.sqrt(len(state))
-        rms = max(rms, torch.finfo(state.dtype).tiny)
-        return float(weight.dot(state)) / rms + slope * math.log(rms) + drift * position + bias
+        rms = float(states.norm()) / math.sqrt(states.shape[1])
+        rms = max(rms, torch.finfo(states.dtype).tiny)
+        along = float(weight.to(states.device).dot(states[0])) / rms
+        return states.new_tensor([along + slope * math.log(rms) + drift * int(positions) + bias])
 
     @cached_property
     def _weights_by_level(self) -> dict[int, tuple[Tensor, float, float, float]]:
@@ -135,8 +131,3 @@ def fit_logistic(x: Tensor, y: Tensor, strength: float) -> Tensor:
     weights = w / spread
     weights[-1] = w[-1] - (weights * centre)[:-1].sum()
     return weights
-
-
-def log_loss(x: Tensor, y: Tensor, w: Tensor) -> float:
-    """The mean log-loss of labels y given σ(x·w)."""
-    return float(torch.nn.functional.binary_cross_entropy_with_logits(x.double() @ w, y.double()))

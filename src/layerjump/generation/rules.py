@@ -288,14 +288,11 @@ def parse_rule(text: str) -> Rule:
                 return Never()
             case "fixed" if levels is None:
                 return Fixed(int(value))
-            case "gap":
-                return constant_gap(_parse_number(value), levels)
-            case "maxprob":
-                return MaxProb(_parse_number(value), levels)
-            case "entropy":
-                return Entropy(_parse_number(value), levels)
             case "agree" if int(value) >= 1:
                 return Agree(int(value), levels)
+            case "gap" | "maxprob" | "entropy" if not math.isnan(number := float(value)):  # NaN would never exit
+                make: dict[str, Callable[..., Rule]] = {"gap": constant_gap, "maxprob": MaxProb, "entropy": Entropy}
+                return make[name](number, levels)
     except ValueError:
         pass
     raise BadExit(
@@ -307,10 +304,3 @@ def parse_rule(text: str) -> Rule:
 def constant_gap(threshold: float, levels: tuple[int, ...] | None, *, strict: bool = True) -> SoftmaxGap:
     """A `SoftmaxGap` with the same threshold at every position from 1 on: with N → 0 its decaying term vanishes."""
     return SoftmaxGap(threshold / 0.9, length=1e-9, strict=strict, levels=levels)
-
-
-def _parse_number(text: str) -> float:
-    # NaN would make a rule that never exits.
-    if math.isnan(number := float(text)):
-        raise ValueError
-    return number

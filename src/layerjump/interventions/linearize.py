@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from layerjump.errors import BadModel, argument
@@ -93,8 +93,11 @@ def replace_blocks(model: Model, spans: Mapping[Span, Map]) -> Iterator[Model]:
     with ExitStack() as stack:
         for (source, target), jump in spans.items():
             for index in range(source, target):
-                forward = _block_forward(jump if index == source else None, index, n_extras[index])
-                stack.enter_context(_swap_forward(blocks[index], forward))
+                # An attribute of the module, so that hooks on it keep working.
+                attributes = blocks[index].__dict__
+                stack.callback(attributes.update, {name: attributes[name] for name in attributes if name == "forward"})
+                stack.callback(attributes.pop, "forward")
+                attributes["forward"] = _block_forward(jump if index == source else None, index, n_extras[index])
         yield model
 
 
@@ -112,20 +115,6 @@ def _block_forward(jump: Map | None, index: int, n_extras: int | None) -> Callab
         return states if n_extras is None else (states, *[None] * n_extras)
 
     return forward
-
-
-@contextmanager
-def _swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Swap the forward of one module; hooks on the module keep working."""
-    original = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if original is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = original
 
 
 @torch.no_grad()

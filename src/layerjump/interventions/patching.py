@@ -14,9 +14,9 @@ A replaced sub-module still runs and its output is discarded: this is for measur
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def patch(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
     the blocks between source and target compute.
     """
     # Two entries: the full OPT model bypasses the module that `Model.body` calls.
-    with _ChangeHooks(_edits(model, changes), entries=(model.hf, model.stack)):
+    with _ChangeHooks(model, changes, entries=(model.hf, model.stack)):
         yield model
 
 
@@ -113,15 +113,19 @@ class Rerun:
         states = self.levels[level] if states is None else states
         by_block: dict[int, dict[Pair, Change]] = defaultdict(dict)
         for pair, change in (changes or {}).items():
-            by_block[_block_of(pair)][pair] = change
+            source, target = parse_pair(pair)
+            if source.between_blocks or target.between_blocks or source.index != target.index:
+                raise BadModel(
+                    f"expected changes inside one block, got {source} → {target}; pass the states at a level instead"
+                )
+            by_block[target.index][pair] = change
         for block in range(level + 1, (self.model.n_blocks if to is None else to) + 1):
             module, call = self.model.structure.blocks[block - 1], self._calls[block - 1]
             if block not in by_block:
                 states = call.repeat(module, states)
                 continue
             # A single block runs, so this is the first call of its modules, even of those that blocks share.
-            edits = [edit.at_first_call() for edit in _edits(self.model, by_block[block])]
-            with _ChangeHooks(edits):
+            with _ChangeHooks(self.model, by_block[block], at_first_call=True):
                 states = call.repeat(module, states)
         return states
 
@@ -130,63 +134,43 @@ class Rerun:
         return states[self.batch.row.to(states.device), self.batch.position.to(states.device)]
 
 
-@dataclass(frozen=True)
-class _Edit:
-    """One change, with the taps where its source is captured and its target is replaced."""
-
-    source: Tap
-    target: Tap
-    change: Change
-
-    def at_first_call(self) -> _Edit:
-        source, target = replace(self.source, call=0), replace(self.target, call=0)
-        return replace(self, source=source, target=target)
-
-
 class _ChangeHooks(Hooks):
-    """Hooks that apply edits while the model runs."""
+    """Hooks that apply changes while the model runs."""
 
-    def __init__(self, edits: Sequence[_Edit], *, entries: Iterable[nn.Module] = ()) -> None:
-        self._edits_at: dict[Tap, list[_Edit]] = defaultdict(list)
-        for edit in edits:
-            self._edits_at[edit.target].append(edit)
-        self._sources = {edit.source for edit in edits}
+    def __init__(
+        self,
+        model: Model,
+        changes: Mapping[Any, Change],
+        *,
+        entries: Iterable[nn.Module] = (),
+        at_first_call: bool = False,
+    ) -> None:
+        self._changes_at: dict[Tap, list[tuple[Tap, Change]]] = defaultdict(list)
+        """Tap whose states are replaced → the taps of the sources, and the changes."""
+        for pair, change in changes.items():
+            taps = [model.structure.tap(site) for site in parse_pair(pair)]
+            source, target = [replace(tap, call=0) for tap in taps] if at_first_call else taps
+            self._changes_at[target].append((source, change))
+        self._sources = {source for sources in self._changes_at.values() for source, _ in sources}
         self._captured: dict[Tap, Tensor] = {}
-        super().__init__([*self._sources, *self._edits_at], entries=entries)
+        super().__init__([*self._sources, *self._changes_at], entries=entries)
 
     def start(self) -> None:
         super().start()
         self._captured.clear()
 
     def visit(self, tap: Tap, states: Tensor) -> Tensor | None:
-        """Replace first, then capture: an edit downstream sees the replaced states."""
-        edits = self._edits_at.get(tap, [])
-        for edit in edits:
-            if edit.source not in self._captured:
+        """Replace first, then capture: a change downstream sees the replaced states."""
+        changes = self._changes_at.get(tap, [])
+        for source, change in changes:
+            if source not in self._captured:
                 raise BadModel(
                     "expected pairs whose source comes before their target, got a source that the model computes only "
                     "later than the target; swap or change the sites"
                 )
-            changed = edit.change(self._captured[edit.source].to(states.device), states)
+            changed = change(self._captured[source].to(states.device), states)
             # Copies, here and below: Falcon adds to its feed-forward output in place.
             states = changed.to(states).reshape(states.shape).clone()
         if tap in self._sources:
             self._captured[tap] = states.clone()
-        return states if edits else None
-
-
-def _edits(model: Model, changes: Mapping[Any, Change]) -> list[_Edit]:
-    edits = []
-    for pair, change in changes.items():
-        source, target = (model.structure.tap(site) for site in parse_pair(pair))
-        edits.append(_Edit(source, target, change))
-    return edits
-
-
-def _block_of(pair: Pair) -> int:
-    source, target = parse_pair(pair)
-    if source.between_blocks or target.between_blocks or source.index != target.index:
-        raise BadModel(
-            f"expected changes inside one block, got {source} → {target}; pass the states at a level instead"
-        )
-    return target.index
+        return states if changes else None

@@ -87,16 +87,10 @@ class Lens:
         levels or other sites (default: all levels that have a jump). `tokens` are tracked: their probability and
         rank are recorded too. `jensen_shannon` adds the Jensen–Shannon divergence from the model.
         """
-        trajectories = read_trajectories(
-            {self.name: self},
-            [text] if isinstance(text, str) else text,
-            k=k,
-            levels=levels,
-            tokens=tokens,
-            jensen_shannon=jensen_shannon,
-        )
-        by_text = [by_lens[self.name] for by_lens in trajectories]
-        return by_text[0] if isinstance(text, str) else by_text
+        lenses, texts = {self.name: self}, [text] if isinstance(text, str) else text
+        by_lens = read_trajectories(lenses, texts, k=k, levels=levels, tokens=tokens, jensen_shannon=jensen_shannon)
+        trajectories = [trajectories[self.name] for trajectories in by_lens]
+        return trajectories[0] if isinstance(text, str) else trajectories
 
     @property
     def name(self) -> str:
@@ -252,18 +246,9 @@ def read_trajectories(
     trajectories: list[dict[str, Trajectory]] = [{} for _ in texts]
     for index, states in capture_prompts(model, prompts, sites):
         model_top, stats = compute_stats(model, readouts, states, query)
-        trajectories[index] = {
-            name: Trajectory(
-                model=model,
-                name=name,
-                first_fitted_position=lens.first_fitted_position,
-                readouts=readouts[name],
-                prompt=prompts[index],
-                states=states,
-                query=query,
-                model_top=model_top,
-                stats=stats[name],
+        prompt = prompts[index]
+        for name, lens in lenses.items():
+            trajectories[index][name] = Trajectory(
+                model, name, lens.first_fitted_position, readouts[name], prompt, states, query, model_top, stats[name]
             )
-            for name, lens in lenses.items()
-        }
     return trajectories

@@ -376,12 +376,7 @@ class TrainableMap(nn.Module):
 
     def to_affine(self) -> Affine:
         """The current map, detached and on the CPU."""
-        affine = to_affine(self.jump)
-        return Affine(
-            affine.shape,
-            tuple(factor.detach().cpu().clone() for factor in affine.factors),
-            None if affine.bias is None else affine.bias.detach().cpu().clone(),
-        )
+        return to_affine(copy.deepcopy(self.jump).cpu())
 
     def parameters_copy(self) -> dict[str, Tensor]:
         """A copy of the state dict."""

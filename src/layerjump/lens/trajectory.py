@@ -36,7 +36,7 @@ from layerjump.models.structure import Site, Structure
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects as go
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 BATCH_TOKENS = 4096
 """Tokens of a batch, padding included; a longer text is a batch of its own."""
@@ -296,10 +296,10 @@ class Trajectory:
 
         return to_table(self)
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from layerjump.lens.render.terminal import render
 
-        return render(self)
+        yield render(self, options.max_width)
 
     def __repr__(self) -> str:
         return (

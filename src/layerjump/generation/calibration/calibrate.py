@@ -23,36 +23,11 @@ from layerjump.data.batches import Batch, make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadExit, TextTooShort, argument
+from layerjump.generation.calibration import dataset, search, serialization
 from layerjump.generation.calibration.cost_model import Costs, measure_costs
-from layerjump.generation.calibration.dataset import (
-    ByRole,
-    CalibrationSet,
-    build_calibration_set,
-    build_shortlist,
-    candidate_levels,
-    generate_text,
-    split_documents_by_role,
-    unseen_documents,
-)
-from layerjump.generation.calibration.search import (
-    THRESHOLDS,
-    RuleCandidate,
-    RuleType,
-    fit_probes,
-    search_drafts,
-    search_rule,
-    single_level_candidates,
-)
-from layerjump.generation.calibration.serialization import (
-    Calibration,
-    CalibrationReport,
-    CostsRecord,
-    CurvePoint,
-    DraftRuleRecord,
-    HeldOutResult,
-    PositionCounts,
-    RuleRecord,
-)
+from layerjump.generation.calibration.dataset import ByRole, CalibrationSet
+from layerjump.generation.calibration.search import THRESHOLDS, RuleCandidate, RuleType
+from layerjump.generation.calibration.serialization import Calibration, CalibrationReport, CurvePoint, HeldOutResult
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
@@ -86,9 +61,16 @@ def calibrate(
     progress messages.
     """
     require_model(model)
-    _check_arguments(target, confidence, rule_types)
-    unseen = unseen_documents(jumps, text)[:documents]
-    roles = split_documents_by_role(unseen, seed)
+    for name, value in (("target", target), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise BadExit(f"{argument(name)} must be between 0 and 1, got {value}")
+    if not rule_types or not set(rule_types) <= set(RULE_TYPES):
+        raise BadExit(
+            f"{argument('rule_types')} must be one or more of {', '.join(RULE_TYPES)}, got "
+            f"{', '.join(rule_types) or 'none'}"
+        )
+    unseen = dataset.unseen_documents(jumps, text)[:documents]
+    roles = dataset.split_documents_by_role(unseen, seed)
     needed = math.ceil(math.log(1 - confidence) / math.log(target))
     if len(roles.thresholds) < needed:
         raise TextTooShort(
@@ -96,10 +78,10 @@ def calibrate(
             f"{len(roles.thresholds)} of {len(unseen)} are available for it; give more text, or lower the target or "
             f"the confidence"
         )
-    levels = candidate_levels(Lens(model, jumps).levels[:-1])
+    levels = dataset.candidate_levels(Lens(model, jumps).levels[:-1])
     held_out = {*roles.thresholds, *roles.test}
     counted = [index for index in range(len(text.documents)) if index not in held_out]
-    shortlist = build_shortlist(model, text, counted)
+    shortlist = dataset.build_shortlist(model, text, counted)
     costs = costs or measure_costs(model, jumps, shortlist)
     log(f"costs in milliseconds: {costs}")
 
@@ -107,11 +89,11 @@ def calibrate(
         log(f"reading {len(indices)} documents ({role})")
         batches: Iterable[Batch]
         if self_generated_tokens is not None:
-            batches = generate_text(model, text, indices, tokens=self_generated_tokens, picks=picks, seed=seed)
+            batches = dataset.generate_text(model, text, indices, tokens=self_generated_tokens, picks=picks, seed=seed)
         else:
             positions = Positions("one") if picks == 1 else Positions("sample", picks)
             batches = make_batches(text, model.tokenization, positions, documents=indices, seed=seed)
-        return build_calibration_set(model, jumps, batches, levels, shortlist)
+        return dataset.build_calibration_set(model, jumps, batches, levels, shortlist)
 
     sets = ByRole(
         probes=read("probes", roles.probes, _PICKS),
@@ -120,27 +102,35 @@ def calibrate(
         test=read("test", roles.test, _PICKS),
     )
     n_blocks = model.n_blocks
-    probes = fit_probes(sets.probes, sets.selection)
+    probes = search.fit_probes(sets.probes, sets.selection)
     searched = {
-        rule_type: search_rule(rule_type, probes, sets.selection, costs, n_blocks, target) for rule_type in rule_types
+        rule_type: search.search_rule(rule_type, probes, sets.selection, costs, n_blocks, target)
+        for rule_type in rule_types
     }
     rule_type = min(searched, key=lambda name: searched[name][1])
     candidate = searched[rule_type][0]
     threshold = loosest_threshold(candidate, sets.thresholds, n_blocks, target, confidence)
-    single_levels = single_level_candidates(rule_types, probes, sets.selection.levels)
+    single_levels = search.single_level_candidates(rule_types, probes, sets.selection.levels)
     draft_candidates = [rule for rule, _ in searched.values()] + single_levels
-    drafts = search_drafts(draft_candidates, sets.selection, costs, n_blocks)
+    drafts = search.search_drafts(draft_candidates, sets.selection, costs, n_blocks)
     full_cost = costs.full_model(n_blocks)
+    probe_curves = {
+        level: calibration_curve(
+            torch.sigmoid(candidate.probe_odds(sets.test, level)), sets.test.correct[levels.index(level)]
+        )
+        for level in candidate.levels
+        if candidate.rule_type != "gap"
+    }
     report = CalibrationReport(
         target=target,
         confidence=confidence,
         model=model.name,
         fingerprint=fingerprint(model.hf),
         rule_type="never" if threshold is None else rule_type,
-        rule=RuleRecord(
+        rule=serialization.RuleRecord(
             rule_type=rule_type, levels=candidate.levels, threshold=threshold, unembed_above=candidate.unembed_above
         ),
-        verified_rule=DraftRuleRecord(
+        verified_rule=serialization.DraftRuleRecord(
             rule_type=drafts.candidate.rule_type,
             levels=drafts.candidate.levels,
             threshold=drafts.threshold,
@@ -151,16 +141,16 @@ def calibrate(
         text=text.name,
         text_sha256=text.sha256,
         shortlist_tokens=None if shortlist is None else len(shortlist.tokens),
-        positions=PositionCounts(
+        positions=serialization.PositionCounts(
             probes=len(sets.probes), selection=len(sets.selection), thresholds=len(sets.thresholds), test=len(sets.test)
         ),
         seed=seed,
         self_generated_tokens=self_generated_tokens,
-        costs=CostsRecord(**costs.model_dump()),
+        costs=costs,
         selection_cost={name: cost / full_cost for name, (_, cost) in searched.items()},
         verified_cost=drafts.cost / full_cost,
         test=_test_result(candidate, threshold, sets.test, costs, n_blocks, seed),
-        probe_curves=_probe_curves(candidate, sets.test),
+        probe_curves=probe_curves,
     )
     return Calibration(candidate.exit_config(threshold), drafts.exit, report)
 
@@ -218,25 +208,3 @@ def _test_result(
         unembeddings=float(replay.unembeddings.double().mean()),
         probe_evaluations=float(replay.probe_evaluations.double().mean()),
     )
-
-
-def _probe_curves(candidate: RuleCandidate, test: CalibrationSet) -> dict[int, list[CurvePoint]]:
-    if candidate.rule_type == "gap":
-        return {}
-    return {
-        level: calibration_curve(
-            torch.sigmoid(candidate.probe_odds(test, level)), test.correct[test.levels.index(level)]
-        )
-        for level in candidate.levels
-    }
-
-
-def _check_arguments(target: float, confidence: float, rule_types: Sequence[str]) -> None:
-    for name, value in (("target", target), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise BadExit(f"{argument(name)} must be between 0 and 1, got {value}")
-    if not rule_types or not set(rule_types) <= set(RULE_TYPES):
-        raise BadExit(
-            f"{argument('rule_types')} must be one or more of {', '.join(RULE_TYPES)}, got "
-            f"{', '.join(rule_types) or 'none'}"
-        )

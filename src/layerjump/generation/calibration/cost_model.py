@@ -1,12 +1,13 @@
-"""Measured cost of blocks, unembeddings and probes, and the cost of exits that a rule makes."""
+"""Measured cost of blocks, unembeddings and probes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from layerjump.generation.block_runner import BlockRunner
@@ -24,19 +25,28 @@ _JOINT_TOKENS = 4
 """Tokens that run through the blocks together to measure what a queued token adds."""
 
 
-class Costs(BaseModel):
-    """Milliseconds at batch size 1."""
+class FileRecord(BaseModel):
+    """A part of the calibration file."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
+
+
+def in_file(key: str, **settings: Any) -> Any:
+    """A field that has another key in the file."""
+    return Field(validation_alias=key, serialization_alias=key, **settings)
+
+
+class Costs(FileRecord):
+    """Milliseconds at batch size 1."""
 
     block: float
     """One block, one token."""
-    queued_token: float
+    queued_token: float = in_file("waiting")
     """What a queued token adds when it runs through a block together with another."""
-    unembedding: float
+    unembedding: float = in_file("head")
     """One reading of a level: jump, final norm, unembedding, softmax."""
-    probe: float
-    shortlist_unembedding: float | None = None
+    probe: float = in_file("gate")
+    shortlist_unembedding: float | None = in_file("short", default=None)
     """One reading of a level with a shortlist; None: there is no shortlist."""
 
     @property
@@ -66,23 +76,15 @@ def measure_costs(model: Model, jumps: Jumps | None, shortlist: Shortlist | None
     position = torch.tensor([context], device=model.device)
     probe = Probe(torch.randn(1, model.d_model + 3), (level,), 0.5)
 
-    def run_blocks(tokens: int) -> Callable[[], object]:
-        return lambda: _run_all_blocks(runner, ids[:, : context + tokens])
-
-    def unembed(lens: Lens) -> Callable[[], object]:
-        return lambda: LevelReading(level, state, position, lens.logits).gap
-
-    def evaluate_probe() -> object:
-        return probe.should_exit(LevelReading(level, state, position, lens.logits))
-
-    parts = {
-        "one token": run_blocks(1),
-        "joint tokens": run_blocks(_JOINT_TOKENS),
-        "unembedding": unembed(lens),
-        "probe": evaluate_probe,
+    parts: dict[str, Callable[[], object]] = {
+        "one token": lambda: _run_all_blocks(runner, ids[:, : context + 1]),
+        "joint tokens": lambda: _run_all_blocks(runner, ids),
+        "unembedding": lambda: LevelReading(level, state, position, lens.logits).gap,
+        "probe": lambda: probe.should_exit(LevelReading(level, state, position, lens.logits)),
     }
     if shortlist is not None:
-        parts["shortlist"] = unembed(Lens(shortlist.restrict(model), jumps))
+        short_lens = Lens(shortlist.restrict(model), jumps)
+        parts["shortlist"] = lambda: LevelReading(level, state, position, short_lens.logits).gap
     times: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(_REPEATS):
         for name, run in parts.items():
@@ -105,16 +107,3 @@ def _run_all_blocks(runner: BlockRunner, ids: Tensor) -> None:
     runner.extend(ids)
     for block in range(1, runner.n_blocks + 1):
         runner.run(block)
-
-
-def exit_cost(
-    costs: Costs, n_blocks: int, exit_levels: Tensor, unembeddings: Tensor, probe_evaluations: Tensor
-) -> Tensor:
-    """The cost of each token, in milliseconds; the blocks that it skips run later, as a queued token.
-
-    `unembeddings` counts all of a token, with the one that gives it.
-    """
-    queued = (n_blocks - exit_levels) * min(costs.queued_token, costs.block)
-    full = (exit_levels == n_blocks).to(unembeddings)
-    reading = full * costs.unembedding + (unembeddings - full) * costs.early_unembedding
-    return exit_levels * costs.block + queued + reading + probe_evaluations * costs.probe

@@ -7,13 +7,12 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -79,14 +78,8 @@ class CalibrationSet:
 
     def select(self, rows: Tensor) -> CalibrationSet:
         """The same for some of the positions, given as booleans or indices."""
-        return CalibrationSet(
-            self.levels,
-            self.correct[:, rows],
-            self.gap[:, rows],
-            self.features[:, rows],
-            self.documents[rows],
-            self.shortlist,
-        )
+        by_level = {name: getattr(self, name)[:, rows] for name in ("correct", "gap", "features")}
+        return replace(self, documents=self.documents[rows], **by_level)
 
 
 @torch.no_grad()
@@ -101,8 +94,8 @@ def build_calibration_set(
     lens = Lens(model if shortlist is None else shortlist.restrict(model), jumps)
     last = model.n_blocks
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for batch in batches:
-        states = next(iter(capture_states(model, [batch], [*levels, last])))
+    for states in capture_states(model, batches, [*levels, last]):
+        batch = states.batch
         for rows in chunks(batch.n_picks, chunk_rows(model)):
             full_model = model.logits(states[last][rows]).argmax(-1)
             positions = batch.position[rows].to(full_model.device)
@@ -190,45 +183,24 @@ def generate_text(
         )
     orders = {index: np.random.default_rng([seed, index]).permutation(tokens) for index in documents}
     lengths = {index: 1 + int(order[:picks].max()) for index, order in orders.items()}
-    queue = sorted(documents, key=lambda index: lengths[index])
-    groups = [queue[start : start + _GENERATION_BATCH] for start in range(0, len(queue), _GENERATION_BATCH)]
-    return [
-        _continue_documents(
-            model, corpus, {index: orders[index] for index in group}, new_tokens=lengths[group[-1]], picks=picks
-        )
-        for group in groups
-    ]
-
-
-def _continue_documents(
-    model: Model, corpus: Corpus, orders: Mapping[int, NDArray[np.int64]], *, new_tokens: int, picks: int
-) -> Batch:
-    """One batch of continued openings; `orders` gives for each document the order in which positions are picked."""
-    tokenization = model.tokenization
-    texts = tokenization.encode([corpus.documents[document] for document in orders])
-    openings = [tokenization.wrap(ids[:OPENING]) for ids in texts]
-    continuations = generate(
-        model,
-        None,
-        tokenization.left_padded(openings),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        pad_token_id=tokenization.pad,
-    ).ids
-    sequences = [opening + new for opening, new in zip(openings, continuations, strict=True)]
-    ids = _pad_right(sequences, tokenization.pad)
-    mask = _pad_right([[1] * len(sequence) for sequence in sequences], 0)
-    rows, positions = [], []
-    for row, (new, order) in enumerate(zip(continuations, orders.values(), strict=True)):
-        # Of a text that ended early, the first positions of the order that it has are a uniform draw too.
-        picked = np.sort(order[order < len(new)][:picks])
-        rows += [row] * len(picked)
-        # The state at a position predicts the next token, so the opening's last position predicts the first new one.
-        positions += (len(openings[row]) - 1 + picked).tolist()
-    row_index, position = torch.tensor(rows), torch.tensor(positions)
-    document = torch.tensor(list(orders))[row_index]
-    return Batch(ids, mask, row_index, position, document, ids[row_index, position])
-
-
-def _pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+    queue, tokenization, batches = sorted(documents, key=lambda index: lengths[index]), model.tokenization, []
+    for start in range(0, len(queue), _GENERATION_BATCH):
+        group = queue[start : start + _GENERATION_BATCH]
+        texts = tokenization.encode([corpus.documents[index] for index in group])
+        openings = [tokenization.wrap(ids[:OPENING]) for ids in texts]
+        inputs, length, pad = tokenization.left_padded(openings), lengths[group[-1]], tokenization.pad
+        continuations = generate(model, None, inputs, do_sample=False, max_new_tokens=length, pad_token_id=pad).ids
+        rows, positions = [], []
+        for row, (index, new) in enumerate(zip(group, continuations, strict=True)):
+            # Of a text that ended early, the first positions of the order that it has are a uniform draw too.
+            picked = np.sort(orders[index][orders[index] < len(new)][:picks])
+            rows += [row] * len(picked)
+            # The state at a position predicts the next token, so the opening's last position predicts the first one.
+            positions += (len(openings[row]) - 1 + picked).tolist()
+        sequences = [torch.tensor(opening + new) for opening, new in zip(openings, continuations, strict=True)]
+        ids = pad_sequence(sequences, batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+        row_index, position = torch.tensor(rows), torch.tensor(positions)
+        document = torch.tensor(group)[row_index]
+        batches.append(Batch(ids, mask, row_index, position, document, ids[row_index, position]))
+    return batches

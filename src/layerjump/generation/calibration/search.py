@@ -8,31 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from layerjump.generation.calibration.cost_model import Costs, exit_cost
+from layerjump.generation.calibration.cost_model import Costs
 from layerjump.generation.calibration.dataset import CalibrationSet
-from layerjump.generation.probes import Probe, TwoStage, combination_features, fit_logistic, log_loss, log_odds
-from layerjump.generation.rules import ExitConfig, Never, Rule, Shortlist, constant_gap
+from layerjump.generation.probes import Probe, TwoStage, combination_features, fit_logistic, log_odds
+from layerjump.generation.rules import ExitConfig, Never, Shortlist, constant_gap
 
 RuleType = Literal["gap", "probe", "two-stage"]
 THRESHOLDS = tuple(1 - 0.001 * 1.2**step for step in range(0, 38))
 """From strict to loose: the order in which thresholds are tested, fixed beforehand."""
 _STRENGTHS = (1e-3, 1e-2, 1e-1)
 """Regularisation strengths of probes that are tried."""
-_UNEMBED_ABOVE = (0.3, 0.5, 0.7, 0.85)
-"""Probe probabilities from which an unembedding may be worth its cost, for two-stage rules."""
+_UNEMBED_ABOVE: dict[RuleType, tuple[float, ...]] = {"two-stage": (0.3, 0.5, 0.7, 0.85)}
+"""Probe probabilities from which an unembedding may be worth its cost; (0.0,) for other types of rule."""
 _DRAFT_TOKENS = (1, 2, 4, 8)
 """Numbers of drafts that may wait for verification."""
 _REPLAYED_POSITIONS = 2_000
 """Positions on which draft settings are replayed, one after another."""
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """What a rule does on a calibration set; every field is (positions,)."""
 
     exit_levels: Tensor
@@ -48,13 +48,12 @@ class Replay:
         return float(self.correct.double().mean())
 
     def cost(self, costs: Costs, n_blocks: int) -> float:
-        """The mean cost of a token, in milliseconds."""
-        work = self.exit_levels, self.unembeddings, self.probe_evaluations
-        return float(exit_cost(costs, n_blocks, *work).double().mean())
-
-    def select(self, rows: Tensor) -> Replay:
-        """The same for some of the positions."""
-        return Replay(self.exit_levels[rows], self.correct[rows], self.unembeddings[rows], self.probe_evaluations[rows])
+        """The mean cost of a token, in milliseconds; the blocks that it skips run later, as a queued token."""
+        queued = (n_blocks - self.exit_levels) * min(costs.queued_token, costs.block)
+        full = (self.exit_levels == n_blocks).to(self.unembeddings)
+        reading = full * costs.unembedding + (self.unembeddings - full) * costs.early_unembedding
+        total = self.exit_levels * costs.block + queued + reading + self.probe_evaluations * costs.probe
+        return float(total.double().mean())
 
     def early_unembeddings(self, n_blocks: int) -> Tensor:
         """Readings of levels below L, (positions,)."""
@@ -79,10 +78,11 @@ def fit_probes(train: CalibrationSet, validation: CalibrationSet) -> FittedProbe
     for index, level in enumerate(train.levels):
         features, correct = validation.features[index], validation.correct[index]
         fits = [fit_logistic(train.features[index], train.correct[index], strength) for strength in _STRENGTHS]
-        losses = [log_loss(features, correct, weights) for weights in fits]
-        probe[level] = fits[losses.index(min(losses))]
-        odds = features.double() @ probe[level]
-        inputs = combination_features(odds, validation.gap[index])
+        all_odds = [features.double() @ weights for weights in fits]
+        losses = [float(binary_cross_entropy_with_logits(odds, correct.double())) for odds in all_odds]
+        best = losses.index(min(losses))
+        probe[level] = fits[best]
+        inputs = combination_features(all_odds[best], validation.gap[index])
         combination[level] = fit_logistic(inputs, correct, 1e-3)
     return FittedProbes(probe, combination, train.shortlist)
 
@@ -101,16 +101,15 @@ class RuleCandidate:
         """The rule with this threshold and its shortlist; `Never` without a threshold or without levels."""
         if threshold is None or not self.levels:
             return ExitConfig(Never())
-        return ExitConfig(self._rule(threshold), self.probes.shortlist, min_acceptance)
-
-    def _rule(self, threshold: float) -> Rule:
+        shortlist = self.probes.shortlist
         if self.rule_type == "gap":
-            return constant_gap(threshold, self.levels, strict=False)
+            return ExitConfig(constant_gap(threshold, self.levels, strict=False), shortlist, min_acceptance)
         weights = torch.stack([self.probes.probe[level] for level in self.levels]).float()
         if self.rule_type == "probe":
-            return Probe(weights, self.levels, threshold)
+            return ExitConfig(Probe(weights, self.levels, threshold), shortlist, min_acceptance)
         combination = torch.stack([self.probes.combination[level] for level in self.levels]).float()
-        return TwoStage(Probe(weights, self.levels, self.unembed_above), combination, threshold)
+        rule = TwoStage(Probe(weights, self.levels, self.unembed_above), combination, threshold)
+        return ExitConfig(rule, shortlist, min_acceptance)
 
     def replay(self, calibration_set: CalibrationSet, n_blocks: int) -> Callable[[float], Replay]:
         """A function from a threshold to the rule's replay; what does not depend on the threshold is computed
@@ -130,26 +129,25 @@ class RuleCandidate:
                     for row, level in enumerate(self.levels)
                 ]
                 score = torch.stack(combined).masked_fill(~unembeds, -torch.inf)
-        correct = calibration_set.correct[indices]
-        return lambda threshold: self._exits(score, unembeds, correct, threshold, n_blocks)
+        always = torch.ones(1, len(calibration_set), dtype=torch.bool)  # level L always exits, and is correct
+        correct = torch.cat([calibration_set.correct[indices], always])
+        levels = torch.tensor([*self.levels, n_blocks])
+
+        def replay_at(threshold: float) -> Replay:
+            exits = torch.cat([score >= log_odds(threshold), always])
+            first = exits.int().argmax(0)  # (positions,) index of the exit level
+            checked = torch.arange(len(indices))[:, None] <= first
+            # A probe alone unembeds once, where it exits; the other rules have unembedded there already.
+            unembeddings = (checked & unembeds).sum(0) + ((first == len(indices)) | (self.rule_type == "probe"))
+            probe_evaluations = checked.sum(0) * (self.rule_type != "gap")
+            return Replay(levels[first], correct.gather(0, first[None])[0], unembeddings, probe_evaluations)
+
+        return replay_at
 
     def probe_odds(self, calibration_set: CalibrationSet, level: int) -> Tensor:
         """The probe's log-odds at a level, (positions,)."""
         features = calibration_set.features[calibration_set.levels.index(level)]
         return features.double() @ self.probes.probe[level]
-
-    def _exits(self, score: Tensor, unembeds: Tensor, correct: Tensor, threshold: float, n_blocks: int) -> Replay:
-        always = torch.ones(1, correct.shape[1], dtype=torch.bool)  # level L always exits
-        exits = torch.cat([score >= log_odds(threshold), always])
-        first = exits.int().argmax(0)  # (positions,) index of the exit level
-        levels = torch.tensor([*self.levels, n_blocks])
-        checked = torch.arange(len(self.levels))[:, None] <= first
-        is_full = first == len(self.levels)
-        # A probe alone unembeds once, where it exits; the other rules have unembedded there already.
-        unembeddings = (checked & unembeds).sum(0) + (is_full | (self.rule_type == "probe"))
-        probe_evaluations = checked.sum(0) * (self.rule_type != "gap")
-        hits = torch.cat([correct, always]).gather(0, first[None])[0]
-        return Replay(levels[first], hits, unembeddings, probe_evaluations)
 
 
 def search_rule(
@@ -157,14 +155,19 @@ def search_rule(
 ) -> tuple[RuleCandidate, float]:
     """The levels of a rule type that cost least at the target agreement, added greedily, and that cost."""
     best = RuleCandidate(rule_type, (), probes), costs.full_model(n_blocks)
-    for unembed_above in _unembed_above(rule_type):
+    for unembed_above in _UNEMBED_ABOVE.get(rule_type, (0.0,)):
         levels: tuple[int, ...] = ()
         cost = costs.full_model(n_blocks)
         while remaining := [level for level in selection.levels if level not in levels]:
             extended = [
                 RuleCandidate(rule_type, tuple(sorted((*levels, level))), probes, unembed_above) for level in remaining
             ]
-            tried = [_cost_at(rule, selection, costs, n_blocks, target) for rule in extended]
+            tried = []
+            for rule in extended:
+                # The least cost of the thresholds that reach the target agreement; the full model's if none does.
+                replays = map(rule.replay(selection, n_blocks), THRESHOLDS)
+                passing = [replay.cost(costs, n_blocks) for replay in replays if replay.agreement >= target]
+                tried.append(min(passing, default=costs.full_model(n_blocks)))
             if min(tried) >= cost:
                 break
             cost = min(tried)
@@ -173,17 +176,6 @@ def search_rule(
             if cost < best[1]:
                 best = candidate, cost
     return best
-
-
-def _unembed_above(rule_type: RuleType) -> tuple[float, ...]:
-    return _UNEMBED_ABOVE if rule_type == "two-stage" else (0.0,)
-
-
-def _cost_at(candidate: RuleCandidate, selection: CalibrationSet, costs: Costs, n_blocks: int, target: float) -> float:
-    """The least cost of the thresholds that reach the target agreement; the full model's if none does."""
-    replays = map(candidate.replay(selection, n_blocks), THRESHOLDS)
-    passing = [replay.cost(costs, n_blocks) for replay in replays if replay.agreement >= target]
-    return min(passing, default=costs.full_model(n_blocks))
 
 
 @dataclass(frozen=True)
@@ -218,7 +210,7 @@ def search_drafts(
             continue
         replay_at = candidate.replay(selection, n_blocks)
         for threshold in THRESHOLDS[::3]:
-            replay = replay_at(threshold).select(order)
+            replay = Replay(*(column[order] for column in replay_at(threshold)))
             for max_draft_tokens in _DRAFT_TOKENS:
                 cost = draft_cost(costs, n_blocks, replay, max_draft_tokens)
                 if cost < best.cost:
@@ -235,7 +227,7 @@ def single_level_candidates(
         RuleCandidate(rule_type, (level,), probes, unembed_above)
         for rule_type in rule_types
         for level in levels
-        for unembed_above in _unembed_above(rule_type)
+        for unembed_above in _UNEMBED_ABOVE.get(rule_type, (0.0,))
     ]
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from torch import Tensor
 
 from layerjump import io
 from layerjump.errors import BadArtifact, NewerFormat, WrongModel, one_line
-from layerjump.generation.calibration.cost_model import Costs
+from layerjump.generation.calibration.cost_model import Costs, FileRecord, in_file
 from layerjump.generation.calibration.search import FittedProbes, RuleCandidate, RuleType
 from layerjump.generation.probes import Probe, TwoStage
 from layerjump.generation.rules import ExitConfig, Never, Shortlist
@@ -34,62 +34,43 @@ def _check_rising(levels: tuple[int, ...]) -> tuple[int, ...]:
     return levels
 
 
-def _file_record(**keys: str) -> ConfigDict:
-    """The configuration of a record in the calibration file: frozen, strict, with other keys for some fields."""
-    return ConfigDict(
-        frozen=True, strict=True, populate_by_name=True, alias_generator=lambda name: keys.get(name, name)
-    )
-
-
-def _in_file(names: dict[str, str]) -> tuple[BeforeValidator, PlainSerializer]:
-    """Translate values from and to their names in the file."""
-    from_file = {name: value for value, name in names.items()}
-    return (
-        BeforeValidator(lambda name: from_file.get(name, name) if isinstance(name, str) else name),
-        PlainSerializer(lambda value: names.get(value, value)),
-    )
-
-
-_TypeInFile = Annotated[RuleType, *_in_file({"probe": "gate"})]
+_PROBE_IN_FILE = (
+    BeforeValidator(lambda name: "probe" if name == "gate" else name),
+    PlainSerializer(lambda name: "gate" if name == "probe" else name),
+)
+"""A rule with a probe has another name in the file."""
+_TypeInFile = Annotated[RuleType, *_PROBE_IN_FILE]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class RuleRecord(BaseModel):
+class RuleRecord(FileRecord):
     """A rule without its weights."""
 
-    model_config = _file_record(rule_type="kind", unembed_above="worth")
-
-    rule_type: _TypeInFile
+    rule_type: _TypeInFile = in_file("kind")
     levels: Annotated[tuple[int, ...], AfterValidator(_check_rising)]
     threshold: _Share | None
     """None: never exit."""
-    unembed_above: _Share
+    unembed_above: _Share = in_file("worth")
 
 
 class DraftRuleRecord(RuleRecord):
     """A rule for verified generation, without its weights."""
 
-    model_config = _file_record(rule_type="kind", unembed_above="worth", min_acceptance="least")
-
-    min_acceptance: float = Field(0.0, ge=0)
+    min_acceptance: float = in_file("least", default=0.0, ge=0)
     """The share of drafts that must be accepted to pay for them all."""
 
 
-class PositionCounts(BaseModel):
+class PositionCounts(FileRecord):
     """Positions used in each role."""
 
-    model_config = _file_record(probes="gates", selection="select")
-
-    probes: int
-    selection: int
+    probes: int = in_file("gates")
+    selection: int = in_file("select")
     thresholds: int
     test: int
 
 
-class HeldOutResult(BaseModel):
+class HeldOutResult(FileRecord):
     """The rule on documents that nothing was chosen on; costs are relative to the full model's."""
-
-    model_config = _file_record(unembeddings="heads", probe_evaluations="gates")
 
     agreement: float
     low: float
@@ -97,67 +78,47 @@ class HeldOutResult(BaseModel):
     """The 95 % bootstrap interval of the agreement."""
     blocks_saved: float
     cost: float
-    unembeddings: float
-    """Per token."""
-    probe_evaluations: float
-    """Per token."""
+    unembeddings: float = in_file("heads")
+    """Per token, like the next."""
+    probe_evaluations: float = in_file("gates")
 
 
-class CurvePoint(BaseModel):
+class CurvePoint(FileRecord):
     """Examples of similar predicted probability."""
-
-    model_config = _file_record(observed="found")
 
     predicted: float
     """Their mean predicted probability of the full model's token."""
-    observed: float
+    observed: float = in_file("found")
     """The share that gave it."""
     n: int
 
 
-class CostsRecord(Costs):
-    """Measured costs."""
-
-    model_config = _file_record(queued_token="waiting", unembedding="head", probe="gate", shortlist_unembedding="short")
-
-
-class CalibrationReport(BaseModel):
+class CalibrationReport(FileRecord):
     """How a calibration was made and what it achieves."""
-
-    model_config = _file_record(
-        rule_type="kind",
-        verified_rule="lossless",
-        max_draft_tokens="unverified",
-        shortlist_tokens="shortlist",
-        self_generated_tokens="own",
-        selection_cost="select_cost",
-        verified_cost="lossless_cost",
-        probe_curves="gate_curves",
-    )
 
     target: float
     confidence: float
     model: str
     fingerprint: str
-    rule_type: Annotated[Literal[RuleType, "never"], *_in_file({"probe": "gate"})]
+    rule_type: Annotated[Literal[RuleType, "never"], *_PROBE_IN_FILE] = in_file("kind")
     rule: RuleRecord
-    verified_rule: DraftRuleRecord
-    max_draft_tokens: int = Field(ge=1)
+    verified_rule: DraftRuleRecord = in_file("lossless")
+    max_draft_tokens: int = in_file("unverified", ge=1)
     text: str
     text_sha256: str
-    shortlist_tokens: int | None = None
+    shortlist_tokens: int | None = in_file("shortlist", default=None)
     """Tokens of the shortlist; None: early levels are read with the full vocabulary."""
     positions: PositionCounts
     seed: int
-    self_generated_tokens: int | None = None
+    self_generated_tokens: int | None = in_file("own", default=None)
     """Tokens that the model wrote after each document's opening; None: the documents themselves were used."""
-    costs: CostsRecord
-    selection_cost: dict[_TypeInFile, float]
+    costs: Costs
+    selection_cost: dict[_TypeInFile, float] = in_file("select_cost")
     """Each rule type's cost on the selection documents, relative to the full model's."""
-    verified_cost: float
+    verified_cost: float = in_file("lossless_cost")
     """The same of verified generation."""
     test: HeldOutResult
-    probe_curves: dict[int, list[CurvePoint]]
+    probe_curves: dict[int, list[CurvePoint]] = in_file("gate_curves")
     """Level → the probe's calibration curve on the test documents."""
 
 
@@ -272,7 +233,9 @@ def _exit_config(name: str, record: RuleRecord, tensors: dict[str, Tensor]) -> E
 def _check_tensors(tensors: dict[str, Tensor], d_model: int | None) -> None:
     for name, tensor in tensors.items():
         if name == _SHORTLIST:
-            _check_shortlist(tensor)
+            is_list = tensor.dtype == torch.int64 and tensor.dim() == 1 and len(tensor) > 1
+            if not is_list or int(tensor[0]) < 0 or not bool((tensor.diff() > 0).all()):
+                raise ValueError("the shortlist must hold strictly increasing token ids")
             continue
         width = 3 if name.endswith(".mix") else None if d_model is None else d_model + 3
         has_rows = tensor.dim() == 2 and width in (None, tensor.shape[1])
@@ -280,9 +243,3 @@ def _check_tensors(tensors: dict[str, Tensor], d_model: int | None) -> None:
             raise ValueError(f"{name} must hold a row of weights for each level")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds NaN or infinite values")
-
-
-def _check_shortlist(tokens: Tensor) -> None:
-    is_list = tokens.dtype == torch.int64 and tokens.dim() == 1 and len(tokens) > 1
-    if not is_list or int(tokens[0]) < 0 or not bool((tokens.diff() > 0).all()):
-        raise ValueError("the shortlist must hold strictly increasing token ids")

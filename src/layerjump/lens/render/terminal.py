@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,29 +26,19 @@ _BAR_WIDTH = 8
 _STYLES = ((0.1, "dim"), (0.35, ""), (0.7, "cyan"), (1.01, "bold green"))
 
 
-def render(trajectory: Trajectory) -> RenderableType:
-    """The grid of all positions, then the top tokens at the last position."""
+def render(trajectory: Trajectory, width: int) -> RenderableType:
+    """The grid of all positions, with as many levels as fit the width, then the top tokens at the last position."""
     position = trajectory.positions[-1]
     preposition = "After" if trajectory.model.causal else "At"
     return Group(
         Text(f"{escape_token(trajectory.model.name)} through {trajectory.name}, {trajectory.model.n_blocks} blocks"),
-        _Grid(trajectory),
+        grid(trajectory, width),
         Text(
             f"{preposition} position {position}{mark_unfitted(trajectory, position)}, "
             f"{escape_token(trajectory.tokens[position])}"
         ),
         top_table(trajectory),
     )
-
-
-class _Grid:
-    """The grid with as many levels as fit the width of the terminal."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        self._trajectory = trajectory
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield grid(self._trajectory, options.max_width)
 
 
 def grid(trajectory: Trajectory, width: int) -> Table:
