@@ -50,12 +50,18 @@ def test_a_causal_model_with_a_mask_token_is_told_so():
 
 
 def test_a_bos_that_is_needed_is_added_once():
-    shy = tokenizers.tokenizer("$A", bos_token="<s>")
-    assert Tokenization.of(shy, max_positions=64).prefix == ()
-    assert Tokenization.of(shy, max_positions=64, needs_bos=True).prefix == (tokenizers.BOS,)
-    assert Tokenization.of(tokenizers.llama(), max_positions=64, needs_bos=True).prefix == (tokenizers.BOS,)
-    without = tokenizers.tokenizer("$A")
-    assert Tokenization.of(without, max_positions=64, needs_bos=True).prefix == ()
+    shy = Tokenization.of(tokenizers.tokenizer("$A", bos_token="<s>"), max_positions=64)
+    assert shy.prefix == ()
+    assert shy.with_bos().prefix == shy.with_bos().with_bos().prefix == (tokenizers.BOS,)
+    assert Tokenization.of(tokenizers.llama(), max_positions=64).with_bos().prefix == (tokenizers.BOS,)
+    assert Tokenization.of(tokenizers.tokenizer("$A"), max_positions=64).with_bos().prefix == ()
+
+
+def test_a_prompt_that_begins_with_bos_gets_no_second_one():
+    tokens = Tokenization.of(tokenizers.llama(), max_positions=64)
+    for text in ("2 3", "<s> 2 3"):  # chat templates write BOS themselves
+        assert tokens.generation_inputs([text])["input_ids"].tolist() == [[tokenizers.BOS, 9, 10]]
+    assert tokens.wrap_prompt([]) == [tokenizers.BOS]
 
 
 def test_padding_is_found_without_touching_the_tokenizer():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +43,14 @@ def llama(words: Sequence[str] = (), *, limit: int = 512) -> PreTrainedTokenizer
 
 def gpt2(words: Sequence[str] = (), *, limit: int = 512) -> PreTrainedTokenizerFast:
     return tokenizer("$A", words, limit=limit, bos_token="</s>", eos_token="</s>")
+
+
+def characters(**specials: str) -> PreTrainedTokenizerFast:
+    """One token a character; it has a BOS and does not add it."""
+    letters = [chr(code) for code in range(32, 127)]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIALS, *letters])}, unk_token="[UNK]"))
+    backend.pre_tokenizer = Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", bos_token="<s>", **specials)
 
 
 def byte_tokenizer():

@@ -13,6 +13,7 @@ import pytest
 import layerjump as lj
 from layerjump.errors import ModelNotFound
 from layerjump.models import default_model
+from layerjump.models.bos import measure_bos
 
 FETCH = "from layerjump.models import default_model; print(default_model.bundled_folder('smollm2'))"
 
@@ -35,6 +36,13 @@ def test_it_speaks_english(smollm2):
     inputs = smollm2.tokenization.generation_inputs(["The capital of France is"])
     out = smollm2.hf.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert "Paris" in smollm2.tokenizer.decode(out[0])
+
+
+def test_it_needs_no_bos(smollm2):
+    tokenization = smollm2.tokenization
+    assert (tokenization.prefix, tokenization.tokenizer.bos_token) == ((), "<|im_start|>")
+    losses = measure_bos(smollm2, tokenization)
+    assert abs(losses.without - losses.with_bos) < 0.3
 
 
 def test_a_wrong_hash_is_refused_and_leaves_nothing(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,6 +137,16 @@ def _format_cell(value: Any) -> str:
             return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.2e}"
         return f"{value:.3f}" if abs(value) >= 1e-3 else f"{value:.1e}"
     return str(value)
+
+
+def note_plain_text(model: Model, texts: Sequence[str]) -> None:
+    """Print a note on standard error if a chat model reads a text without its chat template."""
+    from layerjump.data.chat_template import plain_text_note, template_markers
+
+    note = plain_text_note(model.name, model.tokenizer, texts)
+    if note:
+        marker = template_markers(model.tokenizer)[0]
+        print(f"note: {note}; for a chat, write its markers, such as {marker}, into the text", file=sys.stderr)
 
 
 def parse_numbers(text: str, error: type[Exception]) -> tuple[int, ...]:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerjump.cli._options import AllowOtherWeights, AsJson, LoadModel, ModelName, loads_model, option_group
+from layerjump.cli._options import (
+    AllowOtherWeights,
+    AsJson,
+    LoadModel,
+    ModelName,
+    loads_model,
+    note_plain_text,
+    option_group,
+)
 
 if TYPE_CHECKING:
     from layerjump.generation.generate import Generated
@@ -77,6 +85,7 @@ def generate(
     fitted, rule, calibrated_draft_tokens = _load_rule(loaded, jumps, exit, verify, allow_other_weights)
     torch.manual_seed(seed)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    note_plain_text(loaded, texts)
     generated = generate_text(
         loaded,
         fitted,

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerjump.cli._options import AllowOtherWeights, AsJson, LoadModel, ModelName, loads_model, progress_bar
+from layerjump.cli._options import (
+    AllowOtherWeights,
+    AsJson,
+    LoadModel,
+    ModelName,
+    loads_model,
+    note_plain_text,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps
@@ -49,6 +57,7 @@ def lens(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(model)
+    note_plain_text(loaded, [text])
     lenses = _make_lenses(loaded, compare, jumps, allow_other_weights)
     sites = None if levels is None else _parse_sites(levels)
     (by_lens,) = read_trajectories(lenses, [text], k=top_k, levels=sites, tokens=token or ())

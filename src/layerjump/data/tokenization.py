@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -45,16 +45,14 @@ class Tokenization:
         tokenizer: "PreTrainedTokenizerBase",
         *,
         max_positions: int,
-        needs_bos: bool = False,
         masked: bool | None = None,
         both_ways: bool = False,
         start: int | None = None,
     ) -> "Tokenization":
         """Find out which ids this tokenizer puts around a text.
 
-        `needs_bos` adds a BOS that the tokenizer has but does not add. `masked` says whether the model is a masked
-        one; by default, it is if the tokenizer has a mask token. An encoder–decoder is `both_ways`, and has its
-        decoder's `start` token.
+        `masked` says whether the model is a masked one; by default, it is if the tokenizer has a mask token. An
+        encoder–decoder is `both_ways`, and has its decoder's `start` token.
         """
         mask = tokenizer.mask_token_id if masked is not False else None
         if masked and mask is None:
@@ -75,9 +73,6 @@ class Tokenization:
             ) from None
         pad = next(token for token in ids if token is not None)
         prefix, suffix = _around(tokenizer)
-        bos = tokenizer.bos_token_id
-        if needs_bos and bos is not None and bos not in prefix:
-            prefix = (bos, *prefix)
         if mask is None and not both_ways:
             suffix = ()  # after an end-of-text token, a causal model does not continue the text
         max_length = min(max_positions, int(limit)) if limit < _UNLIMITED else max_positions
@@ -88,6 +83,11 @@ class Tokenization:
                 f"{max_length}; allow more positions"
             )
         return tokenization
+
+    def with_bos(self) -> "Tokenization":
+        """The same with BOS before every text, once; unchanged if the tokenizer has none."""
+        bos = self.tokenizer.bos_token_id
+        return self if bos is None or bos in self.prefix else replace(self, prefix=(bos, *self.prefix))
 
     @property
     def n_added(self) -> int:
@@ -116,6 +116,11 @@ class Tokenization:
         """The ids with prefix and suffix around them."""
         return [*self.prefix, *ids, *self.suffix]
 
+    def wrap_prompt(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a prompt with prefix and suffix around them; chat templates write the prefix themselves."""
+        has_prefix = tuple(ids[: len(self.prefix)]) == self.prefix
+        return [*ids, *self.suffix] if has_prefix else self.wrap(ids)
+
     def halves(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """The inputs of an encoder–decoder: the first half of a text for the encoder, the second for the decoder.
 
@@ -143,7 +148,7 @@ class Tokenization:
 
     def generation_inputs(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` of prompts, padded on the left so that all end together."""
-        rows = [self.wrap(ids) for ids in self.encode(texts)]
+        rows = [self.wrap_prompt(ids) for ids in self.encode(texts)]
         for text, row in zip(texts, rows, strict=True):
             if len(row) > self.max_length:
                 raise BadText(

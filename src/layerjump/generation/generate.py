@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from layerjump.data.chat_template import warn_of_plain_text
 from layerjump.errors import BadExit, argument
 from layerjump.generation.block_runner import BlockRunner, Counts
 from layerjump.generation.loop import CacheKind, Decoder, Sequences
@@ -102,6 +103,7 @@ def generate(
         if not texts:
             raise BadExit(f"{argument('prompts')} is empty; give at least one prompt")
         prompts = model.tokenization.generation_inputs(texts)
+        warn_of_plain_text(model.name, model.tokenizer, texts, stacklevel=2)
         generation.setdefault("pad_token_id", model.tokenization.pad)
     custom_generate = EarlyExit(
         jumps, exit, verify=verify, cache=cache, max_draft_tokens=max_draft_tokens, streamer=streamer

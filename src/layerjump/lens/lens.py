@@ -15,6 +15,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from layerjump.data.chat_template import warn_of_plain_text
 from layerjump.errors import BadJumps, BadText, argument
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
@@ -89,6 +90,7 @@ class Lens:
         """
         lenses, texts = {self.name: self}, [text] if isinstance(text, str) else text
         by_lens = read_trajectories(lenses, texts, k=k, levels=levels, tokens=tokens, jensen_shannon=jensen_shannon)
+        warn_of_plain_text(self.model.name, self.model.tokenizer, texts, stacklevel=2)
         trajectories = [trajectories[self.name] for trajectories in by_lens]
         return trajectories[0] if isinstance(text, str) else trajectories
 

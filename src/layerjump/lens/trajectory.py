@@ -335,7 +335,7 @@ def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None
     mask = tokenization.mask if model.masked else None
     prompts = []
     for text, bare_ids in zip(texts, tokenization.encode(list(texts)), strict=True):
-        ids = tuple(tokenization.wrap(bare_ids))
+        ids = tuple(tokenization.wrap_prompt(bare_ids))
         excerpt = repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…")
         if len(ids) > tokenization.max_length:
             raise BadText(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from layerjump.data.batches import Batch
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadModel, NoPredictions
+from layerjump.models.bos import needs_bos
 from layerjump.models.families import Task
 from layerjump.models.hooks import Capture
 from layerjump.models.self_check import require_passed
@@ -91,17 +92,20 @@ class Model:
 
     @cached_property
     def tokenization(self) -> Tokenization:
-        """The tokenizer, with the special tokens that this model was trained to see."""
+        """The tokenizer, with the special tokens that this model was trained to see.
+
+        A BOS that the tokenizer has but does not add is added if the model needs it, which the first use measures.
+        """
         if self.tokenizer is None:
             raise BadModel(f"{self.name} has no tokenizer; pass one to Model.wrap(hf, tokenizer)")
-        return Tokenization.of(
+        tokenization = Tokenization.of(
             self.tokenizer,
             max_positions=self.max_positions,
-            needs_bos=self.structure.family.needs_bos,
             masked=self.masked,
             both_ways=self.task in ("seq2seq", "encoder"),
             start=self._decoder_start() if self.task == "seq2seq" else None,
         )
+        return tokenization.with_bos() if needs_bos(self, tokenization) else tokenization
 
     def encoder_side(self) -> Model:
         """The encoder of an encoder–decoder as a model: the same weights, the encoder's blocks and levels."""

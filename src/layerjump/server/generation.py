@@ -46,7 +46,7 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
         generated = generate(
             model,
             lens.jumps,
-            request.prompt,
+            model.tokenization.generation_inputs([request.prompt]),
             exit=exit_config,
             verify=request.verify,
             cache=request.cache,
@@ -54,6 +54,7 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
             streamer=streamer,
             max_new_tokens=request.max_new_tokens,
             do_sample=False,
+            pad_token_id=model.tokenization.pad,
             use_cache=True,  # checkpoints saved during training may switch it off
         )
     except ClientDisconnected:
