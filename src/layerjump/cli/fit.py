@@ -239,7 +239,7 @@ def _collect(run: RunPlan, checkpoint: Checkpoint, estimator: str, refine: bool)
         print(run.cost, file=sys.stderr)
     with progress_bar("collecting") as update:
         progress = update if is_first else None
-        return run.run(progress=progress, checkpoint=checkpoint, group=group)
+        return run.run(progress=progress, checkpoint=checkpoint)
 
 
 def _check_refine(steps: int, from_moments: list[Path] | None, world: int) -> None:

@@ -149,8 +149,17 @@ class Batches:
         """The batches of one process of a group: disjoint, and about as many tokens for each process."""
         if not 0 <= rank < world:
             raise BadText(f"expected a rank from 0 to {world - 1}, got {rank}")
-        shares = _balance([self._tokens_in(group) for group in self.groups], world)
-        return replace(self, groups=tuple(self.groups[index] for index in sorted(shares[rank])))
+        sizes = [self._tokens_in(group) for group in self.groups]
+        largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+        share, totals = [], [0] * world
+        # In each round one batch goes to every rank, the largest to the lightest rank.
+        for start in range(0, len(sizes), world):
+            ranks = sorted(range(world), key=lambda rank: totals[rank])
+            for lightest, index in zip(ranks, largest_first[start : start + world], strict=False):
+                totals[lightest] += sizes[index]
+                if lightest == rank:
+                    share.append(index)
+        return replace(self, groups=tuple(self.groups[index] for index in sorted(share)))
 
     @property
     def n_sequences(self) -> int:
@@ -255,12 +264,21 @@ def make_batches(
             f"expected {argument('max_length')} of at least {tokenization.n_added + 1}, because the tokenizer adds "
             f"{tokenization.n_added} tokens, got {max_length}"
         )
+
+    # Encoded when they are needed: the text may be far longer than `tokens`.
+    starts = range(0, len(documents), _DOCUMENTS_AT_ONCE)
+    chunks = (documents[start : start + _DOCUMENTS_AT_ONCE] for start in starts)
+    encoded = (
+        (int(document), ids)
+        for chunk in chunks
+        for document, ids in zip(chunk, tokenization.encode([corpus.documents[i] for i in chunk]), strict=True)
+    )
     sequences = Sequences()
     around = tokenization.around
     # Tokens after the last pick cannot change a causal model's states there, and are cut off. (Not from a decoder's
     # half: rows that are as long as their sources need less padding.)
     ends_at_pick = tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
-    for document, ids in _encode(corpus, tokenization, documents):
+    for document, ids in encoded:
         # `one` is one per document: only the first sequence of a long document is used.
         end = min(len(ids), text_length) if positions.kind == "one" else len(ids)
         for number, start in enumerate(range(0, end, text_length)):
@@ -286,16 +304,10 @@ def make_batches(
             f"none of the {len(documents):,} documents of {corpus.name} has a position of {positions} from position "
             f"{positions.skip_first} on; pass longer text"
         )
+
     groups = _group(sequences.sizes(), max_batch_tokens)
     order = np.argsort(np.random.PCG64(seed).random_raw(len(groups)), kind="stable")
     return Batches(tokenization, positions, seed, sequences, tuple(groups[index] for index in order))
-
-
-def _encode(corpus: Corpus, tokenization: Tokenization, documents: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        chunk = documents[start : start + _DOCUMENTS_AT_ONCE]
-        encoded = tokenization.encode([corpus.documents[document] for document in chunk])
-        yield from zip(map(int, chunk), encoded, strict=True)
 
 
 def _group(sizes: Ints, max_cells: int) -> list[Ints]:
@@ -310,16 +322,3 @@ def _group(sizes: Ints, max_cells: int) -> list[Ints]:
             cuts.append(index)
             tokens = sizes[sequence]
     return np.split(order, cuts[1:])
-
-
-def _balance(sizes: Sequence[int], world: int) -> list[list[int]]:
-    """Assign indices to ranks, largest first: in each round one to every rank, the largest to the lightest rank."""
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    shares: list[list[int]] = [[] for _ in range(world)]
-    totals = [0] * world
-    for start in range(0, len(order), world):
-        ranks = sorted(range(world), key=lambda rank: totals[rank])
-        for rank, index in zip(ranks, order[start : start + world], strict=False):
-            shares[rank].append(index)
-            totals[rank] += sizes[index]
-    return shares

@@ -158,11 +158,9 @@ class _Source:
     """An opened source. Its documents may be read only when they are iterated over."""
 
     name: str
-    format: str
-    """How the source was read, for `Corpus.note`."""
+    format: str  # how the source was read, for `Corpus.note`
     documents: Iterable[str]
-    at_most: int | None = None
-    """How many documents are read if the caller sets no limit."""
+    at_most: int | None = None  # how many documents are read if the caller sets no limit
 
 
 def _open(source: str | Path | Iterable[str], column: str | None) -> _Source:

@@ -182,16 +182,10 @@ class RunPlan:
         """The memory and arithmetic that the run will take."""
         return estimate_cost(self.model, self.moments["fit"], self.batches)
 
-    def run(
-        self,
-        *,
-        progress: Progress | None = None,
-        checkpoint: Checkpoint | None = None,
-        group: ProcessGroup | None = None,
-    ) -> SplitMoments:
+    def run(self, *, progress: Progress | None = None, checkpoint: Checkpoint | None = None) -> SplitMoments:
         """Run the text through the model and return its moments (with several processes: in the first one)."""
         self.cost.require_memory()
-        group = group or ProcessGroup()
+        group = checkpoint.group if checkpoint else ProcessGroup()
         collected = SplitMoments(**self.moments, info=self.info, max_length=self.max_length)
         steps = dict.fromkeys(self.batches, 0)
         if checkpoint is not None:

@@ -47,8 +47,7 @@ def cached_jumps(
     jumps = _load_all(folders, model)
     if len(jumps) == len(folders):
         return jumps
-    home = _model_folder(model)
-    with only_writer(home, wait=True):
+    with only_writer(cache_home() / "jumps" / fingerprint(model.hf), wait=True):
         jumps = _load_all(folders, model)  # another process may have been first
         missing = [name for name in folders if name not in jumps]
         # One pass over the text serves all estimators that need the same pairs and features.
@@ -82,11 +81,7 @@ def cache_folder(model: Model, estimator: str, *, text: str = TEXT, tokens: int 
     """Return the folder of these jumps in the cache, whether or not it exists."""
     # A file may change under its name, so it is identified by its content.
     name = text if text == TEXT else load_text(text).sha256[:16]
-    return _model_folder(model) / f"{name}-{tokens}-{estimator}"
-
-
-def _model_folder(model: Model) -> Path:
-    return cache_home() / "jumps" / fingerprint(model.hf)
+    return cache_home() / "jumps" / fingerprint(model.hf) / f"{name}-{tokens}-{estimator}"
 
 
 def _load_all(folders: Mapping[str, Path], model: Model) -> dict[str, Jumps]:

@@ -139,8 +139,19 @@ class Moments:
         if self.sums is None:
             self.set_shift(self.shift_for(widened))
         self._check_widths({s: self._features(s, rows[:1]).shape[-1] for s, rows in widened.items()})
+
+        def shifted(site: Site) -> Tensor:
+            """Shifted states in float64, in a buffer reused from batch to batch: allocation fragments the heap."""
+            rows = self._features(site, widened[site])
+            # Targets are needed together; sites that are only sources share one buffer.
+            key = site if site in self._targets else (rows.shape[-1], rows.device)
+            buffer = self._buffers.get(key)
+            if buffer is None or len(buffer) < len(rows):
+                buffer = self._buffers[key] = torch.empty_like(rows, dtype=torch.float64)
+            return torch.sub(rows, self.shift[site], out=buffer[: len(rows)])
+
         if self.products == torch.float64:
-            self._add_products(lambda site: self._shifted(site, widened[site]))
+            self._add_products(shifted)
         else:
             self._add_float32_products(widened)
         sums = self._require_sums()
@@ -277,18 +288,6 @@ class Moments:
 
     def _features(self, site: Site, states: Tensor) -> Tensor:
         return compute_features(states, self.features) if site in self._targets_of else states
-
-    def _shifted(self, site: Site, states: Tensor) -> Tensor:
-        """Return shifted states in float64, in a buffer reused from batch to batch: allocation fragments the heap.
-
-        Targets are needed together; sites that are only sources share one buffer.
-        """
-        states = self._features(site, states)
-        key = site if site in self._targets else (states.shape[-1], states.device)
-        buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < len(states):
-            buffer = self._buffers[key] = torch.empty_like(states, dtype=torch.float64)
-        return torch.sub(states, self.shift[site], out=buffer[: len(states)])
 
     def _add_products(self, shifted: Callable[[Site], Tensor]) -> None:
         """Add all products of shifted rows. Rows of targets are held for all their sources, others made one by one."""

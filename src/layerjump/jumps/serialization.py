@@ -39,7 +39,11 @@ def save(jumps: Jumps, folder: str | Path) -> None:
     folder = Path(folder).expanduser()
     tensor_file, json_file = folder / TENSORS, folder / TEXT
     maps = {pair: to_affine(jumps[pair]) for pair in jumps}
-    parts = {pair: _name_parts(affine) for pair, affine in maps.items()}
+    parts: dict[Pair, dict[str, Tensor]] = {}
+    for pair, affine in maps.items():
+        names = ("weight",) if len(affine.factors) == 1 else ("up", "down")
+        named = dict(zip(names, affine.factors, strict=False))
+        parts[pair] = named if affine.bias is None else named | {"bias": affine.bias}
     tensors = {_tensor_name(pair, part): tensor.float() for pair in maps for part, tensor in parts[pair].items()}
     _check_finite(tensors, "these jumps cannot be saved", "fit them again")
     # Sorted: the order in which settings were passed makes no difference.
@@ -200,8 +204,7 @@ class _JumpRecord(Record):
     n_test: int
     lands: Lands
     shape: Annotated[tuple[int, int], Strict(False)]
-    tensors: dict[_Text, list[_Size]]
-    """Shapes of weight, or up and down, or none; and perhaps bias."""
+    tensors: dict[_Text, list[_Size]]  # shapes of weight, or up and down, or none; and perhaps bias
 
     @property
     def info(self) -> JumpInfo:
@@ -311,13 +314,6 @@ def _file_versions(folder: Path) -> list[tuple[int, int] | None]:
         except OSError:
             versions.append(None)
     return versions
-
-
-def _name_parts(affine: Affine) -> dict[str, Tensor]:
-    """A map's tensors by name."""
-    names = ("weight",) if len(affine.factors) == 1 else ("up", "down")
-    parts = dict(zip(names, affine.factors, strict=False))
-    return parts if affine.bias is None else parts | {"bias": affine.bias}
 
 
 def _tensor_name(pair: Pair, part: str) -> str:

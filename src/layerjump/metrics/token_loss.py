@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from layerjump.data.batches import Batch
 from layerjump.metrics.bootstrap import mean_interval
+from layerjump.metrics.logits import chunks
 from layerjump.models.model import Model, capture_states
 
 ROWS = 256
@@ -67,8 +68,7 @@ def token_losses_at(model: Model, batch: Batch, last: Tensor) -> tuple[Tensor, T
         token = batch.input_ids[batch.row[picks], following[picks]]
     # With an empty part: in a batch of the shortest texts no pick may have a next token.
     rows, parts = last[picks.to(last.device)], [torch.zeros(0)]
-    for start in range(0, len(rows), ROWS):
-        part = slice(start, start + ROWS)
+    for part in chunks(len(rows), ROWS):
         logits = model.logits(rows[part]).float()
         parts.append(cross_entropy(logits, token[part].to(logits.device), reduction="none").cpu())
     return torch.cat(parts).double(), batch.document[picks]

@@ -8,7 +8,6 @@ block k, counted from 0: our level k + 1. So such a file cannot hold level 0. An
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import __version__
@@ -30,7 +29,15 @@ def recognises(path: Path) -> bool:
 def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
     """Read the matrices of a file as maps from levels to the last."""
     content = foreign_lens.read_torch(path, foreign_lens.max_bytes(model, model.n_blocks))
-    matrices, n_prompts = _matrices(content, path)
+    record = content if isinstance(content, dict) else {}
+    matrices = record.get("J", record.get("jacobian_sum"))
+    if not isinstance(matrices, dict) or not matrices:
+        raise BadForeignLens(
+            f"{path} holds no Jacobian lens: expected a dictionary `J` (or `jacobian_sum`) of matrices"
+        )
+    n_prompts = record.get("n_prompts", 0) if "J" in record else record.get("n_done")
+    if type(n_prompts) is not int or not ("J" not in record) <= n_prompts <= _MAX_PROMPTS:
+        raise BadForeignLens(f"{path} does not record how many prompts its matrices come from (n_prompts, n_done)")
     notes = {"n_prompts": n_prompts} | foreign_lens.plain_values(content)
     notes |= foreign_lens.plain_values(content.get("metadata"))
     for name, expected in (("d_model", model.d_model), ("target_layer", model.n_blocks - 1)):
@@ -40,11 +47,17 @@ def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
     d, last = model.d_model, Site(model.n_blocks)
     maps: dict[Pair, Affine] = {}
     for key, matrix in matrices.items():
-        level = _level(key, model, path)
-        if (Site(level), last) in maps:
-            raise BadForeignLens(f"{path} has two matrices for layer {level - 1}, expected one for each")
+        layer = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 5 else key
+        if type(layer) is not int or not 0 <= layer < model.n_blocks - 1:
+            raise WrongModel(
+                f"{path} has a matrix for layer {str(key)[:50]!r}, but lenses of this model have layers 0 to "
+                f"{model.n_blocks - 2}; load the model that it was fitted on"
+            )
+        pair = Site(layer + 1), last
+        if pair in maps:
+            raise BadForeignLens(f"{path} has two matrices for layer {layer}, expected one for each")
         weight = foreign_lens.check_tensor(matrix, (d, d), f"layer {key}", path)
-        maps[Site(level), last] = Affine.of(weight / divisor)
+        maps[pair] = Affine.of(weight / divisor)
     estimator, corpus = notes.get("estimator"), notes.get("corpus")
     skip_first = notes.get("skip_first_positions", notes.get("skip_first"))
     return foreign_lens.ForeignLens(
@@ -94,27 +107,3 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
     }
     foreign_lens.write_torch(path, content)
     return pairs
-
-
-def _matrices(content: Any, path: Path) -> tuple[dict[Any, Any], int]:
-    """The matrices by layer, and the number of prompts."""
-    record = content if isinstance(content, dict) else {}
-    matrices = record.get("J", record.get("jacobian_sum"))
-    if not isinstance(matrices, dict) or not matrices:
-        raise BadForeignLens(
-            f"{path} holds no Jacobian lens: expected a dictionary `J` (or `jacobian_sum`) of matrices"
-        )
-    n_prompts = record.get("n_prompts", 0) if "J" in record else record.get("n_done")
-    if type(n_prompts) is not int or not ("J" not in record) <= n_prompts <= _MAX_PROMPTS:
-        raise BadForeignLens(f"{path} does not record how many prompts its matrices come from (n_prompts, n_done)")
-    return matrices, n_prompts
-
-
-def _level(key: Any, model: Model, path: Path) -> int:
-    layer = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 5 else key
-    if type(layer) is not int or not 0 <= layer < model.n_blocks - 1:
-        raise WrongModel(
-            f"{path} has a matrix for layer {str(key)[:50]!r}, but lenses of this model have layers 0 to "
-            f"{model.n_blocks - 2}; load the model that it was fitted on"
-        )
-    return layer + 1

@@ -22,7 +22,7 @@ from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadEstimator, TextTooShort, argument
 from layerjump.jumps.collect_moments import Progress
 from layerjump.jumps.estimators.jacobian import fit_batches, jumps_to_last
-from layerjump.jumps.estimators.least_squares import Factor, eigenvalue_cutoff, factorise_centred
+from layerjump.jumps.estimators.least_squares import eigenvalue_cutoff, factorise_centred
 from layerjump.jumps.estimators.registry import Pooling, Settings
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, SolvedMap
@@ -53,7 +53,19 @@ def low_rank(source: Source, targets: Sequence[Target], *, rank: int, metric: Te
         raise BadEstimator("expected a finite metric, got one with NaN or infinite values")
     factor = factorise_centred(source)
     roots = None if metric is None else _square_roots(metric)
-    return [_reduce_rank(factor, source, target, rank, roots) for target in targets]
+    maps = []
+    for target in targets:
+        weight = factor.solve(target.cross).mT
+        explained = weight @ target.cross  # W Σ Wᵀ, because W Σ = crossᵀ at the optimum
+        if roots is None:
+            up = _leading_eigenvectors(explained, rank)
+            down = up.mT @ weight
+        else:
+            root, inverse = roots
+            basis = _leading_eigenvectors(root @ explained @ root, rank)
+            up, down = inverse @ basis, (basis.mT @ root) @ weight
+        maps.append(Affine.of(up, down, bias=target.mean - up @ (down @ source.mean)))
+    return maps
 
 
 def truncate_rank(jump: Affine, rank: int, source: Source, target: Target) -> Affine:
@@ -224,21 +236,6 @@ class LowRankBatchNorm(nn.Module):
         up = self.up * self.scale[:, None]
         bias = up @ (self.down @ (self.norm.bias - mean * gain))
         return Affine.of(up, self.down * gain, bias=bias)
-
-
-def _reduce_rank(
-    factor: Factor, source: Source, target: Target, rank: int, roots: tuple[Tensor, Tensor] | None
-) -> Affine:
-    weight = factor.solve(target.cross).mT
-    explained = weight @ target.cross  # W Σ Wᵀ, because W Σ = crossᵀ at the optimum
-    if roots is None:
-        up = _leading_eigenvectors(explained, rank)
-        down = up.mT @ weight
-    else:
-        root, inverse = roots
-        basis = _leading_eigenvectors(root @ explained @ root, rank)
-        up, down = inverse @ basis, (basis.mT @ root) @ weight
-    return Affine.of(up, down, bias=target.mean - up @ (down @ source.mean))
 
 
 def _leading_eigenvectors(matrix: Tensor, rank: int) -> Tensor:
