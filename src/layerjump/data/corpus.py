@@ -173,15 +173,30 @@ def _open(source: str | Path | Iterable[str], column: str | None) -> _Source:
         return _without_columns(_text("standard input", sys.stdin.buffer.read()), column)
     if os.path.isdir(source):
         raise BadText(f"{source} is a folder; expected a file")
-    if os.path.exists(source):
-        return _file(Path(source), column)
-    hub = _HUB_ID.fullmatch(str(source))
-    if isinstance(source, Path) or hub is None or source.endswith((".txt", *SUFFIXES)):
-        raise BadText(
-            f"there is no file {shorten(source)!r}; pass a file, a hub dataset (owner/name), "
-            "`pydoc`, `-` for standard input, or a list of texts"
-        )
-    return _hub(hub, column)
+    if not os.path.exists(source):
+        hub = _HUB_ID.fullmatch(str(source))
+        if isinstance(source, Path) or hub is None or source.endswith((".txt", *SUFFIXES)):
+            raise BadText(
+                f"there is no file {shorten(source)!r}; pass a file, a hub dataset (owner/name), "
+                "`pydoc`, `-` for standard input, or a list of texts"
+            )
+        return _hub(hub, column)
+    path = Path(source)
+    name, suffix = path.name, path.suffix.lower()
+    if suffix == ".parquet":
+        return _read_parquet(path, column)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadText(f"{path} cannot be read ({shorten(error)}); pass a readable file") from error
+    if suffix not in SUFFIXES:
+        return _without_columns(_text(name, data), column)
+    text = _decode(name, data)
+    if not text.strip():
+        return _Source(name, "empty", [])
+    if suffix in (".jsonl", ".json"):
+        return _read_json(name, text, column)
+    return _read_csv(name, text, column, tabs=suffix == ".tsv")
 
 
 def _without_columns(source: _Source, column: str | None) -> _Source:
@@ -216,24 +231,6 @@ def _is_prose(paragraph: str) -> bool:
     ends = paragraph.rstrip("\"')*”’").endswith((".", ":", ";", ",", "!", "?"))
     code = ">>>" in paragraph or "::=" in paragraph
     return len(paragraph) >= 40 and plain >= 0.85 * len(paragraph) and ends and not code
-
-
-def _file(path: Path, column: str | None) -> _Source:
-    name, suffix = path.name, path.suffix.lower()
-    if suffix == ".parquet":
-        return _read_parquet(path, column)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadText(f"{path} cannot be read ({shorten(error)}); pass a readable file") from error
-    if suffix not in SUFFIXES:
-        return _without_columns(_text(name, data), column)
-    text = _decode(name, data)
-    if not text.strip():
-        return _Source(name, "empty", [])
-    if suffix in (".jsonl", ".json"):
-        return _read_json(name, text, column)
-    return _read_csv(name, text, column, tabs=suffix == ".tsv")
 
 
 def _decode(name: str, data: bytes) -> str:
