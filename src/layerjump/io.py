@@ -58,7 +58,12 @@ def replace_file(path: Path, write: Callable[[Path], object], *, last: Callable[
     `last` is called when the new file is safely on disk, just before it replaces the old one.
     """
     with writing(path):
-        _remove_leftovers(path)
+        # Temporary folders that killed writers of `path` left are removed.
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            with contextlib.suppress(OSError):  # its owner may be about to remove it
+                touched = max(item.stat().st_mtime for item in (leftover, *leftover.iterdir()))
+                if time.time() - touched > _LEFTOVER_SECONDS:
+                    shutil.rmtree(leftover, ignore_errors=True)
         # Inside a folder, so that files which a killed library leaves are in there too.
         with _temporary_folder(path) as folder:
             temporary = folder / path.name
@@ -120,20 +125,18 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary folders that killed writers of `path` left."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):  # its owner may be about to remove it
-            touched = max(item.stat().st_mtime for item in (leftover, *leftover.iterdir()))
-            if time.time() - touched > _LEFTOVER_SECONDS:
-                shutil.rmtree(leftover, ignore_errors=True)
-
-
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, last: Callable[[], None] | None = None
 ) -> None:
     """Write a safetensors file; the same content gives the same bytes."""
-    packed = _pack(tensors)
+    # Sorted by name, on the CPU, none sharing memory with another (safetensors refuses those).
+    packed: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        packed[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     seal = {"metadata": metadata, "sha256": _digest(packed, metadata)}
     header = {_KEY: json.dumps(seal, sort_keys=True)}
     replace_file(path, lambda temporary: save_file(packed, temporary, header), last=last)
@@ -159,18 +162,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not is_metadata or seal.get("sha256") != _digest(tensors, metadata):
         raise BadArtifact(f"{path} was changed after it was written; make it again")
     return tensors, metadata
-
-
-def _pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sorted by name, on the CPU, none sharing memory with another (safetensors refuses those)."""
-    packed: dict[str, Tensor] = {}
-    addresses: set[int] = set()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        packed[name] = tensor.clone() if address in addresses else tensor
-        addresses.add(address)
-    return packed
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
