@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,9 @@ class WholeModel:
         """Exit rule of all positions."""
         return Never()
 
-    @contextmanager
-    def applied_to(self, model: Model) -> Iterator[None]:
+    def applied_to(self, model: Model) -> AbstractContextManager[object]:
         """Change the model while the `with` block runs."""
-        yield
+        return nullcontext()
 
     def make_reader(self, model: Model) -> TeacherForcedExit:
         """Return the reader of the positions to score."""
@@ -67,10 +66,8 @@ class LinearizedModel(WholeModel):
     blocks: tuple[int, ...] | None = None
     """Blocks whose parts are replaced; None for all."""
 
-    @contextmanager
-    def applied_to(self, model: Model) -> Iterator[None]:
-        with linearize(model, self.jumps, parts=self.parts, blocks=self.blocks):
-            yield
+    def applied_to(self, model: Model) -> AbstractContextManager[object]:
+        return linearize(model, self.jumps, parts=self.parts, blocks=self.blocks)
 
 
 ModelVariant = WholeModel | EarlyExitModel | LinearizedModel

@@ -81,17 +81,15 @@ def required_blocks(model: Model, batches: Batches) -> dict[int, str]:
 def find_sink_blocks(model: Model, batches: Batches) -> list[int]:
     """Return the blocks in which the norm of the first position outgrows all others: later blocks attend to it."""
     levels = range(model.n_blocks + 1)
-    first, others = torch.zeros(len(levels)), torch.zeros(len(levels))
-    for states in capture_states(model, [batches[0]], levels):
-        is_first = states.batch.position == 0
-        if not bool(is_first.any()):
-            return []
-        for level in levels:
-            norms = states[level].float().norm(dim=-1).cpu()
-            first[level] += norms[is_first].median()
-            others[level] += (norms if bool(is_first.all()) else norms[~is_first]).median()
+    (states,) = capture_states(model, [batches[0]], levels)
+    is_first = states.batch.position == 0
+    if not bool(is_first.any()):
+        return []
+    norms = torch.stack([states[level].float().norm(dim=-1).cpu() for level in levels])
+    first = norms[:, is_first].median(dim=1).values
+    others = (norms if bool(is_first.all()) else norms[:, ~is_first]).median(dim=1).values
     growth = (first[1:] / first[:-1]) / (others[1:] / others[:-1])
-    return [level + 1 for level in range(model.n_blocks) if float(growth[level]) > SINK_GROWTH]
+    return [block for block, factor in enumerate(growth.tolist(), start=1) if factor > SINK_GROWTH]
 
 
 def check_criterion(criterion: str) -> None:

@@ -44,19 +44,12 @@ _GATED = Projections(
     "mlp.down_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 )
 PROJECTIONS: dict[str, Projections] = {
-    "gpt2": Projections("mlp.c_proj"),
-    "gpt_neo": Projections("mlp.c_proj"),
+    **dict.fromkeys(("gpt2", "gpt_neo"), Projections("mlp.c_proj")),
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), Projections("mlp.dense_4h_to_h")),
     "gptj": Projections("mlp.fc_out"),
-    "gpt_neox": Projections("mlp.dense_4h_to_h"),
     "opt": Projections("fc2"),
-    "bloom": Projections("mlp.dense_4h_to_h"),
-    "falcon": Projections("mlp.dense_4h_to_h"),
     "phi": Projections("mlp.fc2"),
-    "llama": _GATED,
-    "mistral": _GATED,
-    "qwen2": _GATED,
-    "qwen3": _GATED,
-    "gemma": _GATED,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _GATED),
     "phi3": Projections("mlp.down_proj", ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)),
 }
 """Model type → its projections, for families whose feed-forward output is added to the stream without a norm."""

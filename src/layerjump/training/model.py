@@ -60,12 +60,8 @@ class Architecture:
         return FAMILIES[self.family].task == "masked"
 
 
-ARCHITECTURES = {
-    "llama": Architecture("llama"),
-    "mistral": Architecture("mistral"),
-    "gpt2": Architecture("gpt2"),
-    "bert": Architecture("bert", {"initializer_range": 0.05}),
-}
+ARCHITECTURES = {name: Architecture(name) for name in ("llama", "mistral", "gpt2")}
+ARCHITECTURES["bert"] = Architecture("bert", {"initializer_range": 0.05})
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
 _OPT = {"activation_function": "gelu", "layerdrop": 0.0}
 _NO_SOFT_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
