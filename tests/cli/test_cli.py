@@ -145,10 +145,10 @@ def _wide():
 
 
 def test_progress_in_a_log_is_a_line_per_interval(capsys, monkeypatch):
-    from layerjump.cli import _options
+    from layerjump.cli import _output
 
-    monkeypatch.setattr(_options, "LOG_INTERVAL", 0.0)
-    with _options.progress_bar("collecting") as update:
+    monkeypatch.setattr(_output, "LOG_INTERVAL", 0.0)
+    with _output.progress_bar("collecting") as update:
         update(900, 1000)  # a resumed run: these were done before
         time.sleep(0.2)
         update(910, 1000)
@@ -158,7 +158,7 @@ def test_progress_in_a_log_is_a_line_per_interval(capsys, monkeypatch):
     assert left >= 1.8  # 90 more, at fifty a second
     assert said.count("\n") == 1
     monkeypatch.undo()
-    with _options.progress_bar("collecting") as update:
+    with _output.progress_bar("collecting") as update:
         update(50, 200)
     assert capsys.readouterr().err == ""
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerjump.cli._options import (
-    AsJson,
-    Column,
-    LoadModel,
-    ModelName,
-    Seed,
-    TextSource,
-    loads_model,
-    print_table,
-    text_option,
-)
-from layerjump.cli._output_dir import locks_output
+from layerjump.cli._options import COLUMN, MODEL, SEED, TEXT, LoadModel, loads_model, option, text_option
+from layerjump.cli._output import JSON, locks_output, log, print_table
 
 if TYPE_CHECKING:
     from layerjump.generation.calibration.serialization import Calibration
@@ -28,22 +17,19 @@ if TYPE_CHECKING:
 @locks_output("run the same command again", option="jumps")
 @loads_model()
 def calibrate(
-    model: ModelName,
-    jumps: Annotated[Path, typer.Option(help="Folder of jumps; the exit rule is saved there.")],
-    target: Annotated[float, typer.Option(help="Agreement with the full model to guarantee.")] = 0.95,
-    confidence: Annotated[float, typer.Option(help="Confidence level of the guarantee.")] = 0.95,
-    rule_types: Annotated[str, typer.Option(help="Candidate rules: gap, probe, two-stage.")] = "gap,probe,two-stage",
-    self_generated_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Calibrate on self-generated text: continue the opening of each document by this many tokens."
-        ),
-    ] = None,
-    text: TextSource = "pydoc",
-    column: Column = None,
-    documents: Annotated[int, text_option(help="Largest number of documents.")] = 2_000,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    model: str = MODEL,
+    jumps: Path = typer.Option(help="Folder of jumps; the exit rule is saved there."),
+    target: float = option(0.95, "Agreement with the full model to guarantee."),
+    confidence: float = option(0.95, "Confidence level of the guarantee."),
+    rule_types: str = option("gap,probe,two-stage", "Candidate rules: gap, probe, two-stage."),
+    self_generated_tokens: int | None = option(
+        None, "Calibrate on self-generated text: continue the opening of each document by this many tokens."
+    ),
+    text: str = TEXT,
+    column: str | None = COLUMN,
+    documents: int = text_option(2_000, "Largest number of documents."),
+    seed: int = SEED,
+    as_json: bool = JSON,
     *,
     load: LoadModel,
 ) -> None:
@@ -72,11 +58,11 @@ def calibrate(
         documents=documents,
         self_generated_tokens=self_generated_tokens,
         seed=seed,
-        log=lambda line: print(line, file=sys.stderr),
+        log=log,
     )
     path = serialization.save_calibration(calibration, jumps)
     print_table(str(calibration), _rows(calibration), as_json=as_json)
-    print(f"wrote {path}", file=sys.stderr)
+    log(f"wrote {path}")
 
 
 def _rows(calibration: Calibration) -> list[dict[str, Any]]:

@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from layerjump.cli._options import (
-    AsJson,
-    LoadModel,
-    ModelName,
-    loads_model,
-    option_group,
-    output_option,
-    print_table,
-    progress_bar,
-)
+from layerjump.cli._options import MODEL, LoadModel, Panel, loads_model, option
+from layerjump.cli._output import JSON, log, output_option, print_json, print_table, progress_bar
+from layerjump.errors import BadEvaluation
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
 
-task_option, perplexity_option = option_group("Tasks"), option_group("Perplexity")
-variant_option = option_group("Model variant")
+task_option, perplexity_option, variant_option = Panel("Tasks"), Panel("Perplexity"), Panel("Model variant")
 
 
 @loads_model()
 def evaluate(
-    model: ModelName,
-    tasks: Annotated[
-        str | None,
-        task_option(help="arc_easy, boolq, cb, copa, lambada, piqa, rte, winograd: a list such as copa,piqa, or all."),
-    ] = None,
-    data: Annotated[Path | None, task_option(help="Folder of the tasks' files (see docs/evaluation.md).")] = None,
-    batch_size: Annotated[int, task_option(help="Requests a batch.")] = 1,
-    perplexity_text: Annotated[
-        Path | None, perplexity_option(metavar="<file>", help="A text file, e.g. wiki.test.raw.")
-    ] = None,
-    window: Annotated[int | None, perplexity_option(help="Tokens in a window (default: the model's context).")] = None,
-    stride: Annotated[int | None, perplexity_option(help="Tokens between windows (default: half a window).")] = None,
-    limit: Annotated[int | None, typer.Option(help="Largest number of items of a task, and of windows.")] = None,
-    jumps: Annotated[Path | None, variant_option(help="Folder of jumps.")] = None,
-    exit: Annotated[
-        str | None,
-        variant_option(
-            help="Exit rule: fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3 (default: the calibrated rule in "
-            "the jumps folder)."
-        ),
-    ] = None,
-    parts: Annotated[str | None, variant_option(help="Replace attn, ffn, norms or block by jumps.")] = None,
-    blocks: Annotated[str | None, variant_option(help="Blocks of --parts, e.g. 3-5 or 1,4 (default: all).")] = None,
-    output: Annotated[
-        Path | None, output_option("-o", "--output", metavar="<file>", help="JSON file to write.")
-    ] = None,
-    as_json: AsJson = False,
+    model: str = MODEL,
+    tasks: str | None = task_option(
+        None, "arc_easy, boolq, cb, copa, lambada, piqa, rte, winograd: a list such as copa,piqa, or all."
+    ),
+    data: Path | None = task_option(None, "Folder of the tasks' files (see docs/evaluation.md)."),
+    batch_size: int = task_option(1, "Requests a batch."),
+    perplexity_text: Path | None = perplexity_option(None, "A text file, e.g. wiki.test.raw.", metavar="<file>"),
+    window: int | None = perplexity_option(None, "Tokens in a window (default: the model's context)."),
+    stride: int | None = perplexity_option(None, "Tokens between windows (default: half a window)."),
+    limit: int | None = option(None, "Largest number of items of a task, and of windows."),
+    jumps: Path | None = variant_option(None, "Folder of jumps."),
+    exit: str | None = variant_option(
+        None,
+        "Exit rule: fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3 (default: the calibrated rule in "
+        "the jumps folder).",
+    ),
+    parts: str | None = variant_option(None, "Replace attn, ffn, norms or block by jumps."),
+    blocks: str | None = variant_option(None, "Blocks of --parts, e.g. 3-5 or 1,4 (default: all)."),
+    output: Path | None = output_option(None, "JSON file to write.", "-o", "--output", metavar="<file>"),
+    as_json: bool = JSON,
     *,
     load: LoadModel,
 ) -> None:
@@ -69,8 +50,7 @@ def evaluate(
     from layerjump.evaluation.model_variants import make_variant
     from layerjump.studies.results import to_json
 
-    _check(tasks, data, limit, perplexity_text)
-    text = None if perplexity_text is None else _read_text(perplexity_text)
+    text = _check_inputs(tasks, data, limit, perplexity_text)
     loaded = load(model)
     options: dict[str, Any] = {"jumps": jumps, "exit": exit, "parts": parts, "blocks": blocks}
     variant = make_variant(loaded, **options)
@@ -99,31 +79,24 @@ def evaluate(
         from layerjump.io import write_json
 
         write_json(output, record)
-        print(f"wrote {output}", file=sys.stderr)
+        log(f"wrote {output}")
 
 
-def _check(tasks: str | None, data: Path | None, limit: int | None, perplexity_text: Path | None) -> None:
-    """Raise what can be known before the model is loaded."""
-    from layerjump.errors import BadEvaluation
+def _check_inputs(tasks: str | None, data: Path | None, limit: int | None, path: Path | None) -> str | None:
+    """Raise what can be known before the model is loaded; return the text for the perplexity."""
+    from layerjump.data.corpus import shorten
     from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
 
-    if tasks is None and perplexity_text is None:
+    if tasks is None and path is None:
         raise BadEvaluation("nothing to evaluate; give --tasks with --data, or --perplexity-text")
-    if tasks is None:
-        return
-    if data is None:
-        raise BadEvaluation("--tasks needs --data, the folder of the tasks' files")
-    for task in select_tasks(tasks):
-        load_items(task, data, limit)
-    require_lm_eval()
-
-
-def _read_text(path: Path) -> str:
-    from layerjump.data.corpus import shorten
-    from layerjump.errors import BadEvaluation
-
+    if tasks is not None:
+        if data is None:
+            raise BadEvaluation("--tasks needs --data, the folder of the tasks' files")
+        for task in select_tasks(tasks):
+            load_items(task, data, limit)
+        require_lm_eval()
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return None if path is None else path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadEvaluation(f"{path} cannot be read as UTF-8 text ({shorten(error)}); give another file") from error
 
@@ -140,13 +113,9 @@ def _describe_run(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
         lm_eval_version = version("lm_eval")
     except PackageNotFoundError:
         lm_eval_version = None
+    weights = {"fingerprint": fingerprint(model.hf), "blocks": model.n_blocks}
     return {
-        "model": {
-            "name": model.name,
-            "revision": model.revision,
-            "fingerprint": fingerprint(model.hf),
-            "blocks": model.n_blocks,
-        },
+        "model": {"name": model.name, "revision": model.revision, **weights},
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
         "layerjump": __version__,
         "lm_eval": lm_eval_version,
@@ -156,21 +125,15 @@ def _describe_run(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _print_record(record: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(record, indent=2, ensure_ascii=False))
+        print_json(record)
         return
-    rows = [
-        {
-            "task": row["task"],
-            "metric": row["metric"],
-            "value": _format(row["value"]),
-            "±": _format(row["stderr"]),
-            "95 %": f"{_format(row['low'])} to {_format(row['high'])}",
-            "items": row["items"],
-        }
-        for row in record["scores"]
-    ]
+    rows = []
+    for row in record["scores"]:
+        value, error, low, high = (_format(row[name]) for name in ("value", "stderr", "low", "high"))
+        interval = {"value": value, "±": error, "95 %": f"{low} to {high}"}
+        rows.append({"task": row["task"], "metric": row["metric"], **interval, "items": row["items"]})
     if rows:
-        print_table(record["model"]["name"], rows, as_json=False)
+        print_table(record["model"]["name"], rows)
     measured = record.get("wikitext")
     if measured:
         print(
@@ -182,10 +145,7 @@ def _print_record(record: dict[str, Any], *, as_json: bool) -> None:
     if level is not None:
         print(f"mean exit level {level:.1f} of {record['model']['blocks']}")
     if record.get("truncated"):
-        print(
-            f"{record['truncated']:,} requests were longer than the model's context and were truncated on the left",
-            file=sys.stderr,
-        )
+        log(f"{record['truncated']:,} requests were longer than the model's context and were truncated on the left")
 
 
 def _format(value: float | None) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
 
 import typer
 
-from layerjump.cli._options import AsJson, LoadModel, loads_model, print_table
+from layerjump.cli._options import LoadModel, loads_model
+from layerjump.cli._output import JSON, print_table
 
 
 @loads_model()
 def families(
-    model: Annotated[
-        str | None, typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`.")
-    ] = None,
-    as_json: AsJson = False,
+    model: str | None = typer.Argument(None, help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`."),
+    as_json: bool = JSON,
     *,
     load: LoadModel,
 ) -> None:
@@ -24,26 +23,13 @@ def families(
     [bold]layerjump families smollm2[/]            load the bundled model and run the self-check
     [bold]layerjump families ./my-bert --json[/]
     """
-    if model is None:
-        _print_families(as_json)
+    if model is not None:
+        from layerjump.models.self_check import self_check
+
+        loaded = load(model)
+        checks = [{"check": facts.pop("name"), **facts} for facts in map(asdict, self_check(loaded))]
+        print_table(repr(loaded), checks, as_json=as_json)
         return
-    from layerjump.models.self_check import self_check
-
-    loaded = load(model)
-    rows = [
-        {
-            "check": check.name,
-            "fact": check.fact,
-            "difference": check.difference,
-            "passed": check.passed,
-            "note": check.note,
-        }
-        for check in self_check(loaded)
-    ]
-    print_table(repr(loaded), rows, as_json=as_json)
-
-
-def _print_families(as_json: bool) -> None:
     from layerjump.models.families import FAMILIES
 
     rows = [

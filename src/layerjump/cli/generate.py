@@ -2,69 +2,55 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from layerjump.cli._options import (
-    AllowOtherWeights,
-    AsJson,
-    LoadModel,
-    ModelName,
-    loads_model,
-    note_plain_text,
-    option_group,
-)
+from layerjump.cli._options import ALLOW_OTHER_WEIGHTS, MODEL, LoadModel, Panel, loads_model, option
+from layerjump.cli._output import JSON, log, note_plain_text, print_json
+from layerjump.errors import BadExit
 
 if TYPE_CHECKING:
     from layerjump.generation.generate import Generated
-    from layerjump.jumps.jumps import Jumps
+    from layerjump.generation.rules import ExitConfig
     from layerjump.models.model import Model
 
-exit_option, sampling_option = option_group("Early exit"), option_group("Sampling")
+exit_option, sampling_option = Panel("Early exit"), Panel("Sampling")
 
 
 @loads_model()
 def generate(
-    model: ModelName,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 64,
-    stream: Annotated[bool, typer.Option("--stream", help="Print tokens as they are generated (one prompt).")] = False,
-    colour: Annotated[bool, typer.Option("--colour", help="Colour tokens by the level at which they exit.")] = False,
-    jumps: Annotated[
-        Path | None, exit_option(help="Folder of jumps (default: the logit lens reads all levels).")
-    ] = None,
-    exit: Annotated[
-        str | None,
-        exit_option(
-            help="Exit rule: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; at given levels: "
-            "gap:0.9@8,16 (default: the calibrated rule in the jumps folder, else never)."
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        exit_option("--verify", help="Verify early-exit drafts with the full model: the text is the full model's own."),
-    ] = False,
-    max_draft_tokens: Annotated[
-        int | None, exit_option(help="Largest number of draft tokens before --verify (default: calibrated, or 4).")
-    ] = None,
-    cache: Annotated[
-        str,
-        exit_option(
-            help="KV cache of skipped blocks: exact (computed later), jump (from a state that a jump predicts) or "
-            "copy (from the exit state)."
-        ),
-    ] = "exact",
-    do_sample: Annotated[bool, sampling_option("--do-sample", help="Sample tokens (default: greedy).")] = False,
-    temperature: Annotated[float, sampling_option(help="Sampling temperature.")] = 1.0,
-    top_p: Annotated[float, sampling_option(help="Nucleus sampling probability.")] = 1.0,
-    seed: Annotated[int, sampling_option(help="Sampling seed.")] = 0,
-    as_json: AsJson = False,
-    allow_other_weights: AllowOtherWeights = False,
+    model: str = MODEL,
+    prompts: list[str] = typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads standard input."),
+    max_new_tokens: int = option(64, "Largest number of new tokens."),
+    stream: bool = option(False, "Print tokens as they are generated (one prompt).", "--stream"),
+    colour: bool = option(False, "Colour tokens by the level at which they exit.", "--colour"),
+    jumps: Path | None = exit_option(None, "Folder of jumps (default: the logit lens reads all levels)."),
+    exit: str | None = exit_option(
+        None,
+        "Exit rule: never, fixed:20, gap:0.9, maxprob:0.8, entropy:0.5, agree:3; at given levels: "
+        "gap:0.9@8,16 (default: the calibrated rule in the jumps folder, else never).",
+    ),
+    verify: bool = exit_option(
+        False, "Verify early-exit drafts with the full model: the text is the full model's own.", "--verify"
+    ),
+    max_draft_tokens: int | None = exit_option(
+        None, "Largest number of draft tokens before --verify (default: calibrated, or 4)."
+    ),
+    cache: str = exit_option(
+        "exact",
+        "KV cache of skipped blocks: exact (computed later), jump (from a state that a jump predicts) or "
+        "copy (from the exit state).",
+    ),
+    do_sample: bool = sampling_option(False, "Sample tokens (default: greedy).", "--do-sample"),
+    temperature: float = sampling_option(1.0, "Sampling temperature."),
+    top_p: float = sampling_option(1.0, "Nucleus sampling probability."),
+    seed: int = sampling_option(0, "Sampling seed."),
+    as_json: bool = JSON,
+    allow_other_weights: bool = ALLOW_OTHER_WEIGHTS,
     *,
     load: LoadModel,
 ) -> None:
@@ -75,14 +61,26 @@ def generate(
     [bold]layerjump generate smollm2 "Once" --jumps jumps --verify --stream[/]               calibrated, lossless
     """
     import torch
+    from transformers import TextStreamer
 
-    from layerjump.generation.generate import check_ranges
+    from layerjump.generation.calibration import serialization
+    from layerjump.generation.generate import MAX_DRAFT_TOKENS, check_ranges
     from layerjump.generation.generate import generate as generate_text
+    from layerjump.jumps.jumps import Jumps
 
     sampling = {"temperature": temperature, "top_p": top_p}
     check_ranges({"max_new_tokens": max_new_tokens, **sampling})  # before the model is loaded
+    if stream and len(prompts) > 1:
+        raise BadExit(f"--stream expects one prompt, got {len(prompts)}; give one, or drop --stream")
     loaded = load(model)
-    fitted, rule, calibrated_draft_tokens = _load_rule(loaded, jumps, exit, verify, allow_other_weights)
+    fitted, draft_tokens = None, MAX_DRAFT_TOKENS
+    rule: ExitConfig | str = exit or "never"
+    if jumps is not None:
+        fitted = Jumps.from_pretrained(jumps, model=loaded, allow_other_weights=allow_other_weights)
+        if exit is None and (jumps / serialization.FILE_NAME).is_file():
+            calibration = serialization.load_calibration(jumps, model=loaded)
+            rule = calibration.verified_exit if verify else calibration.exit
+            draft_tokens = calibration.max_draft_tokens
     torch.manual_seed(seed)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     note_plain_text(loaded, texts)
@@ -93,60 +91,26 @@ def generate(
         exit=rule,
         verify=verify,
         cache=cache,  # type: ignore[arg-type]
-        max_draft_tokens=calibrated_draft_tokens if max_draft_tokens is None else max_draft_tokens,
-        streamer=_make_streamer(loaded, len(texts)) if stream else None,
+        max_draft_tokens=draft_tokens if max_draft_tokens is None else max_draft_tokens,
+        streamer=TextStreamer(loaded.tokenization.tokenizer, skip_special_tokens=True) if stream else None,
         max_new_tokens=max_new_tokens,
         **({"do_sample": True, "top_k": 0, **sampling} if do_sample else {"do_sample": False}),
     )
     if as_json:
-        print(json.dumps(_record(texts, generated), indent=2, ensure_ascii=False))
+        columns = (texts, generated.text, generated.ids, generated.exit_levels)
+        names = ("prompt", "text", "ids", "levels")
+        record = {
+            "texts": [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)],
+            "blocks": generated.n_blocks,
+            "blocks_saved": generated.blocks_saved,
+            "agreement": generated.agreement,
+            "counts": asdict(generated.counts),
+        }
+        print_json(record)
     elif not stream or colour:
         for row, text in enumerate(texts):
             print(text + (_colour(loaded, generated, row) if colour else generated.text[row]))
-    print(generated, file=sys.stderr)
-
-
-def _load_rule(
-    model: Model, folder: Path | None, exit: str | None, verify: bool, allow_other_weights: bool
-) -> tuple[Jumps | None, Any, int]:
-    """The jumps, the exit rule (given or calibrated), and the largest number of draft tokens."""
-    from layerjump.generation.calibration import serialization
-    from layerjump.generation.generate import MAX_DRAFT_TOKENS
-    from layerjump.jumps.jumps import Jumps
-
-    jumps = None
-    if folder is not None:
-        jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=allow_other_weights)
-    if exit is not None or folder is None or not (folder / serialization.FILE_NAME).is_file():
-        return jumps, exit or "never", MAX_DRAFT_TOKENS
-    calibration = serialization.load_calibration(folder, model=model)
-    rule = calibration.verified_exit if verify else calibration.exit
-    return jumps, rule, calibration.max_draft_tokens
-
-
-def _make_streamer(model: Model, n_prompts: int) -> Any:
-    from transformers import TextStreamer
-
-    from layerjump.errors import BadExit
-
-    if n_prompts > 1:
-        raise BadExit(f"--stream expects one prompt, got {n_prompts}; give one, or drop --stream")
-    return TextStreamer(model.tokenization.tokenizer, skip_special_tokens=True)
-
-
-def _record(prompts: list[str], generated: Generated) -> dict[str, Any]:
-    return {
-        "texts": [
-            {"prompt": prompt, "text": text, "ids": ids, "levels": levels}
-            for prompt, text, ids, levels in zip(
-                prompts, generated.text, generated.ids, generated.exit_levels, strict=True
-            )
-        ],
-        "blocks": generated.n_blocks,
-        "blocks_saved": generated.blocks_saved,
-        "agreement": generated.agreement,
-        "counts": asdict(generated.counts),
-    }
+    log(generated)
 
 
 def _colour(model: Model, generated: Generated, row: int) -> str:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import AsJson, Force, LoadModel, loads_model
-from layerjump.cli._output_dir import JUMPS, locks_output
+from layerjump.cli._options import LoadModel, loads_model, option
+from layerjump.cli._output import FORCE, JSON, JUMPS, locks_output, log
 from layerjump.cli.inspect import print_jumps
 
-LensModel = Annotated[
-    str, typer.Option("--model", help="The lens's model: a hub id, a folder, a GGUF file, or `smollm2`.")
-]
+LENS_MODEL: str = typer.Option(..., "--model", help="The lens's model: a hub id, a folder, a GGUF file, or `smollm2`.")
 
 
 @locks_output("run the same command again", refuses=JUMPS)
 @loads_model(device_map=True)
 def import_lens(
-    source: Annotated[Path, typer.Argument(help="File or folder of the lens.")],
-    model: LensModel,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="<folder>", help="Folder of jumps to write.")],
-    format: Annotated[str | None, typer.Option(help="tuned-lens, mat or jacobian (default: detected).")] = None,
-    force: Force = False,
-    as_json: AsJson = False,
+    source: Path = typer.Argument(help="File or folder of the lens."),
+    model: str = LENS_MODEL,
+    output: Path = typer.Option(..., "-o", "--output", metavar="<folder>", help="Folder of jumps to write."),
+    format: str | None = option(None, "tuned-lens, mat or jacobian (default: detected)."),
+    force: bool = FORCE,
+    as_json: bool = JSON,
     *,
     load: LoadModel,
 ) -> None:
@@ -44,19 +40,19 @@ def import_lens(
     jumps = read_lens(source, loaded, format=format)
     jumps.save_pretrained(output)
     print_jumps(jumps, as_json=as_json, spectrum=True)
-    print(f"wrote {output}", file=sys.stderr)
+    log(f"wrote {output}")
 
 
 @locks_output("run the same command again", is_replaced=True)
 @loads_model(device_map=True)
 def export_lens(
-    jumps: Annotated[Path, typer.Argument(help="Folder of jumps.")],
-    model: LensModel,
-    format: Annotated[str, typer.Option(help="tuned-lens, mat or jacobian.")],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="<folder or file>", help="Folder (jacobian: file) to write.")
-    ],
-    force: Force = False,
+    jumps: Path = typer.Argument(help="Folder of jumps."),
+    model: str = LENS_MODEL,
+    format: str = typer.Option(help="tuned-lens, mat or jacobian."),
+    output: Path = typer.Option(
+        ..., "-o", "--output", metavar="<folder or file>", help="Folder (jacobian: file) to write."
+    ),
+    force: bool = FORCE,
     *,
     load: LoadModel,
 ) -> None:
@@ -76,4 +72,4 @@ def export_lens(
     check_free(output, force=force)
     loaded = load(model)
     write_lens(Jumps.from_pretrained(jumps, model=loaded), loaded, output, format)
-    print(f"wrote {output}", file=sys.stderr)
+    log(f"wrote {output}")

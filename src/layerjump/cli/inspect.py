@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerjump.cli._options import AsJson, print_table
+from layerjump.cli._output import JSON, print_table
 
 if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps
     from layerjump.models.structure import Pair
 
 
-def inspect(
-    path: Annotated[Path, typer.Argument(help="A jumps folder, or a moments file.")], as_json: AsJson = False
-) -> None:
+def inspect(path: Path = typer.Argument(help="A jumps folder, or a moments file."), as_json: bool = JSON) -> None:
     """Print scores, spectra and ranks of a jumps folder, or the settings of a moments file.
 
     [bold]layerjump inspect jumps[/]                              a folder that `layerjump fit` wrote

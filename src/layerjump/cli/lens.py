@@ -5,44 +5,31 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from layerjump.cli._options import (
-    AllowOtherWeights,
-    AsJson,
-    LoadModel,
-    ModelName,
-    loads_model,
-    note_plain_text,
-    progress_bar,
-)
+from layerjump.cli._options import ALLOW_OTHER_WEIGHTS, MODEL, LoadModel, loads_model, option
+from layerjump.cli._output import JSON, log, note_plain_text, progress_bar
 
 if TYPE_CHECKING:
-    from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Lens
     from layerjump.models.model import Model
 
 
 @loads_model(device_map=True)
 def lens(
-    model: ModelName,
-    prompt: Annotated[str, typer.Argument(help="The text; `-` for standard input. A masked model's has a [MASK].")],
-    compare: Annotated[
-        str | None,
-        typer.Option(help="Lenses, e.g. identity,mat (default: mat, or --jumps). The first use of one fits it."),
-    ] = None,
-    jumps: Annotated[Path | None, typer.Option(help="Folder of jumps that `layerjump fit` wrote.")] = None,
-    levels: Annotated[
-        str | None, typer.Option(help="Levels or sites, e.g. 0,10-20,5.mid (default: all levels).")
-    ] = None,
-    top_k: Annotated[int, typer.Option("-k", "--top-k", help="Tokens to show at a level.")] = 5,
-    token: Annotated[
-        list[str] | None, typer.Option(help="A token to track, e.g. ' Paris': its rank and probability; repeatable.")
-    ] = None,
-    as_json: AsJson = False,
-    allow_other_weights: AllowOtherWeights = False,
+    model: str = MODEL,
+    prompt: str = typer.Argument(help="The text; `-` for standard input. A masked model's has a [MASK]."),
+    compare: str | None = option(
+        None, "Lenses, e.g. identity,mat (default: mat, or --jumps). The first use of one fits it."
+    ),
+    jumps: Path | None = option(None, "Folder of jumps that `layerjump fit` wrote."),
+    levels: str | None = option(None, "Levels or sites, e.g. 0,10-20,5.mid (default: all levels)."),
+    top_k: int = option(5, "Tokens to show at a level.", "-k", "--top-k"),
+    token: list[str] | None = option(None, "A token to track, e.g. ' Paris': its rank and probability; repeatable."),
+    as_json: bool = JSON,
+    allow_other_weights: bool = ALLOW_OTHER_WEIGHTS,
     *,
     load: LoadModel,
 ) -> None:
@@ -71,37 +58,30 @@ def lens(
 
 
 def _make_lenses(model: Model, compare: str | None, folder: Path | None, allow_other_weights: bool) -> dict[str, Lens]:
-    """Lenses by name: those of `compare`, and the one of the jumps folder."""
+    """Lenses by name: those of `compare`, fitted at their first use, and the one of the jumps folder."""
+    from layerjump.jumps.default_jumps import TEXT, TOKENS, cached_jumps, has_cached_jumps
+    from layerjump.jumps.estimators.registry import find_estimator
     from layerjump.jumps.jumps import Jumps
     from layerjump.lens.lens import Lens
 
-    names = [] if compare is None and folder else (compare or "mat").split(",")
-    names = [name.strip() for name in names]
-    fitted = _default_jumps(model, [name for name in names if name != "identity"])
-    lenses: dict[str, Lens] = {name: Lens(model, fitted.get(name)) for name in names}
+    names = [] if compare is None and folder else [name.strip() for name in (compare or "mat").split(",")]
+    estimators = [name for name in names if name != "identity"]
+    fitted: dict[str, Jumps] = {}
+    for estimator in estimators:
+        # An unknown estimator is an error before anything is fitted.
+        find_estimator(estimator, closed_form=True)
+    if estimators:
+        model.require_predictions()  # before the fit, which does not need them
+        if not has_cached_jumps(model, estimators):
+            log(f"fitting {', '.join(estimators)} on {TOKENS:,} tokens of {TEXT}; later runs use the cache")
+        with progress_bar("collecting") as update:
+            fitted = cached_jumps(model, estimators, progress=update)
+    lenses = {name: Lens(model, fitted.get(name)) for name in names}
     if folder is not None:
         jumps = Jumps.from_pretrained(folder, model=model, allow_other_weights=allow_other_weights)
         lens = Lens(model, jumps)
         lenses[f"{lens.name} ({folder.name})" if lens.name in lenses else lens.name] = lens
     return lenses
-
-
-def _default_jumps(model: Model, estimators: list[str]) -> dict[str, Jumps]:
-    """Jumps from the cache of default jumps; missing ones are fitted."""
-    from layerjump.jumps.default_jumps import TEXT, TOKENS, cached_jumps, has_cached_jumps
-    from layerjump.jumps.estimators.registry import find_estimator
-
-    for estimator in estimators:
-        # An unknown estimator is an error before anything is fitted.
-        find_estimator(estimator, closed_form=True)
-    if not estimators:
-        return {}
-    model.require_predictions()  # before the fit, which does not need them
-    if not has_cached_jumps(model, estimators):
-        line = f"fitting {', '.join(estimators)} on {TOKENS:,} tokens of {TEXT}; later runs use the cache"
-        print(line, file=sys.stderr)
-    with progress_bar("collecting") as update:
-        return cached_jumps(model, estimators, progress=update)
 
 
 def _parse_sites(text: str) -> list[str]:

@@ -2,71 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layerjump.cli._options import (
-    AsJson,
-    Column,
-    Force,
-    OutputFolder,
-    option_group,
-    output_option,
-    parse_numbers,
-    print_table,
-)
-from layerjump.cli._output_dir import locks_output
+from layerjump.cli._options import COLUMN, Panel, option, parse_numbers
+from layerjump.cli._output import FORCE, JSON, locks_output, log, output_folder, output_option, print_json, print_table
 from layerjump.errors import BadTraining
 
-if TYPE_CHECKING:
-    from layerjump.training.pretrain import PretrainingRecord
-
-penalty_option, architecture_option = (option_group("Linearity penalty"), option_group("Architecture"))
-training_option = option_group("Training")
+penalty_option, training_option = Panel("Linearity penalty"), Panel("Training")
+architecture_option = Panel("Architecture")
 
 
 @locks_output("run the same command to continue from the last checkpoint, if there is one", is_replaced=True)
 def pretrain(
-    text: Annotated[
-        list[str], typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated.")
-    ],
-    held_out: Annotated[str | None, typer.Option(help="Evaluation text (default: 5 % of the documents).")] = None,
-    column: Column = None,
-    penalty: Annotated[str, penalty_option(help="Loss term: none, cosine, mse or jump.")] = "none",
-    penalty_weight: Annotated[float, penalty_option(help="Weight of the penalty.")] = 0.5,
-    penalty_levels: Annotated[str | None, penalty_option(help="Levels to penalise, e.g. 3,4 (default: all).")] = None,
-    arch: Annotated[str, architecture_option(help="llama, mistral, gpt2 or bert.")] = "llama",
-    layers: Annotated[int, architecture_option(help="Blocks.")] = 4,
-    hidden_size: Annotated[int, architecture_option(help="Width of the residual stream.")] = 128,
-    heads: Annotated[int, architecture_option(help="Attention heads.")] = 4,
-    vocab_size: Annotated[int, architecture_option(help="Vocabulary of the byte-level BPE.")] = 2048,
-    max_positions: Annotated[
-        int | None, architecture_option(help="Longest sequence of the model (default: --length).")
-    ] = None,
-    steps: Annotated[int, training_option(help="Optimiser steps.")] = 1000,
-    batch_size: Annotated[int, training_option(help="Sequences a step, over all processes.")] = 32,
-    gradient_accumulation_steps: Annotated[int, training_option(help="Parts that a batch is run in.")] = 1,
-    length: Annotated[int, training_option(help="Tokens a sequence.")] = 128,
-    learning_rate: Annotated[float, training_option(help="Peak learning rate.")] = 1e-3,
-    eval_every: Annotated[
-        int | None,
-        training_option(help="Steps between evaluations, and between checkpoints (default: a tenth of --steps)."),
-    ] = None,
-    seed: Annotated[int, training_option(help="Seed of weights, order and evaluation documents.")] = 0,
-    bf16: Annotated[bool, training_option("--bf16", help="Mixed precision.")] = False,
-    device: Annotated[str | None, training_option(help="cpu or cuda (default: a GPU if available).")] = None,
-    keep_checkpoints: Annotated[
-        bool, output_option("--keep-checkpoints", help="Keep all checkpoints, e.g. for the study `dynamics`.")
-    ] = False,
-    output: OutputFolder = Path("model"),
-    force: Force = False,
-    as_json: AsJson = False,
+    text: list[str] = typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated."),
+    held_out: str | None = option(None, "Evaluation text (default: 5 % of the documents)."),
+    column: str | None = COLUMN,
+    penalty: str = penalty_option("none", "Loss term: none, cosine, mse or jump."),
+    penalty_weight: float = penalty_option(0.5, "Weight of the penalty."),
+    penalty_levels: str | None = penalty_option(None, "Levels to penalise, e.g. 3,4 (default: all)."),
+    arch: str = architecture_option("llama", "llama, mistral, gpt2 or bert."),
+    layers: int = architecture_option(4, "Blocks."),
+    hidden_size: int = architecture_option(128, "Width of the residual stream."),
+    heads: int = architecture_option(4, "Attention heads."),
+    vocab_size: int = architecture_option(2048, "Vocabulary of the byte-level BPE."),
+    max_positions: int | None = architecture_option(None, "Longest sequence of the model (default: --length)."),
+    steps: int = training_option(1000, "Optimiser steps."),
+    batch_size: int = training_option(32, "Sequences a step, over all processes."),
+    gradient_accumulation_steps: int = training_option(1, "Parts that a batch is run in."),
+    length: int = training_option(128, "Tokens a sequence."),
+    learning_rate: float = training_option(1e-3, "Peak learning rate."),
+    eval_every: int | None = training_option(
+        None, "Steps between evaluations, and between checkpoints (default: a tenth of --steps)."
+    ),
+    seed: int = training_option(0, "Seed of weights, order and evaluation documents."),
+    bf16: bool = training_option(False, "Mixed precision.", "--bf16"),
+    device: str | None = training_option(None, "cpu or cuda (default: a GPU if available)."),
+    keep_checkpoints: bool = output_option(
+        False, "Keep all checkpoints, e.g. for the study `dynamics`.", "--keep-checkpoints"
+    ),
+    output: Path = output_folder("model"),
+    force: bool = FORCE,
+    as_json: bool = JSON,
 ) -> None:
     """Train a small model from scratch, with a penalty that makes its blocks more or less linear.
 
@@ -78,6 +59,7 @@ def pretrain(
     [bold]torchrun --nproc-per-node 2 -m layerjump pretrain --text stories.txt[/]    two processes
     """
     from layerjump.data.corpus import load_text
+    from layerjump.report.write_report import training_page
     from layerjump.training.pretrain import Recipe, join_corpora
     from layerjump.training.pretrain import pretrain as train
 
@@ -108,24 +90,14 @@ def pretrain(
         device=device,
         keep_checkpoints=keep_checkpoints,
         force=force,
-        render_page=_render_page,
+        render_page=lambda record: training_page(record, shlex.join(["layerjump", *sys.argv[1:]])),
     )
-    if int(os.environ.get("RANK", "0")) == 0:  # the first process prints for all
-        _print_record(record, as_json=as_json)
-        print(f"wrote {output}", file=sys.stderr)
-
-
-def _render_page(record: PretrainingRecord) -> str:
-    from layerjump.report.write_report import training_page
-
-    return training_page(record, shlex.join(["layerjump", *sys.argv[1:]]))
-
-
-def _print_record(record: PretrainingRecord, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(record.to_json(), indent=2))
+    if os.environ.get("RANK", "0") != "0":  # the first process prints for all
         return
-    first, last = record.tables.steps[0], record.tables.steps[-1]
-    rows = [{"": name, "before": first[name], "after": last[name]} for name in last]
-    title = f"{record.settings.arch}, {record.parameters:,} parameters, held-out text"
-    print_table(title, rows, as_json=False)
+    if as_json:
+        print_json(record.to_json())
+    else:
+        first, last = record.tables.steps[0], record.tables.steps[-1]
+        rows = [{"": name, "before": first[name], "after": last[name]} for name in last]
+        print_table(f"{record.settings.arch}, {record.parameters:,} parameters, held-out text", rows)
+    log(f"wrote {output}")

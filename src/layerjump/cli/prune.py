@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from layerjump.cli._options import (
-    AsJson,
-    Column,
-    Force,
+    COLUMN,
+    MODEL,
+    SEED,
+    SPLIT,
+    TEXT,
+    TOKENS,
     LoadModel,
-    ModelName,
-    OutputFolder,
-    Seed,
-    Split,
-    TextSource,
-    Tokens,
+    Panel,
     loads_model,
-    option_group,
+    option,
     parse_numbers,
-    print_table,
 )
-from layerjump.cli._output_dir import Options, locks_output
+from layerjump.cli._output import FORCE, JSON, Options, locks_output, log, output_folder, print_json, print_table
 from layerjump.errors import BadPruning
 
-if TYPE_CHECKING:
-    from layerjump.pruning.prune import Pruned
-
-distill_option = option_group("Distillation")
+distill_option = Panel("Distillation")
 
 
 def _resume_hint(options: Options) -> str:
@@ -43,56 +32,42 @@ def _resume_hint(options: Options) -> str:
 @locks_output(_resume_hint, is_replaced=True)
 @loads_model()
 def prune(
-    model: ModelName,
-    drop: Annotated[str | None, typer.Option(help="Blocks to drop: a number, or a share such as 25%.")] = None,
-    max_loss_ratio: Annotated[
-        str | None,
-        typer.Option(
-            help="Drop as many blocks as possible while the loss stays below this multiple of the original, e.g. 1.05x."
-        ),
-    ] = None,
-    keep_first: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep this many first blocks and merge a jump to the output into the LM head: a draft model."
-        ),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="Replacement of dropped blocks: remove, linear, replaceme, fold, rotation (default: the best that "
-            "stores no extra weights)."
-        ),
-    ] = "auto",
-    criterion: Annotated[
-        str,
-        typer.Option(help="How blocks are selected: loss, linearity, linearity-iterative, influence, angle, deepest."),
-    ] = "loss",
-    contiguous: Annotated[bool, typer.Option("--contiguous", help="Drop one contiguous range of blocks.")] = False,
-    protect: Annotated[
-        str | None,
-        typer.Option(
-            help="Blocks to keep, e.g. 1,30 (default: the first, the last, and those that form the attention sink)."
-        ),
-    ] = None,
-    text: TextSource = "pydoc",
-    column: Column = None,
-    tokens: Tokens = None,
-    split: Split = "80/10/10",
-    seed: Seed = 0,
-    distill_steps: Annotated[
-        int | None, distill_option(help="Train the replacement maps afterwards, for this many batches.")
-    ] = None,
-    distill_all_weights: Annotated[
-        bool, distill_option("--distill-all-weights", help="Train all weights, not only the replacement maps.")
-    ] = False,
-    distill_kl_weight: Annotated[
-        float, distill_option(help="Weight of the KL divergence from the original model's predictions.")
-    ] = 0.0,
-    distill_learning_rate: Annotated[float, distill_option(help="Peak learning rate.")] = 1e-4,
-    output: OutputFolder = Path("pruned"),
-    force: Force = False,
-    as_json: AsJson = False,
+    model: str = MODEL,
+    drop: str | None = option(None, "Blocks to drop: a number, or a share such as 25%."),
+    max_loss_ratio: str | None = option(
+        None, "Drop as many blocks as possible while the loss stays below this multiple of the original, e.g. 1.05x."
+    ),
+    keep_first: int | None = option(
+        None, "Keep this many first blocks and merge a jump to the output into the LM head: a draft model."
+    ),
+    method: str = option(
+        "auto",
+        "Replacement of dropped blocks: remove, linear, replaceme, fold, rotation (default: the best that "
+        "stores no extra weights).",
+    ),
+    criterion: str = option(
+        "loss", "How blocks are selected: loss, linearity, linearity-iterative, influence, angle, deepest."
+    ),
+    contiguous: bool = option(False, "Drop one contiguous range of blocks.", "--contiguous"),
+    protect: str | None = option(
+        None, "Blocks to keep, e.g. 1,30 (default: the first, the last, and those that form the attention sink)."
+    ),
+    text: str = TEXT,
+    column: str | None = COLUMN,
+    tokens: int | None = TOKENS,
+    split: str = SPLIT,
+    seed: int = SEED,
+    distill_steps: int | None = distill_option(None, "Train the replacement maps afterwards, for this many batches."),
+    distill_all_weights: bool = distill_option(
+        False, "Train all weights, not only the replacement maps.", "--distill-all-weights"
+    ),
+    distill_kl_weight: float = distill_option(
+        0.0, "Weight of the KL divergence from the original model's predictions."
+    ),
+    distill_learning_rate: float = distill_option(1e-4, "Peak learning rate."),
+    output: Path = output_folder("pruned"),
+    force: bool = FORCE,
+    as_json: bool = JSON,
     *,
     load: LoadModel,
 ) -> None:
@@ -149,25 +124,21 @@ def prune(
     if distill_steps is not None:
         remove_training_folder(training)
     if as_json:
-        print(json.dumps(PruningRecord.of(pruned).to_json(), indent=2))
+        print_json(PruningRecord.of(pruned).to_json())
     else:
-        _print_summary(pruned)
-    print(f"wrote {output}", file=sys.stderr)
-
-
-def _print_summary(pruned: Pruned) -> None:
-    before, after = pruned.parameters
-    loss = pruned.loss
-    rows: list[dict[str, Any]] = [
-        {"": "blocks", "before": pruned.original.n_blocks, "after": pruned.model.n_blocks},
-        {"": "parameters", "before": f"{before:,}", "after": f"{after:,}"},
-        {"": "test loss", "before": loss.loss_before, "after": loss.loss_after},
-        {"": "test perplexity", "before": loss.perplexity_before, "after": loss.perplexity_after},
-    ]
-    dropped = ", ".join(map(str, pruned.dropped))
-    title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"
-    print_table(title, rows, as_json=False)
-    print(f"perplexity ratio {loss.ratio:.3f} (95 % interval {loss.low:.3f} to {loss.high:.3f})")
+        loss = pruned.loss
+        parameters = [f"{count:,}" for count in pruned.parameters]
+        rows = [
+            ("blocks", pruned.original.n_blocks, pruned.model.n_blocks),
+            ("parameters", *parameters),
+            ("test loss", loss.loss_before, loss.loss_after),
+            ("test perplexity", loss.perplexity_before, loss.perplexity_after),
+        ]
+        dropped = ", ".join(map(str, pruned.dropped))
+        title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"
+        print_table(title, [dict(zip(("", "before", "after"), row, strict=True)) for row in rows])
+        print(f"perplexity ratio {loss.ratio:.3f} (95 % interval {loss.low:.3f} to {loss.high:.3f})")
+    log(f"wrote {output}")
 
 
 def _parse_ratio(text: str) -> float:

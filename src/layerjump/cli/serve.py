@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
-from typing import Annotated
 
 import typer
 
+from layerjump.cli._options import option
+from layerjump.cli._output import log
+
 
 def serve(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help="Hub ids, folders or GGUF files (default: the bundled `smollm2`)."),
-    ] = None,
-    jumps: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A folder of jumps to offer as a lens; repeatable.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free port.")] = 8417,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    models: list[str] | None = typer.Argument(
+        None, metavar="MODEL", help="Hub ids, folders or GGUF files (default: the bundled `smollm2`)."
+    ),
+    jumps: list[str] | None = option(None, "A folder of jumps to offer as a lens; repeatable.", metavar="NAME=FOLDER"),
+    port: int = typer.Option(8417, min=0, max=65535, help="Port to listen on; 0 takes any free port."),
+    browser: bool = option(True, "Open the page in a browser."),
 ) -> None:
     """Show what every level predicts on a page in the browser. The server listens on this machine only.
 
@@ -26,7 +24,7 @@ def serve(
     [bold]layerjump serve gpt2 ./my-model[/]                        two models
     [bold]layerjump serve gpt2 --jumps wiki=jumps --no-browser[/]   with jumps that `layerjump fit` wrote
     """
-    print("starting …", file=sys.stderr)  # the imports take some seconds
+    log("starting …")  # the imports take some seconds
     from layerjump.server.app import serve as run
     from layerjump.server.model_registry import ModelRegistry, load_jump_sets
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import (
-    AsJson,
-    Column,
-    Force,
-    LoadModel,
-    ModelName,
-    OutputFolder,
-    Seed,
-    TextSources,
-    Tokens,
-    loads_model,
-    option_group,
+from layerjump.cli._options import COLUMN, MODEL, SEED, TOKENS, LoadModel, Panel, loads_model, option, text_option
+from layerjump.cli._output import (
+    FORCE,
+    JSON,
+    locks_output,
+    log,
+    output_folder,
     output_option,
+    print_json,
     print_table,
     progress_bar,
-    text_option,
 )
-from layerjump.cli._output_dir import locks_output
 
-study_option = option_group("Options of single studies")
+study_option = Panel("Options of single studies")
 
 
 @locks_output(
@@ -39,54 +31,38 @@ study_option = option_group("Options of single studies")
 )
 @loads_model(device_map=True)
 def study(
-    model: ModelName,
-    studies: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="STUDY", help="Studies to run, e.g. r2 exits, or all (default: five main ones)."),
-    ] = None,
-    protocol: Annotated[
-        str, typer.Option(help="ours, or paper: 9,000 sentences to fit on, one position a sentence.")
-    ] = "ours",
-    estimators: Annotated[
-        str, typer.Option(help="Estimators to compare, e.g. mat,affine; all studies use the first.")
-    ] = "mat",
-    test_positions: Annotated[
-        int | None, typer.Option(help="Test positions at which the logits of every level are scored.")
-    ] = None,
-    variant_tokens: Annotated[
-        int, typer.Option(help="Test tokens of the expensive studies (submodules, alternation).")
-    ] = 2_000,
-    text: TextSources = None,
-    column: Column = None,
-    tokens: Tokens = None,
-    split: Annotated[str | None, text_option(help="Fit/validation/test split, in percent or in documents.")] = None,
-    positions: Annotated[str | None, text_option(help="Positions to fit on: one, all, sample=8 or 15%.")] = None,
-    seed: Seed = 0,
-    target: Annotated[
-        list[float] | None, study_option(help="exits: agreement with the full model (default: 0.95); repeatable.")
-    ] = None,
-    exit_position: Annotated[
-        int | None, study_option(help="exits: one position for all examples (the paper's BERT code: 3).")
-    ] = None,
-    eval_tasks: Annotated[
-        str | None, study_option(help="pruning: benchmark tasks, e.g. copa,piqa (see `layerjump eval`).")
-    ] = None,
-    eval_data: Annotated[Path | None, study_option(help="pruning: folder of the tasks' files.")] = None,
-    eval_limit: Annotated[int | None, study_option(help="pruning: largest number of items of a task.")] = None,
-    checkpoint: Annotated[
-        list[str] | None,
-        study_option(help="dynamics: a folder, a folder of checkpoint-*, or a hub revision; repeatable."),
-    ] = None,
-    finetune_task: Annotated[
-        str | None, study_option(help="finetune: JSON lines with query, choices and gold.")
-    ] = None,
-    training_steps: Annotated[
-        int | None, study_option(help="finetune, architecture: optimiser steps of a training.")
-    ] = None,
-    training_runs: Annotated[int, study_option(help="finetune, architecture: trainings, with different seeds.")] = 3,
-    output: OutputFolder = Path("study"),
-    resume: Annotated[bool, output_option("--resume", help="Keep studies that an earlier run finished.")] = False,
-    force: Force = False,
+    model: str = MODEL,
+    studies: list[str] | None = typer.Argument(
+        None, metavar="STUDY", help="Studies to run, e.g. r2 exits, or all (default: five main ones)."
+    ),
+    protocol: str = option("ours", "ours, or paper: 9,000 sentences to fit on, one position a sentence."),
+    estimators: str = option("mat", "Estimators to compare, e.g. mat,affine; all studies use the first."),
+    test_positions: int | None = option(None, "Test positions at which the logits of every level are scored."),
+    variant_tokens: int = option(2_000, "Test tokens of the expensive studies (submodules, alternation)."),
+    text: list[str] | None = text_option(
+        None, "A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated."
+    ),
+    column: str | None = COLUMN,
+    tokens: int | None = TOKENS,
+    split: str | None = text_option(None, "Fit/validation/test split, in percent or in documents."),
+    positions: str | None = text_option(None, "Positions to fit on: one, all, sample=8 or 15%."),
+    seed: int = SEED,
+    target: list[float] | None = study_option(
+        None, "exits: agreement with the full model (default: 0.95); repeatable."
+    ),
+    exit_position: int | None = study_option(None, "exits: one position for all examples (the paper's BERT code: 3)."),
+    eval_tasks: str | None = study_option(None, "pruning: benchmark tasks, e.g. copa,piqa (see `layerjump eval`)."),
+    eval_data: Path | None = study_option(None, "pruning: folder of the tasks' files."),
+    eval_limit: int | None = study_option(None, "pruning: largest number of items of a task."),
+    checkpoint: list[str] | None = study_option(
+        None, "dynamics: a folder, a folder of checkpoint-*, or a hub revision; repeatable."
+    ),
+    finetune_task: str | None = study_option(None, "finetune: JSON lines with query, choices and gold."),
+    training_steps: int | None = study_option(None, "finetune, architecture: optimiser steps of a training."),
+    training_runs: int = study_option(3, "finetune, architecture: trainings, with different seeds."),
+    output: Path = output_folder("study"),
+    resume: bool = output_option(False, "Keep studies that an earlier run finished.", "--resume"),
+    force: bool = FORCE,
     *,
     load: LoadModel,
 ) -> None:
@@ -128,22 +104,17 @@ def study(
     with progress_bar("running") as update:
         setup = Setup(loaded, corpus, settings, other_corpora, progress=update)
         results = run_studies(
-            setup,
-            selected,
-            output,
-            command=shlex.join(["layerjump", *sys.argv[1:]]),
-            resume=resume,
-            log=lambda line: print(line, file=sys.stderr),
+            setup, selected, output, command=shlex.join(["layerjump", *sys.argv[1:]]), resume=resume, log=log
         )
     paths = write_report(results, output)
-    print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
+    log("\n".join(f"wrote {path}" for path in paths))
     print(paths[-1].read_text(encoding="utf-8"))
 
 
 @locks_output("run the same command again")
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Folders that `layerjump study` wrote.")],
-    output: OutputFolder = Path("report"),
+    results: list[Path] = typer.Argument(help="Folders that `layerjump study` wrote."),
+    output: Path = output_folder("report"),
 ) -> None:
     """Write the report of a study again, or compare several studies on one page.
 
@@ -155,7 +126,7 @@ def report(
 
     loaded = [load_results(path) for path in results]
     paths = write_report(loaded[0], output) if len(loaded) == 1 else write_comparison(loaded, output)
-    print("\n".join(f"wrote {path}" for path in paths), file=sys.stderr)
+    log("\n".join(f"wrote {path}" for path in paths))
 
 
 human_eval = typer.Typer(help="Score the human evaluation of the study `plausibility`.", no_args_is_help=True)
@@ -168,9 +139,9 @@ def _group() -> None:
 
 @human_eval.command()
 def score(
-    sheet: Annotated[Path, typer.Argument(help="The folder that the study wrote, or the marked sheet.")],
-    key: Annotated[Path | None, typer.Option(help="Key file (default: plausibility-key.json next to it).")] = None,
-    as_json: AsJson = False,
+    sheet: Path = typer.Argument(help="The folder that the study wrote, or the marked sheet."),
+    key: Path | None = option(None, "Key file (default: plausibility-key.json next to it)."),
+    as_json: bool = JSON,
 ) -> None:
     """Print the share of predictions that the annotator marked plausible, for each lens.
 
@@ -189,7 +160,7 @@ def score(
         ],
     }
     if as_json:
-        print(json.dumps(tables, indent=2, ensure_ascii=False))
+        print_json(tables)
         return
     titles = (
         "Plausible (the paper, bert-large: 0.854 for mat, 0.528 for the identity)",
@@ -197,4 +168,4 @@ def score(
         "Plausible by level",
     )
     for title, rows in zip(titles, tables.values(), strict=True):
-        print_table(title, rows, as_json=False)
+        print_table(title, rows)

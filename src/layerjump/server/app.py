@@ -22,33 +22,21 @@ from starlette.responses import StreamingResponse
 from layerjump import __version__
 from layerjump.errors import CannotServe, argument
 from layerjump.jumps.estimators.registry import SERVED
-from layerjump.server.generation import stream_generation
-from layerjump.server.model_registry import Job, Jobs, ModelRegistry, ServedModel
-from layerjump.server.schemas import (
-    Busy,
-    FitRequest,
-    GenerateRequest,
-    Health,
-    JobStatus,
-    LensAnswer,
-    LensRequest,
-    LoadRequest,
-    Models,
-    ModelStatus,
-    Problem,
-    UnfittedProblem,
-)
+from layerjump.server import schemas
+from layerjump.server.generation import EventQueue, EventStreamResponse, stream_generation
+from layerjump.server.model_registry import ModelRegistry, ServedModel
 from layerjump.server.security import LocalOnlyMiddleware, RequestTimeoutProtocol
-from layerjump.server.worker import INTERNAL_ERROR, Answer, EventQueue, EventStreamResponse, encode, error_answer
+from layerjump.server.worker import INTERNAL_ERROR, Answer, encode, error_answer
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 2.0
 """How long a request waits for its answer before it gets its position in the queue."""
+MAX_FINISHED_JOBS = 50
 QUEUED: dict[int | str, dict[str, Any]] = {
-    202: {"description": "busy: the request is queued; repeat it to keep its place", "model": Busy},
-    503: {"description": "the queue is full", "model": Problem},
+    202: {"description": "busy: the request is queued; repeat it to keep its place", "model": schemas.Busy},
+    503: {"description": "the queue is full", "model": schemas.Problem},
 }
-NOT_FITTED = {"description": "a lens is not fitted yet: see /api/fit", "model": UnfittedProblem}
+NOT_FITTED = {"description": "a lens is not fitted yet: see /api/fit", "model": schemas.UnfittedProblem}
 ERRORS = {
     400: "the body is not text, or the Host header is not this machine's",
     403: "the request comes from a page of another site",
@@ -72,7 +60,7 @@ def make_app(registry: ModelRegistry) -> FastAPI:
         openapi_url="/api/openapi.json",
         docs_url=None,  # FastAPI's pages load scripts from the network; /api/docs is our own
         redoc_url=None,
-        responses={status: {"description": text, "model": Problem} for status, text in ERRORS.items()},
+        responses={status: {"description": text, "model": schemas.Problem} for status, text in ERRORS.items()},
     )
     app.add_middleware(LocalOnlyMiddleware)
     _add_error_handlers(app)
@@ -84,28 +72,27 @@ def make_app(registry: ModelRegistry) -> FastAPI:
 
 
 def _add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
-    @app.get("/api/healthz", summary="Whether the server answers", response_model=Health)
+    @app.get("/api/healthz", summary="Whether the server answers", response_model=schemas.Health)
     async def healthz() -> Response:
-        return _json(Health(version=__version__))
+        return _json(schemas.Health(version=__version__))
 
-    @app.get("/api/models", summary="Models, their lenses and states", response_model=Models)
+    @app.get("/api/models", summary="Models, their lenses and states", response_model=schemas.Models)
     async def models() -> Response:
-        return _json(Models(models=[served.status() for served in registry.models.values()]))
+        return _json(schemas.Models(models=[served.status() for served in registry.models.values()]))
 
     @app.post(
         "/api/lens",
         summary="What every level predicts at every position of a text",
-        response_model=LensAnswer,
+        response_model=schemas.LensAnswer,
         responses={409: NOT_FITTED, **QUEUED},
     )
-    async def lens(body: LensRequest) -> Response:
+    async def lens(body: schemas.LensRequest) -> Response:
         served = _find_model(registry, body.model)
-        for name in body.lenses:
-            _check_lens(registry, name)
+        _check_lenses(registry, *body.lenses)
         return await _answer_or_position(served, body, lambda: served.read(body))
 
-    @app.post("/api/load", summary="Load a model", response_model=ModelStatus, responses=QUEUED)
-    async def load(body: LoadRequest) -> Response:
+    @app.post("/api/load", summary="Load a model", response_model=schemas.ModelStatus, responses=QUEUED)
+    async def load(body: schemas.LoadRequest) -> Response:
         served = _find_model(registry, body.model)
         if served.state == "ready":
             return _json(served.status())
@@ -129,10 +116,8 @@ async def _answer_or_position(served: ServedModel, key: Hashable, work: Callable
 
 def _busy(served: ServedModel, key: Hashable) -> Answer:
     position = served.worker.position(key)
-    is_loading = served.state == "loading"
-    label = "loading the model" if is_loading else served.worker.current_label
-    busy = Busy(position=position, doing=label, said=f"busy, position {position}")
-    return Answer(202, encode(busy))
+    label = "loading the model" if served.state == "loading" else served.worker.current_label
+    return Answer(202, encode(schemas.Busy(position=position, doing=label, said=f"busy, position {position}")))
 
 
 def _add_generate(app: FastAPI, registry: ModelRegistry) -> None:
@@ -146,9 +131,9 @@ def _add_generate(app: FastAPI, registry: ModelRegistry) -> None:
             503: QUEUED[503],
         },
     )
-    async def generate(body: GenerateRequest) -> Response:
+    async def generate(body: schemas.GenerateRequest) -> Response:
         served = _find_model(registry, body.model)
-        _check_lens(registry, body.lens)
+        _check_lenses(registry, body.lens)
         events = EventQueue(registry.closing)
 
         def describe_position() -> Answer:
@@ -164,38 +149,36 @@ def _add_generate(app: FastAPI, registry: ModelRegistry) -> None:
         first = await events.next(POLL_SECONDS)
         if first is not None and not first.is_ok:
             return _response(first)
-        return EventStreamResponse(first, events, describe_position, interval=POLL_SECONDS)
+        return EventStreamResponse(events, events.lines(first, describe_position, POLL_SECONDS))
 
 
 def _add_fit(app: FastAPI, registry: ModelRegistry) -> None:
-    jobs = Jobs()
+    jobs: dict[str, schemas.JobStatus] = {}
 
-    @app.post("/api/fit", status_code=202, summary="Fit jumps on the built-in text", response_model=JobStatus)
-    async def fit(body: FitRequest) -> Response:
+    @app.post("/api/fit", status_code=202, summary="Fit jumps on the built-in text", response_model=schemas.JobStatus)
+    async def fit(body: schemas.FitRequest) -> Response:
         served = _find_model(registry, body.model)
         for name in body.estimators:
             if name not in SERVED:
                 raise HTTPException(422, f"unknown estimator {name!r}; choose from {', '.join(SERVED)}")
         estimators = tuple(name for name in SERVED if name in body.estimators)
-        job = jobs.find_unfinished(served.name, estimators)
-        if job is None:
-            job = new = Job(served.name, estimators)
-            jobs.add(job)
-            served.worker.submit(
-                ("fit", job.id),
-                lambda: served.fit(new),
-                label=f"fitting {', '.join(estimators)}",
-                is_persistent=True,
-                is_long=True,
-            )
-        return _json(job.status(), 202)
+        for job in jobs.values():
+            if (job.model, job.estimators) == (served.name, estimators) and not job.is_finished:
+                return _json(job, 202)
+        finished = [id for id, job in jobs.items() if job.is_finished]
+        for id in finished[:-MAX_FINISHED_JOBS]:
+            del jobs[id]
+        new = schemas.JobStatus(model=served.name, estimators=estimators)
+        jobs[new.id] = new
+        label = f"fitting {', '.join(estimators)}"
+        served.worker.submit(("fit", new.id), lambda: served.fit(new), label=label, is_persistent=True, is_long=True)
+        return _json(new, 202)
 
-    @app.get("/api/jobs/{id}", summary="The progress of a fit", response_model=JobStatus)
+    @app.get("/api/jobs/{id}", summary="The progress of a fit", response_model=schemas.JobStatus)
     async def job_status(id: str) -> Response:
-        job = jobs.get(id)
-        if job is None:
+        if id not in jobs:
             raise HTTPException(404, "there is no such job; the server may have been restarted")
-        return _json(job.status())
+        return _json(jobs[id])
 
 
 def _add_page(app: FastAPI) -> None:
@@ -218,8 +201,7 @@ def _add_page(app: FastAPI) -> None:
         if name not in files:
             raise HTTPException(404, f"the page has no file {name[:80]!r}")
         guessed = mimetypes.guess_type(name)[0] or "application/octet-stream"
-        is_script = name.endswith(".js")
-        return Response(files[name], media_type="text/javascript" if is_script else guessed)
+        return Response(files[name], media_type="text/javascript" if name.endswith(".js") else guessed)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -246,15 +228,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _find_model(registry: ModelRegistry, name: str) -> ServedModel:
     if name not in registry.models:
-        names = ", ".join(registry.models)
-        raise HTTPException(404, f"there is no model {name[:80]!r}; choose from {names}")
+        raise HTTPException(404, f"there is no model {name[:80]!r}; choose from {', '.join(registry.models)}")
     return registry.models[name]
 
 
-def _check_lens(registry: ModelRegistry, name: str) -> None:
-    if name not in registry.lens_names:
-        names = ", ".join(registry.lens_names)
-        raise HTTPException(404, f"there is no lens {name[:80]!r}; choose from {names}")
+def _check_lenses(registry: ModelRegistry, *names: str) -> None:
+    for name in names:
+        if name not in registry.lens_names:
+            raise HTTPException(404, f"there is no lens {name[:80]!r}; choose from {', '.join(registry.lens_names)}")
 
 
 def _json(content: BaseModel, status: int = 200) -> Response:
@@ -267,19 +248,7 @@ def _response(answer: Answer, headers: Mapping[str, str] | None = None) -> Respo
 
 def serve(registry: ModelRegistry, *, port: int, browser: bool, log: Callable[[str], None] = print) -> None:
     """Serve the page until Ctrl-C; port 0 takes any free one."""
-    with _listen(port) as listener:
-        address = f"http://{HOST}:{listener.getsockname()[1]}/"
-
-        def on_started() -> None:
-            log(f"layerjump is at {address} (Ctrl-C stops it)")
-            first = next(iter(registry.models.values()))  # loads while the browser opens
-            first.worker.submit(
-                LoadRequest(model=first.name), first.load_and_describe, label="loading", is_persistent=True
-            )
-            if browser:
-                # In a thread: a browser in a terminal returns when it is closed.
-                threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-
+    with _listen(port) as listener, contextlib.suppress(KeyboardInterrupt):
         config = uvicorn.Config(
             make_app(registry),
             http=RequestTimeoutProtocol,
@@ -288,23 +257,26 @@ def serve(registry: ModelRegistry, *, port: int, browser: bool, log: Callable[[s
             server_header=False,
             timeout_graceful_shutdown=2,
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            _Server(config, on_started, registry.closing.set).run(sockets=[listener])
+        address = f"http://{HOST}:{listener.getsockname()[1]}/"  # requests wait there until the server runs
+        log(f"layerjump is at {address} (Ctrl-C stops it)")
+        first = next(iter(registry.models.values()))  # loads while the browser opens
+        request = schemas.LoadRequest(model=first.name)
+        first.worker.submit(request, first.load_and_describe, label="loading", is_persistent=True)
+        if browser:
+            # In a thread: a browser in a terminal returns when it is closed.
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        _Server(config, registry).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with callbacks for start and shutdown."""
+    """uvicorn's server, which stops generations before it waits for open connections."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None], on_shutdown: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, registry: ModelRegistry) -> None:
         super().__init__(config)
-        self._on_started, self._on_shutdown = on_started, on_shutdown
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
+        self._registry = registry
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_shutdown()  # stops generations, for which uvicorn would wait
+        self._registry.closing.set()
         await super().shutdown(sockets)
 
 

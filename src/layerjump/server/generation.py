@@ -1,25 +1,29 @@
-"""Stream generated tokens to the page.
+"""Stream generated tokens to the page, as events.
 
 Between two tokens the worker runs one short task that waits; if the client disconnects, generation stops there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from layerjump.errors import BadExit, BadText
 from layerjump.generation.calibration import serialization
-from layerjump.generation.generate import MAX_DRAFT_TOKENS, Generated, generate
+from layerjump.generation.generate import MAX_DRAFT_TOKENS, generate
 from layerjump.generation.rules import ExitConfig
 from layerjump.models.model import Model
-from layerjump.server.model_registry import ServedModel
-from layerjump.server.schemas import MAX_PROMPT_TOKENS, DoneEvent, GenerateRequest, GenerationSummary, TokenEvent
-from layerjump.server.worker import Answer, ClientDisconnected, EventQueue, Worker, encode, error_answer
+from layerjump.server.model_registry import ServedModel, count_tokens
+from layerjump.server.schemas import GenerateRequest
+from layerjump.server.worker import Answer, Refused, Worker, encode, error_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,33 +38,44 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
     model = served.load()
     if served.cannot_generate:
         raise BadExit(served.cannot_generate)
-    problem = served.find_problem([request.lens])
-    if problem is not None:
-        return problem
     lens = served.get_lenses([request.lens])[request.lens]
     exit_config, max_draft_tokens = _choose_exit(served, model, request)
-    _check_length(model, request)
+    longest = model.tokenization.max_length
+    length = count_tokens(model, "prompt", request.prompt)
+    if request.max_new_tokens > longest - length:
+        raise BadText(
+            f"{request.max_new_tokens} new tokens do not fit: the model takes {longest:,} tokens, and the prompt has "
+            f"{length:,}; ask for fewer, or shorten the prompt"
+        )
     streamer = _Streamer(model.tokenization.tokenizer, served.worker, events, is_verified=request.verify)
     start = time.perf_counter()
-    try:
-        generated = generate(
-            model,
-            lens.jumps,
-            model.tokenization.generation_inputs([request.prompt]),
-            exit=exit_config,
-            verify=request.verify,
-            cache=request.cache,
-            max_draft_tokens=max_draft_tokens,
-            streamer=streamer,
-            max_new_tokens=request.max_new_tokens,
-            do_sample=False,
-            pad_token_id=model.tokenization.pad,
-            use_cache=True,  # checkpoints saved during training may switch it off
-        )
-    except ClientDisconnected:
-        return error_answer(503, "the generation was stopped")
-    seconds = time.perf_counter() - start - streamer.seconds_for_others
-    return Answer(200, encode(DoneEvent(done=_summarise(generated, streamer.text, seconds))))
+    generated = generate(
+        model,
+        lens.jumps,
+        model.tokenization.generation_inputs([request.prompt]),
+        exit=exit_config,
+        verify=request.verify,
+        cache=request.cache,
+        max_draft_tokens=max_draft_tokens,
+        streamer=streamer,
+        max_new_tokens=request.max_new_tokens,
+        do_sample=False,
+        pad_token_id=model.tokenization.pad,
+        use_cache=True,  # checkpoints saved during training may switch it off
+    )
+    counts = asdict(generated.counts)
+    del counts["seconds"]  # they include time spent on other requests
+    done = {
+        "text": streamer.text,
+        "ids": generated.ids[0],
+        "levels": generated.exit_levels[0],
+        "n_blocks": generated.n_blocks,
+        "blocks_saved": generated.blocks_saved,
+        "agreement": generated.agreement,
+        "seconds": round(time.perf_counter() - start - streamer.seconds_for_others, 4),
+        "counts": counts,
+    }
+    return Answer(200, encode({"done": done}))
 
 
 def _choose_exit(served: ServedModel, model: Model, request: GenerateRequest) -> tuple[ExitConfig, int]:
@@ -74,19 +89,6 @@ def _choose_exit(served: ServedModel, model: Model, request: GenerateRequest) ->
     calibration = serialization.load_calibration(served.folders[request.lens], model=model)
     exit_config = calibration.verified_exit if request.verify else calibration.exit
     return exit_config, calibration.max_draft_tokens
-
-
-def _check_length(model: Model, request: GenerateRequest) -> None:
-    tokenization = model.tokenization
-    length = len(tokenization.wrap(tokenization.encode([request.prompt])[0]))
-    longest = min(MAX_PROMPT_TOKENS, tokenization.max_length)
-    if length > longest:
-        raise BadText(f"the prompt has {length:,} tokens, and at most {longest:,} are read; shorten it")
-    if request.max_new_tokens > tokenization.max_length - length:
-        raise BadText(
-            f"{request.max_new_tokens} new tokens do not fit: the model takes {tokenization.max_length:,} tokens, and "
-            f"the prompt has {length:,}; ask for fewer, or shorten the prompt"
-        )
 
 
 class _Streamer:
@@ -111,7 +113,7 @@ class _Streamer:
 
     def put(self, ids: Tensor) -> None:
         """Take the prompt, then one token a call."""
-        self._events.raise_if_disconnected()
+        self._events.refuse_if_disconnected()
         if self._decoder is None:
             self._decoder = IncrementalDecoder(self._tokenizer, ids[0].tolist())
             return
@@ -119,7 +121,7 @@ class _Streamer:
         text = self._decoder.add(token)
         if token not in self._special_ids:
             self.text += text
-        event = TokenEvent(token=token, text=text, level=self._level, verified=self._is_verified)
+        event = {"token": token, "text": text, "level": self._level, "verified": self._is_verified}
         self._events.put(Answer(200, encode(event)))
         start = time.perf_counter()
         self._worker.run_one_short_task()
@@ -154,16 +156,69 @@ class IncrementalDecoder:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _summarise(generated: Generated, text: str, seconds: float) -> GenerationSummary:
-    counts = asdict(generated.counts)
-    del counts["seconds"]  # they include time spent on other requests
-    return GenerationSummary(
-        text=text,
-        ids=generated.ids[0],
-        levels=generated.exit_levels[0],
-        n_blocks=generated.n_blocks,
-        blocks_saved=generated.blocks_saved,
-        agreement=generated.agreement,
-        seconds=round(seconds, 4),
-        counts=counts,
-    )
+class EventQueue:
+    """Events of one generation, from the worker's thread to the event loop that made this queue."""
+
+    def __init__(self, closing: threading.Event) -> None:
+        self.client_gone = threading.Event()
+        self._closing = closing
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Answer] = asyncio.Queue()
+        self._has_last = False
+
+    def refuse_if_disconnected(self) -> None:
+        """End the task if the client closed its connection, or the server ends."""
+        if self.client_gone.is_set() or self._closing.is_set():
+            raise Refused(error_answer(503, "the generation was stopped"))
+
+    def put(self, event: Answer) -> None:
+        """Add an event; called in the worker's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the loop has just ended
+            self.client_gone.set()
+            self.refuse_if_disconnected()
+
+    def put_last(self, event: Answer) -> None:
+        """Add the last event; called in the event loop."""
+        self._events.put_nowait(event)
+        self._has_last = True
+
+    async def next(self, timeout: float) -> Answer | None:
+        """The next event, or None if there is none within `timeout` seconds."""
+        try:
+            return await asyncio.wait_for(self._events.get(), timeout)
+        except TimeoutError:
+            return None
+
+    async def lines(
+        self, first: Answer | None, describe_position: Callable[[], Answer], interval: float
+    ) -> AsyncIterator[bytes]:
+        """JSON lines: the events, and before the first one the position in the queue every `interval` seconds."""
+        event, has_started = first, first is not None
+        while True:
+            if event is not None:
+                has_started = True
+                yield event.body + b"\n"
+            elif not has_started:
+                yield describe_position().body + b"\n"
+            if self._has_last and self._events.empty():
+                return
+            event = await self.next(interval)
+
+
+class EventStreamResponse(StreamingResponse):
+    """The events of a generation, until the last one or until the client leaves."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, events: EventQueue, lines: AsyncIterator[bytes]) -> None:
+        self._events = events
+        super().__init__(lines)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # Here and not in the generator, which does not run at all if the client leaves early.
+            self._events.client_gone.set()

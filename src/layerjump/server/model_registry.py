@@ -1,4 +1,4 @@
-"""The served models and jump sets, by name, and background fits.
+"""The served models and jump sets, by name.
 
 Models are loaded on first use. Requests can only name what the server was started with.
 """
@@ -6,7 +6,6 @@ Models are loaded on first use. Requests can only name what the server was start
 from __future__ import annotations
 
 import re
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from layerjump.errors import BadText, CannotServe, LayerjumpError, argument, one_line
+from layerjump.errors import BadText, CannotServe, LayerjumpError, WrongModel, argument, one_line
 from layerjump.generation.calibration.serialization import FILE_NAME as EXIT_RULE_FILE
 from layerjump.jumps.default_jumps import cache_folder, cached_jumps, has_cached_jumps
 from layerjump.jumps.estimators.registry import SERVED
@@ -24,21 +23,10 @@ from layerjump.models.fingerprint import fingerprint
 from layerjump.models.loading import load
 from layerjump.models.model import Model
 from layerjump.models.structure import Site
-from layerjump.server.schemas import (
-    MAX_POSITIONS,
-    MAX_PROMPT_TOKENS,
-    JobState,
-    JobStatus,
-    LensAnswer,
-    LensRequest,
-    LensStatus,
-    ModelState,
-    ModelStatus,
-    UnfittedProblem,
-)
-from layerjump.server.worker import INTERNAL_ERROR, NOT_FITTED, Answer, AnswerCache, Worker, encode, error_answer
+from layerjump.server import schemas
+from layerjump.server.schemas import MAX_POSITIONS, MAX_PROMPT_TOKENS
+from layerjump.server.worker import INTERNAL_ERROR, NOT_FITTED, Answer, AnswerCache, Refused, Worker, encode
 
-MAX_FINISHED_JOBS = 50
 _NAME = re.compile(r"[\w.+-]{1,60}")
 
 
@@ -50,9 +38,11 @@ class ServedModel:
     source: str
     jump_sets: Mapping[str, Jumps]
     worker: Worker
-    state: ModelState = "not loaded"
+    state: schemas.ModelState = "not loaded"
     error: str | None = None
     model: Model | None = None
+    max_positions: int | None = None
+    """Positions of a text that are shown."""
     lenses: dict[str, Lens] = field(default_factory=dict)
     cached: set[str] = field(default_factory=set)
     """Estimators whose jumps are in the cache on disk."""
@@ -67,7 +57,7 @@ class ServedModel:
         try:
             model = load(self.source)
             model.require_predictions()
-            _max_positions(model)  # raises if there is no tokenizer
+            self.max_positions = min(MAX_POSITIONS, model.tokenization.max_length)  # raises without a tokenizer
             self._add_lenses(model)
         except Exception as error:
             is_expected = isinstance(error, LayerjumpError)
@@ -92,46 +82,39 @@ class ServedModel:
                     self.folders[name] = jumps.folder
         self.cached = {name for name in SERVED if has_cached_jumps(model, (name,))}
 
-    def read(self, request: LensRequest) -> Answer:
+    def read(self, request: schemas.LensRequest) -> Answer:
         """Read a text through the requested lenses."""
         model = self.load()
-        problem = self.find_problem(request.lenses)
-        if problem is not None:
-            return problem
         lenses = self.get_lenses(request.lenses)
-        _check_length(model, request.text)
+        count_tokens(model, "text", request.text)
         start = time.perf_counter()
         (trajectories,) = read_trajectories(
             lenses, [request.text], k=request.k, tokens=request.tokens, jensen_shannon=request.js, last=MAX_POSITIONS
         )
-        answer = LensAnswer(
+        answer = schemas.LensAnswer(
             model=self.name,
             lenses={name: trajectory.to_dict() for name, trajectory in trajectories.items()},
             seconds=round(time.perf_counter() - start, 4),
         )
         return Answer(200, encode(answer))
 
-    def find_problem(self, lenses: Sequence[str]) -> Answer | None:
-        """The error answer if a lens cannot be used; None if all can."""
-        states = {name: self.lens_state(name) for name in lenses}
+    def get_lenses(self, names: Sequence[str]) -> dict[str, Lens]:
+        """The lenses of these names, if all can be used; jumps in the cache on disk are loaded once."""
+        states = {name: self.lens_state(name) for name in names}
         for name, state in states.items():
             if state == "other weights":
-                return error_answer(422, f"the jumps {name} were fitted on another model than {self.name}")
+                raise WrongModel(f"the jumps {name} were fitted on another model than {self.name}")
         unfitted = [name for name, state in states.items() if state == "not fitted"]
-        if not unfitted:
-            return None
-        message = f"{' and '.join(unfitted)} must be fitted for {self.name} first: ask /api/fit"
-        return Answer(NOT_FITTED, encode(UnfittedProblem(error=message, unfitted=unfitted)))
-
-    def get_lenses(self, names: Sequence[str]) -> dict[str, Lens]:
-        """The lenses of these names; jumps in the cache on disk are loaded once."""
+        if unfitted:
+            message = f"{' and '.join(unfitted)} must be fitted for {self.name} first: ask /api/fit"
+            raise Refused(Answer(NOT_FITTED, encode(schemas.UnfittedProblem(error=message, unfitted=unfitted))))
         missing = tuple(name for name in names if name not in self.lenses)
         if missing and self.model is not None:
             for name, jumps in cached_jumps(self.model, missing).items():
                 self.lenses[name] = Lens(self.model, jumps)
         return {name: self.lenses[name] for name in names}
 
-    def fit(self, job: Job) -> Answer:
+    def fit(self, job: schemas.JobStatus) -> Answer:
         """Fit the estimators of a job, and report its progress there."""
         job.state = "fitting"
         try:
@@ -179,43 +162,37 @@ class ServedModel:
             if name in self.lenses and all(pair in jumps for pair in pairs)
         ]
 
-    def status(self) -> ModelStatus:
+    def status(self) -> schemas.ModelStatus:
         """The state of the model and its lenses."""
         model = self.model
         names = ("identity", *SERVED, *self.jump_sets)
-        return ModelStatus(
+        return schemas.ModelStatus(
             name=self.name,
             state=self.state,
             error=self.error,
             doing=self.worker.current_label,
             task=None if model is None else model.task,
             n_blocks=None if model is None else model.n_blocks,
-            most_tokens=None if model is None else _max_positions(model),
-            mask=None if model is None else _mask_token(model),
-            lenses=[LensStatus(name=name, state=self.lens_state(name)) for name in names],
+            most_tokens=self.max_positions,
+            mask=None if model is None else model.masked and str(model.tokenization.tokenizer.mask_token),
+            lenses=[schemas.LensStatus(name=name, state=self.lens_state(name)) for name in names],
             cannot_generate=self.cannot_generate,
             calibrated=self.calibrated,
             predicting=self.predicting,
         )
 
 
-def _mask_token(model: Model) -> str | Literal[False]:
-    return model.masked and str(model.tokenization.tokenizer.mask_token)
-
-
-def _max_positions(model: Model) -> int:
-    return min(MAX_POSITIONS, model.tokenization.max_length)
-
-
-def _check_length(model: Model, text: str) -> None:
+def count_tokens(model: Model, what: str, text: str) -> int:
+    """The number of tokens of a text or prompt; raise if the model does not read so many."""
     tokenization = model.tokenization
     length = len(tokenization.wrap(tokenization.encode([text])[0]))
     longest = min(MAX_PROMPT_TOKENS, tokenization.max_length)
     if length > longest:
         raise BadText(
-            f"the text has {length:,} tokens, and at most {longest:,} are read; shorten it to about "
+            f"the {what} has {length:,} tokens, and at most {longest:,} are read; shorten it to about "
             f"{len(text) * longest // length:,} characters"
         )
+    return length
 
 
 class ModelRegistry:
@@ -257,66 +234,3 @@ def load_jump_sets(options: Sequence[str]) -> dict[str, Jumps]:
             raise CannotServe(f"two lenses would be called {name!r}; give the jumps another name")
         jump_sets[name] = Jumps.from_pretrained(folder)
     return jump_sets
-
-
-@dataclass
-class Job:
-    """A fit in the background."""
-
-    model: str
-    estimators: tuple[str, ...]
-    id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
-    state: JobState = "waiting"
-    done: int = 0
-    total: int = 0
-    error: str | None = None
-    _start: float = 0.0
-
-    def report(self, done: int, total: int) -> None:
-        """Take the number of tokens done."""
-        self._start = self._start or time.monotonic()
-        self.done, self.total = done, total
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state in ("done", "failed")
-
-    def status(self) -> JobStatus:
-        """The progress of the job; the time left is known after half a second."""
-        seconds, left = time.monotonic() - self._start, None
-        if self._start and self.done and seconds >= 0.5:
-            left = round(seconds * (self.total - self.done) / self.done, 1)
-        return JobStatus(
-            id=self.id,
-            model=self.model,
-            estimators=self.estimators,
-            state=self.state,
-            done=self.done,
-            total=self.total,
-            seconds_left=left,
-            error=self.error,
-        )
-
-
-class Jobs:
-    """The fits of one server, by id. Only the event loop uses it."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
-
-    def find_unfinished(self, model: str, estimators: tuple[str, ...]) -> Job | None:
-        """An unfinished fit of the same model and estimators."""
-        for job in self._jobs.values():
-            if (job.model, job.estimators) == (model, estimators) and not job.is_finished:
-                return job
-        return None
-
-    def add(self, job: Job) -> None:
-        """Add a job, and drop the oldest finished ones."""
-        self._jobs[job.id] = job
-        finished = [other.id for other in self._jobs.values() if other.is_finished]
-        for id_ in finished[: max(0, len(finished) - MAX_FINISHED_JOBS)]:
-            del self._jobs[id_]
-
-    def get(self, id_: str) -> Job | None:
-        return self._jobs.get(id_)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -20,7 +22,6 @@ Name = Annotated[str, Field(max_length=300)]
 TokenText = Annotated[str, Field(min_length=1, max_length=200)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 ModelState = Literal["not loaded", "loading", "ready", "failed"]
-JobState = Literal["waiting", "fitting", "done", "failed"]
 
 
 class Request(BaseModel):
@@ -162,39 +163,26 @@ class LensAnswer(BaseModel):
 class JobStatus(BaseModel):
     """The progress of a fit, in tokens."""
 
-    id: str
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+    id: str = Field(default_factory=lambda: secrets.token_urlsafe(9))
     model: str
     estimators: tuple[str, ...]
-    state: JobState
-    done: int
-    total: int
-    seconds_left: float | None
-    error: str | None
+    state: Literal["waiting", "fitting", "done", "failed"] = "waiting"
+    done: int = 0
+    total: int = 0
+    seconds_left: float | None = None
+    error: str | None = None
+    _start: float | None = None
 
+    def report(self, done: int, total: int) -> None:
+        """Take the number of tokens done; the time left is known after half a second."""
+        self._start = self._start or time.monotonic()
+        self.done, self.total = done, total
+        seconds = time.monotonic() - self._start
+        if done and seconds >= 0.5:
+            self.seconds_left = round(seconds * (total - done) / done, 1)
 
-class TokenEvent(BaseModel):
-    """One generated token, and the level at which it exits."""
-
-    token: int
-    text: str
-    level: int | None
-    verified: bool
-
-
-class GenerationSummary(BaseModel):
-    """A finished generation."""
-
-    text: str
-    ids: list[int]
-    levels: list[int]
-    n_blocks: int
-    blocks_saved: float
-    agreement: float | None
-    seconds: float
-    counts: dict[str, int]
-
-
-class DoneEvent(BaseModel):
-    """The last event of a generation."""
-
-    done: GenerationSummary
+    @property
+    def is_finished(self) -> bool:
+        return self.state in ("done", "failed")

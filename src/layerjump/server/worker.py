@@ -1,4 +1,4 @@
-"""A FIFO queue with one worker thread per model, a cache of answers, and event streams to the client.
+"""A FIFO queue with one worker thread per model, and a cache of answers.
 
 A request whose turn does not come soon gets its position in the queue, and the client repeats it: the same request
 finds its old place, or its answer in the cache. So no connection waits for long, no request loses its place, and a
@@ -7,20 +7,17 @@ repeated request is computed once. Long work (a generation, token by token) runs
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from layerjump.errors import LayerjumpError
 from layerjump.server.schemas import Problem
@@ -61,6 +58,14 @@ def encode(content: BaseModel | dict[str, Any]) -> bytes:
 def error_answer(status: int, message: str) -> Answer:
     """An error in one sentence."""
     return Answer(status, encode(Problem(error=" ".join(message.split()))))
+
+
+class Refused(Exception):
+    """Ends a task with another answer than its result."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class AnswerCache:
@@ -194,98 +199,18 @@ class Worker:
 
     def _run(self, key: Hashable, task: Task) -> None:
         task.is_started = True
-        answer = _compute(task.work)
+        try:
+            answer = task.work()
+        except Refused as refused:
+            answer = refused.answer
+        except LayerjumpError as error:
+            answer = error_answer(422, str(error))
+        except Exception:
+            log.exception("a request failed")
+            answer = error_answer(500, INTERNAL_ERROR)
         with self._changed:
             # Cached before it leaves the queue, so that a repeated request finds it in one of the two.
             if not task.is_long:
                 self.cache.put(key, answer)
             del self._queue[key]
         task.future.set_result(answer)
-
-
-def _compute(work: Callable[[], Answer]) -> Answer:
-    try:
-        return work()
-    except LayerjumpError as error:
-        return error_answer(422, str(error))
-    except Exception:
-        log.exception("a request failed")
-        return error_answer(500, INTERNAL_ERROR)
-
-
-class ClientDisconnected(Exception):  # noqa: N818  (a signal, not an error)
-    """The client closed its connection, or the server ends."""
-
-
-class EventQueue:
-    """Events of one generation, from the worker's thread to the event loop that made this queue."""
-
-    def __init__(self, closing: threading.Event) -> None:
-        self.client_gone = threading.Event()
-        self._closing = closing
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Answer] = asyncio.Queue()
-        self._has_last = False
-
-    def raise_if_disconnected(self) -> None:
-        """Raise `ClientDisconnected` if there is no client to send to."""
-        if self.client_gone.is_set() or self._closing.is_set():
-            raise ClientDisconnected
-
-    def put(self, event: Answer) -> None:
-        """Add an event; called in the worker's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the loop has just ended
-            raise ClientDisconnected from None
-
-    def put_last(self, event: Answer) -> None:
-        """Add the last event; called in the event loop."""
-        self._events.put_nowait(event)
-        self._has_last = True
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all events up to the last are taken."""
-        return self._has_last and self._events.empty()
-
-    async def next(self, timeout: float) -> Answer | None:
-        """The next event, or None if there is none within `timeout` seconds."""
-        try:
-            return await asyncio.wait_for(self._events.get(), timeout)
-        except TimeoutError:
-            return None
-
-
-class EventStreamResponse(StreamingResponse):
-    """JSON lines: the events, and before the first one the position in the queue every `interval` seconds."""
-
-    media_type = "application/x-ndjson"
-
-    def __init__(
-        self, first: Answer | None, events: EventQueue, describe_position: Callable[[], Answer], *, interval: float
-    ) -> None:
-        self._events = events
-        super().__init__(_lines(first, events, describe_position, interval))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            # Here and not in the generator, which does not run at all if the client leaves early.
-            self._events.client_gone.set()
-
-
-async def _lines(
-    first: Answer | None, events: EventQueue, describe_position: Callable[[], Answer], interval: float
-) -> AsyncIterator[bytes]:
-    event, has_started = first, first is not None
-    while True:
-        if event is not None:
-            has_started = True
-            yield event.body + b"\n"
-        elif not has_started:
-            yield describe_position().body + b"\n"
-        if events.is_finished:
-            return
-        event = await events.next(interval)
