@@ -63,8 +63,6 @@ class Family:
     """A buffer added to the logits."""
     softcap: str | None = None
     """The config field of a tanh soft-cap on the logits."""
-    needs_bos: bool = False
-    """Whether the model was always trained with BOS: it is added even if the tokenizer does not add it."""
     reserved_positions: int = 0
     """Rows of the position table that no token can use."""
     before: str = "token embedding"
@@ -165,7 +163,6 @@ _GEMMA2 = replace(
     ffn_adds="post_feedforward_layernorm",
     norm_offset=1.0,
     softcap="final_logit_softcapping",
-    needs_bos=True,
     before="token embedding × √d",
 )
 _BERT = Family(
@@ -236,7 +233,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "gemma": replace(_LLAMA, norm_offset=1.0, needs_bos=True, before="token embedding × √d"),
+    "gemma": replace(_LLAMA, norm_offset=1.0, before="token embedding × √d"),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
     "phi": replace(
