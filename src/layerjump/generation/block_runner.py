@@ -29,8 +29,7 @@ from layerjump.errors import BadModel
 from layerjump.models.hooks import Call, intercept_calls
 from layerjump.models.model import Model
 
-_SPARE = 64
-"""Tokens of spare capacity of a KV cache at first; later the capacity doubles."""
+_SPARE = 64  # tokens of spare capacity of a KV cache at first; later the capacity doubles
 
 
 @dataclass

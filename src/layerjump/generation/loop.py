@@ -190,7 +190,14 @@ class Decoder:
         sequences, n_blocks = self.sequences, self._n_blocks
         jumps = self._jumps if cache == "jump" else None
         if cache == "jump":
-            self._check_jumps()
+            for level in sorted(self._checked_levels):
+                for target in range(level + 1, n_blocks):
+                    if jumps is None or (Site(level), Site(target)) not in jumps:
+                        raise BadJumps(
+                            f"{argument('cache', 'jump')} needs jumps from every level where tokens may exit to all "
+                            f"levels above it, but {jumps} has none from {level} to {target}; fit with "
+                            f"{argument('pairs', 'all')}, or choose another cache"
+                        )
         if cache != "exact" and sequences.prompt_length > 1:
             # The prompt, except its last token, runs through all blocks: its keys and values are the model's own.
             self.decode_step(sequences.ids[:, :-1], sequences.open_rows(sequences.prompt_length), may_exit=False)
@@ -215,16 +222,6 @@ class Decoder:
             sequences.finalize(column, rows, scores)
             sequences.stream()
             self.counts.record_time("rest")
-
-    def _check_jumps(self) -> None:
-        for level in sorted(self._checked_levels):
-            for target in range(level + 1, self._n_blocks):
-                if self._jumps is None or (Site(level), Site(target)) not in self._jumps:
-                    raise BadJumps(
-                        f"{argument('cache', 'jump')} needs jumps from every level where tokens may exit to all "
-                        f"levels above it, but {self._jumps} has none from {level} to {target}; fit with "
-                        f"{argument('pairs', 'all')}, or choose another cache"
-                    )
 
     def decode_verified(self, max_draft_tokens: int, max_length: int | None) -> None:
         """Decode what the full model would: tokens that exit early are drafts, verified before they are final.

@@ -28,8 +28,7 @@ from layerjump.models.model import Model
 T = TypeVar("T")
 _MAX_BYTES = 1 << 30
 """Packed weights are a second copy of at most this size; larger models gain little from fewer calls."""
-_PACKED_ROWS = 4
-"""Rows that the packed layout is chosen for; with more it is as fast as plain weights."""
+_PACKED_ROWS = 4  # rows that the packed layout is chosen for; with more it is as fast as plain weights
 _GROUPED_TOKENS = 16
 """New tokens up to which query heads that share a key become rows of one attention, so that keys are not repeated."""
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from layerjump.errors import BadExit
 from layerjump.generation.rules import LevelReading
 
-_NEWTON_STEPS = 30
-"""Newton steps at most; a handful is usual."""
+_NEWTON_STEPS = 30  # at most; a handful is usual
 
 
 def probe_features(states: Tensor, positions: Tensor) -> Tensor:
@@ -44,20 +43,17 @@ class Probe:
             features = probe_features(states, positions)
             return features @ self.weights[self.levels.index(level)].to(features)
         # The same sum for a single token in fewer calls, which dominate its cost.
-        weight, slope, drift, bias = self._weights_by_level[level]
+        weight, (slope, drift, bias) = self._weights_by_level[level]
         rms = float(states.norm()) / math.sqrt(states.shape[1])
         rms = max(rms, torch.finfo(states.dtype).tiny)
         along = float(weight.to(states.device).dot(states[0])) / rms
         return states.new_tensor([along + slope * math.log(rms) + drift * int(positions) + bias])
 
     @cached_property
-    def _weights_by_level(self) -> dict[int, tuple[Tensor, float, float, float]]:
+    def _weights_by_level(self) -> dict[int, tuple[Tensor, list[float]]]:
         """Level → the weights of the state, and those of log rms, position and one as plain numbers."""
-        weights = {}
-        for level, row in zip(self.levels, self.weights, strict=True):
-            slope, drift, bias = row[-3:].tolist()
-            weights[level] = (row[:-3].float().contiguous(), slope, drift, bias)
-        return weights
+        rows = zip(self.levels, self.weights, strict=True)
+        return {level: (row[:-3].float().contiguous(), row[-3:].tolist()) for level, row in rows}
 
     def should_exit(self, reading: LevelReading) -> Tensor:
         reading.probe_evaluations += 1

@@ -14,13 +14,13 @@ A replaced sub-module still runs and its output is discarded: this is for measur
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
@@ -80,8 +80,7 @@ def patch(model: Model, changes: Mapping[Any, Change]) -> Iterator[Model]:
     Keys are pairs of sites as in `Jumps`: `Site` objects, names or level numbers. A level as the target replaces what
     the blocks between source and target compute.
     """
-    # Two entries: the full OPT model bypasses the module that `Model.body` calls.
-    with _ChangeHooks(model, changes, entries=(model.hf, model.stack)):
+    with _ChangeHooks(model, changes):
         yield model
 
 
@@ -125,7 +124,7 @@ class Rerun:
                 states = call.repeat(module, states)
                 continue
             # A single block runs, so this is the first call of its modules, even of those that blocks share.
-            with _ChangeHooks(self.model, by_block[block], at_first_call=True):
+            with _ChangeHooks(self.model, by_block[block], single_block=True):
                 states = call.repeat(module, states)
         return states
 
@@ -137,22 +136,17 @@ class Rerun:
 class _ChangeHooks(Hooks):
     """Hooks that apply changes while the model runs."""
 
-    def __init__(
-        self,
-        model: Model,
-        changes: Mapping[Any, Change],
-        *,
-        entries: Iterable[nn.Module] = (),
-        at_first_call: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, changes: Mapping[Any, Change], *, single_block: bool = False) -> None:
         self._changes_at: dict[Tap, list[tuple[Tap, Change]]] = defaultdict(list)
         """Tap whose states are replaced → the taps of the sources, and the changes."""
         for pair, change in changes.items():
             taps = [model.structure.tap(site) for site in parse_pair(pair)]
-            source, target = [replace(tap, call=0) for tap in taps] if at_first_call else taps
+            source, target = [replace(tap, call=0) for tap in taps] if single_block else taps
             self._changes_at[target].append((source, change))
         self._sources = {source for sources in self._changes_at.values() for source, _ in sources}
         self._captured: dict[Tap, Tensor] = {}
+        # Two entries: the full OPT model bypasses the module that `Model.run_body` calls.
+        entries = () if single_block else (model.hf, model.stack)
         super().__init__([*self._sources, *self._changes_at], entries=entries)
 
     def start(self) -> None:

@@ -14,25 +14,32 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from layerjump.data.batches import Batch
 from layerjump.data.chat_template import warn_of_plain_text
 from layerjump.errors import BadJumps, BadText, argument
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.lens.token_direction import DirectionAblation, ablate_directions, token_direction
 from layerjump.lens.trajectory import (
+    BATCH_TOKENS,
     LensQuery,
+    PromptStates,
     Readout,
     Trajectory,
-    capture_prompts,
     compute_stats,
     token_id,
     tokenize_prompts,
 )
-from layerjump.models.model import Model, require_model
+from layerjump.models.model import Model, capture_states, require_model
 from layerjump.models.structure import FINAL, Site
 
 SiteName = Site | str | int
+Sites = Sequence[SiteName]
+Tokens = Sequence[str | int]
+"""Tokens by their ids, or by texts that are one token each."""
+Texts = list[str] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -56,30 +63,20 @@ class Lens:
 
     @overload
     def __call__(
-        self,
-        text: str,
-        k: int = 10,
-        levels: Sequence[SiteName] | None = None,
-        tokens: Sequence[str | int] = (),
-        jensen_shannon: bool = False,
+        self, text: str, k: int = 10, levels: Sites | None = None, tokens: Tokens = (), jensen_shannon: bool = False
     ) -> Trajectory: ...
 
     @overload
     def __call__(
-        self,
-        text: list[str] | tuple[str, ...],
-        k: int = 10,
-        levels: Sequence[SiteName] | None = None,
-        tokens: Sequence[str | int] = (),
-        jensen_shannon: bool = False,
+        self, text: Texts, k: int = 10, levels: Sites | None = None, tokens: Tokens = (), jensen_shannon: bool = False
     ) -> list[Trajectory]: ...
 
     def __call__(
         self,
-        text: str | list[str] | tuple[str, ...],
+        text: str | Texts,
         k: int = 10,
-        levels: Sequence[SiteName] | None = None,
-        tokens: Sequence[str | int] = (),
+        levels: Sites | None = None,
+        tokens: Tokens = (),
         jensen_shannon: bool = False,
     ) -> Trajectory | list[Trajectory]:
         """Return the trajectory of a text, or a list with one for each of several texts.
@@ -162,9 +159,7 @@ class Lens:
         """The unit vector at a site along which the lens' logit of a token grows."""
         return token_direction(self.model, self.readout(site), token)
 
-    def ablate_direction(
-        self, tokens: str | int | Sequence[str | int], level: int, texts: str | Sequence[str]
-    ) -> DirectionAblation:
+    def ablate_direction(self, tokens: str | int | Tokens, level: int, texts: str | Sequence[str]) -> DirectionAblation:
         """Project tokens' directions out of a level, run the rest of the model, and compare with the lens."""
         return ablate_directions(
             self.model,
@@ -221,8 +216,8 @@ def read_trajectories(
     texts: Sequence[str],
     *,
     k: int = 10,
-    levels: Sequence[SiteName] | None = None,
-    tokens: Sequence[str | int] = (),
+    levels: Sites | None = None,
+    tokens: Tokens = (),
     jensen_shannon: bool = False,
     last: int | None = None,
 ) -> list[dict[str, Trajectory]]:
@@ -246,11 +241,31 @@ def read_trajectories(
     query = LensQuery(min(k, model.structure.vocab_size), tracked, jensen_shannon)
     prompts = tokenize_prompts(model, texts, last)
     trajectories: list[dict[str, Trajectory]] = [{} for _ in texts]
-    for index, states in capture_prompts(model, prompts, sites):
-        model_top, stats = compute_stats(model, readouts, states, query)
-        prompt = prompts[index]
-        for name, lens in lenses.items():
-            trajectories[index][name] = Trajectory(
-                model, name, lens.first_fitted_position, readouts[name], prompt, states, query, model_top, stats[name]
-            )
+    last_level = Site(model.n_blocks)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
+    while order:
+        # Prompts of similar length run together, in a batch whose picks are the positions to read.
+        size = 1
+        while size < len(order) and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS:
+            size += 1
+        indices, order = order[:size], order[size:]
+        rows = [torch.tensor(prompts[index].ids) for index in indices]
+        ids = pad_sequence(rows, batch_first=True, padding_value=model.tokenization.pad)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        counts = [len(prompts[index].positions) for index in indices]
+        row = torch.arange(size).repeat_interleave(torch.tensor(counts))
+        position = torch.tensor([position for index in indices for position in prompts[index].positions])
+        batch = Batch(ids, mask, row, position, row, ids[row, position])
+        (captured,) = capture_states(model, [batch], [*sites, last_level])
+        by_prompt = zip(*(captured[site].split(counts) for site in (*sites, last_level)), strict=True)
+        for index, (*at_sites, at_last) in zip(indices, by_prompt, strict=True):
+            prompt = prompts[index]
+            targets = torch.tensor([*prompt.ids[1:], -1] if model.causal else [-1] * len(prompt.ids))
+            states = PromptStates(sites, tuple(at_sites), at_last, targets[list(prompt.positions)])
+            model_top, stats = compute_stats(model, readouts, states, query)
+            for name, lens in lenses.items():
+                start = lens.first_fitted_position
+                trajectories[index][name] = Trajectory(
+                    model, name, start, readouts[name], prompt, states, query, model_top, stats[name]
+                )
     return trajectories

@@ -222,17 +222,13 @@ class KLObjective:
         split = split_documents(n_documents, **ratio, seed=provenance.seed)
         positions = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
 
-        def cut(documents: tuple[int, ...]) -> Batches:
+        tokenization = self.model.tokenization
+
+        def cut(part: tuple[int, ...]) -> Batches:
             # The same share of the tokens as in a fit with a validation split.
-            limit = None if tokens is None else max(1, tokens * len(documents) // n_documents)
+            limit = None if tokens is None else max(1, tokens * len(part) // n_documents)
             return make_batches(
-                corpus,
-                self.model.tokenization,
-                positions,
-                documents=documents,
-                tokens=limit,
-                seed=seed,
-                max_batch_tokens=_BATCH_TOKENS,
+                corpus, tokenization, positions, documents=part, tokens=limit, seed=seed, max_batch_tokens=_BATCH_TOKENS
             )
 
         return cut(split.fit), cut(split.validation or split.test)

@@ -18,7 +18,7 @@ from layerjump.data.batches import Batch
 from layerjump.errors import BadJumps, BadModel, argument
 from layerjump.jumps.maps import Features, to_affine
 from layerjump.lens.trajectory import BATCH_TOKENS, Prompt, Readout, token_id, tokenize_prompts
-from layerjump.metrics.logits import upcast
+from layerjump.metrics.logits import chunks, upcast
 from layerjump.models.hooks import Patch
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Site, norm_weight
@@ -86,12 +86,11 @@ def ablate_directions(
     predicted, actual = [], []
     for prompt in tokenize_prompts(model, texts):
         at_once = max(1, BATCH_TOKENS // len(prompt.ids) - 1)
-        chunks = [
-            _logit_changes(model, readout, prompt, directions[i : i + at_once], ids[i : i + at_once])
-            for i in range(0, len(ids), at_once)
+        parts = [
+            _logit_changes(model, readout, prompt, directions[rows], ids[rows]) for rows in chunks(len(ids), at_once)
         ]
-        predicted.append(torch.cat([by_lens for by_lens, _ in chunks]))
-        actual.append(torch.cat([by_model for _, by_model in chunks]))
+        predicted.append(torch.cat([by_lens for by_lens, _ in parts]))
+        actual.append(torch.cat([by_model for _, by_model in parts]))
     level = readout.site.index
     return DirectionAblation(level, tuple(ids), torch.stack(predicted), torch.stack(actual))
 

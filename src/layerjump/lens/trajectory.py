@@ -1,22 +1,20 @@
 """Trajectory: what a lens predicts at every level and position of one text.
 
-`tokenize_prompts` turns texts into ids, `capture_prompts` runs them and yields states, and `compute_stats` decodes
-the states of all levels through several lenses within a memory budget. `read_trajectories` in lens.py combines them.
+`tokenize_prompts` turns texts into ids, and `compute_stats` decodes the hidden states of all levels through several
+lenses within a memory budget. `read_trajectories` in lens.py runs the model in between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from layerjump.data.batches import Batch
 from layerjump.data.tokenization import token_texts
 from layerjump.errors import BadModel, BadText
 from layerjump.io import write_text
@@ -30,7 +28,7 @@ from layerjump.metrics.logits import (
     reference_logits,
     upcast,
 )
-from layerjump.models.model import Model, capture_states
+from layerjump.models.model import Model
 from layerjump.models.structure import Site, Structure
 
 if TYPE_CHECKING:
@@ -348,34 +346,6 @@ def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None
         positions = masked or tuple(range(len(ids)))
         prompts.append(Prompt(ids, positions if last is None else positions[-last:]))
     return prompts
-
-
-def capture_prompts(
-    model: Model, prompts: Sequence[Prompt], sites: tuple[Site, ...]
-) -> Iterator[tuple[int, PromptStates]]:
-    """Run prompts of similar length together; yield each prompt's index and its hidden states at the sites."""
-    last, padding = Site(model.n_blocks), model.tokenization.pad
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
-    while order:
-        size = 1
-        while size < len(order) and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS:
-            size += 1
-        indices, order = order[:size], order[size:]
-        group = [prompts[index] for index in indices]
-        # A batch whose picks are the positions to read.
-        rows = [torch.tensor(prompt.ids) for prompt in group]
-        ids = pad_sequence(rows, batch_first=True, padding_value=padding)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        counts = [len(prompt.positions) for prompt in group]
-        row = torch.arange(size).repeat_interleave(torch.tensor(counts))
-        position = torch.tensor([position for prompt in group for position in prompt.positions])
-        batch = Batch(ids, mask, row, position, row, ids[row, position])
-        (captured,) = capture_states(model, [batch], [*sites, last])
-        by_site = {site: captured[site].split(counts) for site in (*sites, last)}
-        for number, (index, prompt) in enumerate(zip(indices, group, strict=True)):
-            targets = torch.tensor([*prompt.ids[1:], -1] if model.causal else [-1] * len(prompt.ids))
-            states = tuple(by_site[site][number] for site in sites)
-            yield index, PromptStates(sites, states, by_site[last][number], targets[list(prompt.positions)])
 
 
 @torch.no_grad()

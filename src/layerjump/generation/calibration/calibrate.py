@@ -35,8 +35,7 @@ from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model, require_model
 
 RULE_TYPES: tuple[RuleType, ...] = get_args(RuleType)
-_PICKS = 32
-"""Positions per document, where a document may give several."""
+_PICKS = 32  # positions per document, where a document may give several
 
 
 def calibrate(
@@ -95,12 +94,8 @@ def calibrate(
             batches = make_batches(text, model.tokenization, positions, documents=indices, seed=seed)
         return dataset.build_calibration_set(model, jumps, batches, levels, shortlist)
 
-    sets = ByRole(
-        probes=read("probes", roles.probes, _PICKS),
-        selection=read("selection", roles.selection, _PICKS),
-        thresholds=read("thresholds", roles.thresholds, 1),
-        test=read("test", roles.test, _PICKS),
-    )
+    picks = {"thresholds": 1}  # tokens of one document are not independent
+    sets = ByRole(**{role: read(role, part, picks.get(role, _PICKS)) for role, part in vars(roles).items()})
     n_blocks = model.n_blocks
     probes = search.fit_probes(sets.probes, sets.selection)
     searched = {
@@ -141,9 +136,7 @@ def calibrate(
         text=text.name,
         text_sha256=text.sha256,
         shortlist_tokens=None if shortlist is None else len(shortlist.tokens),
-        positions=serialization.PositionCounts(
-            probes=len(sets.probes), selection=len(sets.selection), thresholds=len(sets.thresholds), test=len(sets.test)
-        ),
+        positions=serialization.PositionCounts(**{role: len(part) for role, part in vars(sets).items()}),
         seed=seed,
         self_generated_tokens=self_generated_tokens,
         costs=costs,
@@ -152,7 +145,8 @@ def calibrate(
         test=_test_result(candidate, threshold, sets.test, costs, n_blocks, seed),
         probe_curves=probe_curves,
     )
-    return Calibration(candidate.exit_config(threshold), drafts.exit, report)
+    verified_exit = drafts.candidate.exit_config(drafts.threshold, drafts.min_acceptance)
+    return Calibration(candidate.exit_config(threshold), verified_exit, report)
 
 
 def loosest_threshold(

@@ -18,11 +18,9 @@ from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
 
-_CONTEXT = 64
-"""Tokens in the KV cache before those that are timed, if the model has that many positions."""
+_CONTEXT = 64  # tokens in the KV cache before those that are timed, if the model has that many positions
 _REPEATS = 15
-_JOINT_TOKENS = 4
-"""Tokens that run through the blocks together to measure what a queued token adds."""
+_JOINT_TOKENS = 4  # tokens that run through the blocks together to measure what a queued token adds
 
 
 class FileRecord(BaseModel):

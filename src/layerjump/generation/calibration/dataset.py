@@ -33,14 +33,11 @@ MAX_CANDIDATE_LEVELS = 10
 """Levels at which exiting is considered."""
 SHORTLIST_LENGTH = 2048
 """Tokens of a shortlist at most."""
-_MIN_VOCAB_RATIO = 4
-"""A vocabulary smaller than this many shortlists is read in full."""
-_COUNTED_DOCUMENTS = 4_000
-"""Documents in which tokens are counted."""
+_MIN_VOCAB_RATIO = 4  # a vocabulary smaller than this many shortlists is read in full
+_COUNTED_DOCUMENTS = 4_000  # documents in which tokens are counted
 OPENING = 12
 """Tokens of a document that the model continues."""
-_GENERATION_BATCH = 64
-"""Documents that are continued in one batch."""
+_GENERATION_BATCH = 64  # documents that are continued in one batch
 
 
 @dataclass(frozen=True)

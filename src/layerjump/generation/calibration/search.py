@@ -22,14 +22,11 @@ from layerjump.generation.rules import ExitConfig, Never, Shortlist, constant_ga
 RuleType = Literal["gap", "probe", "two-stage"]
 THRESHOLDS = tuple(1 - 0.001 * 1.2**step for step in range(0, 38))
 """From strict to loose: the order in which thresholds are tested, fixed beforehand."""
-_STRENGTHS = (1e-3, 1e-2, 1e-1)
-"""Regularisation strengths of probes that are tried."""
+_STRENGTHS = (1e-3, 1e-2, 1e-1)  # regularisation strengths of probes that are tried
 _UNEMBED_ABOVE: dict[RuleType, tuple[float, ...]] = {"two-stage": (0.3, 0.5, 0.7, 0.85)}
 """Probe probabilities from which an unembedding may be worth its cost; (0.0,) for other types of rule."""
-_DRAFT_TOKENS = (1, 2, 4, 8)
-"""Numbers of drafts that may wait for verification."""
-_REPLAYED_POSITIONS = 2_000
-"""Positions on which draft settings are replayed, one after another."""
+_DRAFT_TOKENS = (1, 2, 4, 8)  # numbers of drafts that may wait for verification
+_REPLAYED_POSITIONS = 2_000  # positions on which draft settings are replayed, one after another
 
 
 class Replay(NamedTuple):
@@ -191,11 +188,6 @@ class DraftSettings:
     min_acceptance: float = 0.0
     """The share of drafts that must be accepted to pay for them all."""
 
-    @property
-    def exit(self) -> ExitConfig:
-        """The configuration to generate with."""
-        return self.candidate.exit_config(self.threshold, self.min_acceptance)
-
 
 def search_drafts(
     candidates: Iterable[RuleCandidate], selection: CalibrationSet, costs: Costs, n_blocks: int
@@ -252,13 +244,8 @@ def draft_cost(costs: Costs, n_blocks: int, replay: Replay, max_draft_tokens: in
     """
     cost, n_tokens = 0.0, 0
     queue: list[tuple[int, bool]] = []  # (exit level, whether the draft is correct)
-    for level, correct, unembeddings, probe_evaluations in zip(
-        replay.exit_levels.tolist(),
-        replay.correct.tolist(),
-        replay.early_unembeddings(n_blocks).tolist(),
-        replay.probe_evaluations.tolist(),
-        strict=True,
-    ):
+    columns = replay._replace(unembeddings=replay.early_unembeddings(n_blocks))
+    for level, correct, unembeddings, probe_evaluations in zip(*(column.tolist() for column in columns), strict=True):
         may_exit = len(queue) < max_draft_tokens
         is_draft = level < n_blocks and may_exit
         cost += (level if is_draft else n_blocks) * costs.block
