@@ -100,24 +100,19 @@ def _legend(figures: Sequence[go.Figure]) -> str:
     names = unique(trace.name for trace in traces)
     if len(names) < 2:
         return ""
-    buttons = "".join(
-        f'<button class="key" type="button" aria-pressed="true" data-name="{safe(name)}">'
-        f"{_swatch(first[name])}{name}</button>"
-        for name in names
-    )
-    return f'<div class="keys" role="group" aria-label="Legend: press to hide or show">{buttons}</div>'
-
-
-def _swatch(trace: go.Scatter | go.Bar) -> str:
-    if trace.type == "bar":
-        shape = f'<rect width="26" height="10" rx="2" fill="{trace.marker.color}"/>'
-    else:
-        dash = _DASHES.get(trace.line.dash or "solid", "")
-        shape = (
-            f'<line x1="0" x2="26" y1="5" y2="5" stroke="{trace.line.color}" stroke-width="3" '
-            f'stroke-dasharray="{dash}"/>'
+    buttons = ""
+    for name in names:
+        trace = first[name]
+        if trace.type == "bar":
+            shape = f'<rect width="26" height="10" rx="2" fill="{trace.marker.color}"/>'
+        else:
+            line = f'<line x1="0" x2="26" y1="5" y2="5" stroke="{trace.line.color}" stroke-width="3" '
+            shape = f'{line}stroke-dasharray="{_DASHES.get(trace.line.dash or "solid", "")}"/>'
+        buttons += (
+            f'<button class="key" type="button" aria-pressed="true" data-name="{safe(name)}">'
+            f'<svg width="26" height="10" aria-hidden="true">{shape}</svg>{name}</button>'
         )
-    return f'<svg width="26" height="10" aria-hidden="true">{shape}</svg>'
+    return f'<div class="keys" role="group" aria-label="Legend: press to hide or show">{buttons}</div>'
 
 
 def cards(findings: Sequence[Finding]) -> str:

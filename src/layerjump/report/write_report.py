@@ -118,7 +118,12 @@ def _study_section(outcome: Outcome, run: RunInfo, drawer: Drawer) -> str:
             return _section(outcome.study, _skipped(outcome))
         files, tables = f"{slug(model_name(run))}-{slug(outcome.study)}", to_json(outcome.tables)
         articles = "".join(drawer.article(panel, tables, files=files, command=run.command) for panel in panels(outcome))
-        return _section(outcome.study, _facts(outcome) + articles + _notes(outcome.notes))
+        facts = [
+            f"{safe(_FACTS.get(key, plain_words(key)))}: {_value(value)}" for key, value in outcome.settings.items()
+        ]
+        facts.append(f"took {number(outcome.seconds)}\u00a0s")
+        html = f'<p class="facts">{" · ".join(facts)}</p>{articles}{_notes(outcome.notes)}'
+        return _section(outcome.study, html)
 
 
 def _section(name: str, inner: str) -> str:
@@ -130,12 +135,6 @@ def _section(name: str, inner: str) -> str:
 
 def _skipped(outcome: Skipped) -> str:
     return f'<p class="skipped">Skipped: {safe(outcome.reason)}</p>'
-
-
-def _facts(result: Result[Any, Any]) -> str:
-    facts = [f"{safe(_FACTS.get(key, plain_words(key)))}: {_value(value)}" for key, value in result.settings.items()]
-    facts.append(f"took {number(result.seconds)}\u00a0s")
-    return f'<p class="facts">{" · ".join(facts)}</p>'
 
 
 _FACTS = {
@@ -173,21 +172,16 @@ def _compared_section(name: str, runs: Sequence[Results], labels: Sequence[str],
     )
     for title in unique(title for of_run in drawn for title in of_run):
         share_y_axes([of_run[title] for of_run in drawn if title in of_run])
-        blocks = [
-            _run_block(label, of_run.get(title), outcome, results.run, drawer)
-            for label, of_run, outcome, results in zip(labels, drawn, outcomes, runs, strict=True)
-        ]
+        blocks = []
+        for label, of_run, outcome, results in zip(labels, drawn, outcomes, runs, strict=True):
+            shown = '<p class="quiet">Not measured in this run.</p>'
+            if title in of_run and isinstance(outcome, Result):
+                files, tables = f"{slug(label)}-{slug(name)}", to_json(outcome.tables)
+                shown = drawer.body(of_run[title], tables, files=files, command=results.run.command)
+            blocks.append(f'<div class="run"><h4>{safe(label)}</h4>{shown}</div>')
         inner += f'<article class="panel"><h3>{safe(title)}</h3><div class="runs">{"".join(blocks)}</div></article>'
     done = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     return _section(name, inner + _notes(unique(note for result in done for note in result.notes)))
-
-
-def _run_block(label: str, panel: Panel | None, outcome: Outcome | None, run: RunInfo, drawer: Drawer) -> str:
-    inner = '<p class="quiet">Not measured in this run.</p>'
-    if panel and isinstance(outcome, Result):
-        files, tables = f"{slug(label)}-{slug(outcome.study)}", to_json(outcome.tables)
-        inner = drawer.body(panel, tables, files=files, command=run.command)
-    return f'<div class="run"><h4>{safe(label)}</h4>{inner}</div>'
 
 
 def share_y_axes(compared: Sequence[Panel]) -> None:

@@ -13,7 +13,7 @@ weights, are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple, get_args
 
 import plotly.graph_objects as go
 from torch import Tensor, nn
@@ -126,14 +126,28 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     moments = setup.moments("to-last", use_validation=True)
     kinds, notes = _map_kinds(setup, moments)
     maps = _score_maps(setup, moments, kinds)
-    alternation = setup.result_of(layer_skipping.STUDY)
-    schedules = None
+
+    estimator, last = setup.settings.estimators[0], setup.model.n_blocks
+    scores, jumps = setup.lens_scores(), setup.jumps(estimator)
+    precision = scores.hits(1)[scores.lenses.index(estimator)].double().mean(-1).tolist()
+    blocks, head = block_flops(setup.model), unembedding_flops(setup.model)
+    exits = []
+    for level in range(last + 1):
+        flops = sum(blocks[:level]) + head + jump_flops(jumps[level, last])
+        share = flops / (sum(blocks) + head)
+        exits.append(ExitRow(level, level, flops, share, jump_bytes(jumps[level, last]), precision[level]))
+    alternation, schedules = setup.result_of(layer_skipping.STUDY), None
     if alternation is None:
         notes.append(
             "Layer-skipping schedules are listed here if the study `alternation` runs before this one in the same run."
         )
     else:
-        schedules = _schedule_rows(setup, alternation.tables.schedules)
+        schedules, jump = [], jumps[0, last]
+        for row in alternation.tables.schedules:
+            legs, n_jumps, p1 = row.schedule.legs, len(row.schedule.jumps), row.scores.p1.mean
+            flops = sum(sum(blocks[start:end]) for start, end in legs) + n_jumps * jump_flops(jump) + head
+            cost = flops, flops / (sum(blocks) + head), n_jumps * jump_bytes(jump)
+            schedules.append(ScheduleRow(row.rule, row.schedule, row.blocks_run, *cost, p1))
     notes.append(
         "Operations are two for each weight that a token is multiplied with (blocks, jump and LM head); the products "
         "of attention with earlier tokens are not counted. int8 has one float32 scale a row. Where states hardly vary "
@@ -143,14 +157,16 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "n_fit": moments.fit.n,
         "n_test": moments.test.n,
         "n_examples": setup.few_test_batches().n_picks,
-        "exits_by": setup.settings.estimators[0],
-        "n_examples_exits": setup.lens_scores().n_examples,
+        "exits_by": estimator,
+        "n_examples_exits": scores.n_examples,
     }
-    tables = Tables(maps, _exit_rows(setup), schedules)
-    return Result("size", tables, _headline(maps), notes, facts)
+    full = maps[0]
+    smallest = min((row for row in maps if row.p1 >= full.p1 - 0.01), key=lambda row: row.bytes)
+    headline = Headline(full.bytes, full.p1, smallest.name, smallest.bytes, smallest.p1)
+    return Result("size", Tables(maps, exits, schedules), headline, notes, facts)
 
 
-class _MapKind(Record):
+class _MapKind(NamedTuple):
     """One way to represent the maps of all levels."""
 
     name: str
@@ -188,11 +204,21 @@ def _map_kinds(setup: Setup, moments: SplitMoments) -> tuple[list[_MapKind], lis
     njtc = maps_of(solve_jumps(moments, "n-njtc"))
     kinds.append(_MapKind.in_float32("n-njtc", "n-njtc", njtc))
     if has_select:
-        kinds += [_pooled_kind(moments, pooling) for pooling in ("pooled", "best-level")]
+        for pooling in get_args(Pooling):
+            rank = njtc_rank(moments.info.width)
+            jumps = maps_of(solve_jumps(moments, "ojfa", Settings(rank=rank, ojfa_pooling=pooling)))
+            shared = dict.fromkeys(jumps, next(iter(jumps.values())))
+            kinds.append(_MapKind.in_float32(f"ojfa {pooling}", POOLED, shared))
     else:
         notes.append("ridge and ojfa are left out: they are tuned on validation documents, and this split has none.")
     del full["affine"]  # stored in fewer bits it is much like mat
-    kinds += [_stored_kind(name, maps, storage) for name, maps in full.items() for storage in STORAGES[1:]]
+    for name, maps in full.items():
+        n_parameters = sum(jump.n_parameters for jump in maps.values())
+        for storage in STORAGES[1:]:
+            stored = {pair: quantize_map(jump, storage) for pair, jump in maps.items()}
+            affine = {pair: jump.affine for pair, jump in stored.items()}
+            n_bytes = sum(jump.n_bytes for jump in stored.values())
+            kinds.append(_MapKind(f"{name} in {storage}", STORED, affine, n_parameters, n_bytes))
     return kinds, notes
 
 
@@ -214,24 +240,6 @@ def low_rank_kinds(
     return [_MapKind.in_float32(f"{family} {rank}", family, maps[rank]) for rank in low_ranks]
 
 
-def _pooled_kind(moments: SplitMoments, pooling: Pooling) -> _MapKind:
-    rank = njtc_rank(moments.info.width)
-    jumps = maps_of(solve_jumps(moments, "ojfa", Settings(rank=rank, ojfa_pooling=pooling)))
-    shared = next(iter(jumps.values()))
-    return _MapKind.in_float32(f"ojfa {pooling}", POOLED, dict.fromkeys(jumps, shared))
-
-
-def _stored_kind(name: str, maps: dict[Pair, Affine], storage: str) -> _MapKind:
-    stored = {pair: quantize_map(jump, storage) for pair, jump in maps.items()}
-    return _MapKind(
-        f"{name} in {storage}",
-        STORED,
-        {pair: jump.affine for pair, jump in stored.items()},
-        sum(jump.n_parameters for jump in maps.values()),
-        sum(jump.n_bytes for jump in stored.values()),
-    )
-
-
 def _score_maps(setup: Setup, moments: SplitMoments, kinds: Sequence[_MapKind]) -> list[MapRow]:
     """Score all kinds at the same positions."""
     provenance = solve_jumps(moments, "identity").provenance
@@ -249,56 +257,11 @@ def _score_maps(setup: Setup, moments: SplitMoments, kinds: Sequence[_MapKind]) 
     return rows
 
 
-def _exit_rows(setup: Setup) -> list[ExitRow]:
-    estimator, last = setup.settings.estimators[0], setup.model.n_blocks
-    scores, jumps = setup.lens_scores(), setup.jumps(estimator)
-    precision = scores.hits(1)[scores.lenses.index(estimator)].double().mean(-1).tolist()
-    blocks, head = block_flops(setup.model), unembedding_flops(setup.model)
-    rows = []
-    for level in range(last + 1):
-        jump = jumps[level, last]
-        flops = sum(blocks[:level]) + head + jump_flops(jump)
-        share = flops / (sum(blocks) + head)
-        rows.append(ExitRow(level, level, flops, share, jump_bytes(jump), precision[level]))
-    return rows
-
-
-def _schedule_rows(setup: Setup, scored: Sequence[layer_skipping.ScheduleRow]) -> list[ScheduleRow]:
-    jump = setup.jumps(setup.settings.estimators[0])[0, setup.model.n_blocks]
-    blocks, head = block_flops(setup.model), unembedding_flops(setup.model)
-    rows = []
-    for row in scored:
-        legs, n_jumps = row.schedule.legs, len(row.schedule.jumps)
-        flops = sum(sum(blocks[start:end]) for start, end in legs) + n_jumps * jump_flops(jump) + head
-        rows.append(
-            ScheduleRow(
-                row.rule,
-                row.schedule,
-                row.blocks_run,
-                flops=flops,
-                flops_share=flops / (sum(blocks) + head),
-                map_bytes=n_jumps * jump_bytes(jump),
-                p1=row.scores.p1.mean,
-            )
-        )
-    return rows
-
-
-def _headline(maps: Sequence[MapRow]) -> Headline:
-    full = maps[0]
-    smallest = min((row for row in maps if row.p1 >= full.p1 - 0.01), key=lambda row: row.bytes)
-    return Headline(full.bytes, full.p1, smallest.name, smallest.bytes, smallest.p1)
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return quality against bytes for maps, and against operations for exits and schedules."""
-    return [
-        _map_panel(result.tables.maps, result.headline),
-        _flops_panel(result.tables.exits, result.tables.schedules or []),
-    ]
+    rows, exits, schedules = result.tables.maps, result.tables.exits, result.tables.schedules or []
+    head = result.headline
 
-
-def _map_panel(rows: Sequence[MapRow], head: Headline) -> Panel:
     def family(row: MapRow) -> str:
         return row.family or (FULL_RANK if row.rank is None else LOW_RANK)
 
@@ -332,20 +295,19 @@ def _map_panel(rows: Sequence[MapRow], head: Headline) -> Panel:
         f"the smallest maps within one point of it, {head.smallest_within_a_point}, take {number(head.smallest_bytes)} "
         f"bytes ({percent(head.smallest_bytes / head.full_bytes)}) at {number(head.smallest_p1)}."
     )
-    return Panel("Quality and size of maps", reading, ("maps",), charts)
+    panels = [Panel("Quality and size of maps", reading, ("maps",), charts)]
 
-
-def _flops_panel(exits: Sequence[ExitRow], schedules: Sequence[ScheduleRow]) -> Panel:
     lines = {"early exit": [(row.flops_share, row.p1) for row in exits]}
     for rule in unique(row.rule for row in schedules):
         # Of the schedules of one cost, the best.
         best: dict[float, float] = {}
-        for row in schedules:
-            if row.rule == rule:
-                best[row.flops_share] = max(row.p1, best.get(row.flops_share, 0.0))
+        for schedule in schedules:
+            if schedule.rule == rule:
+                best[schedule.flops_share] = max(schedule.p1, best.get(schedule.flops_share, 0.0))
         lines[f"schedule: {rule}"] = sorted(best.items())
-    figure = line_chart("", lines, x="operations per token, share of the model's", y="precision@1")
-    half = [row for row in exits if row.flops_share <= 0.5]
+    title = "operations per token, share of the model's"
+    figure = line_chart("", lines, x=title, y="precision@1", scale="unit")
+    half = [exit_row for exit_row in exits if exit_row.flops_share <= 0.5]
     reading = f"The cheapest exit takes {percent(exits[0].flops_share)} of the model's operations."
     if half:
         best_exit = max(half, key=lambda row: row.p1)
@@ -354,7 +316,7 @@ def _flops_panel(exits: Sequence[ExitRow], schedules: Sequence[ScheduleRow]) -> 
             f"precision@1 of {number(best_exit.p1)} for {percent(best_exit.flops_share)} of the operations."
         )
     tables = ("exits", "schedules") if schedules else ("exits",)
-    return Panel("Quality and operations of shortcuts", reading, tables, [unit_axis(figure)])
+    return [*panels, Panel("Quality and operations of shortcuts", reading, tables, [figure])]
 
 
 STUDY = Study("size", "what do maps and shortcuts cost, and what do they give?", run, figures)

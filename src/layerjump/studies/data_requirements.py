@@ -12,10 +12,9 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
-import plotly.graph_objects as go
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus
@@ -30,7 +29,6 @@ from layerjump.studies.display import (
     BLUE,
     GREY,
     Panel,
-    Value,
     draw_bars,
     draw_heat_map,
     empty_figure,
@@ -49,7 +47,6 @@ FEW_PER_COORDINATE = 5
 NOISE = 0.15
 """Share of words that `noised` replaces."""
 CLEAN = "clean"
-_WHITESPACE = re.compile(r"(\s+)")
 
 
 class PrefixRow(Record):
@@ -113,18 +110,35 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     fits = [*fitter.fit_prefixes(), *map(fitter.fit_corrupted, CORRUPTIONS)]
     lenses = {str(index): Lens(setup.model, fit.jumps) for index, fit in enumerate(fits)}
     hits = setup.score_lenses(lenses, batches).hits(1)[:, :-1].double().mean(-1).tolist()
-    scored = [replace(fit, p1=tuple(levels)) for fit, levels in zip(fits, hits, strict=True)]
-    prefixes, corrupted = scored[: -len(CORRUPTIONS)], scored[-len(CORRUPTIONS) :]
-    variants = {CLEAN: prefixes[-1], **dict(zip(CORRUPTIONS, corrupted, strict=True))}
-    tables = Tables(
-        [fit.row() for fit in prefixes],
-        [row for fit in prefixes for row in fit.level_rows()],
-        [fit.variant_row(name) for name, fit in variants.items()],
+    tables, n_prefixes, d_model = Tables([], [], []), len(fits) - len(CORRUPTIONS), setup.model.d_model
+    for index, (fit, p1) in enumerate(zip(fits, hits, strict=True)):
+        r2 = [R2(*info.r2) for info in fit.jumps.info.values() if info.r2]
+        means = *mean_r2(r2), sum(p1) / len(p1)
+        is_few = fit.positions < FEW_PER_COORDINATE * d_model
+        prefix = fit.positions, fit.positions / d_model, fit.tokens, is_few
+        if index < n_prefixes:
+            tables.prefixes.append(PrefixRow(*prefix, *means))
+            tables.prefix_levels.extend(
+                PrefixLevelRow(*prefix, level, *score, precision)
+                for level, (score, precision) in enumerate(zip(r2, p1, strict=True))
+            )
+        if index >= n_prefixes - 1:
+            variant = [CLEAN, *CORRUPTIONS][index - n_prefixes + 1]
+            tables.variants.append(VariantRow(variant, fit.positions, *means))
+    full = tables.prefixes[-1]
+    half = min(tables.prefixes, key=lambda row: abs(row.positions - full.positions / 2))
+    headline = Headline(
+        per_coordinate=full.per_coordinate,
+        r2=full.r2,
+        p1=full.p1,
+        p1_gained_since_half=full.p1 - half.p1,
+        p1_lost={row.variant: full.p1 - row.p1 for row in tables.variants[1:]},
+        r2_lost={row.variant: full.r2 - row.r2 for row in tables.variants[1:]},
     )
     facts = {
         "estimator": fitter.estimator,
-        "width": setup.model.d_model,
-        "warning_below": FEW_PER_COORDINATE * setup.model.d_model,
+        "width": d_model,
+        "warning_below": FEW_PER_COORDINATE * d_model,
         "n_test": fitter.test.test.n,
         "n_examples": batches.n_picks,
         "noise": NOISE,
@@ -135,45 +149,15 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         f"largest. `duplicated` has half of the documents twice: with all positions fitted, it gives the map of that "
         f"half."
     ]
-    return Result("data", tables, _headline(tables), notes, facts)
+    return Result("data", tables, headline, notes, facts)
 
 
-class _Fit(Record):
-    """Maps to the last level, and how they were fitted."""
+class _Fit(NamedTuple):
+    """Maps to the last level, and on how much they were fitted."""
 
     jumps: Jumps
     positions: int
     tokens: int
-    p1: tuple[float, ...] = ()
-    """Precision@1 at each level below the last."""
-
-    @property
-    def r2(self) -> list[R2]:
-        return [R2(*info.r2) for info in self.jumps.info.values() if info.r2]
-
-    @property
-    def per_coordinate(self) -> float:
-        return self.positions / self.jumps.provenance.width
-
-    @property
-    def is_few(self) -> bool:
-        return self.positions < FEW_PER_COORDINATE * self.jumps.provenance.width
-
-    def row(self) -> PrefixRow:
-        r2, p1 = mean_r2(self.r2), sum(self.p1) / len(self.p1)
-        about = self.positions, self.per_coordinate, self.tokens, self.is_few
-        return PrefixRow(*about, r2.uniform, r2.weighted, p1)
-
-    def level_rows(self) -> list[PrefixLevelRow]:
-        about = self.positions, self.per_coordinate, self.tokens, self.is_few
-        return [
-            PrefixLevelRow(*about, level, r2.uniform, r2.weighted, p1)
-            for level, (r2, p1) in enumerate(zip(self.r2, self.p1, strict=True))
-        ]
-
-    def variant_row(self, name: str) -> VariantRow:
-        row = self.row()
-        return VariantRow(name, row.positions, row.r2, row.r2_weighted, row.p1)
 
 
 class _Fitter:
@@ -260,16 +244,22 @@ def corrupt(corpus: Corpus, documents: Sequence[int], name: str, *, seed: int) -
     return Corpus(f"{corpus.name} ({name})", tuple(texts), corpus.note)
 
 
+def _change_words(document: str, change: Callable[[list[str]], list[str]]) -> str:
+    """Return a document with its words changed and its whitespace in place."""
+    parts = re.split(r"(\s+)", document)
+    parts[::2] = change(parts[::2])
+    return "".join(parts)
+
+
 def shuffle_words(documents: list[str], seed: int) -> list[str]:
     """Return each document with its words in random order and its whitespace in place."""
     generator = random.Random(seed)
-    shuffled = []
-    for document in documents:
-        parts = _WHITESPACE.split(document)
+
+    def shuffle(words: list[str]) -> list[str]:
         # Sorting by random() is the one shuffle that Python promises to repeat in every version.
-        parts[::2] = sorted(parts[::2], key=lambda _: generator.random())
-        shuffled.append("".join(parts))
-    return shuffled
+        return sorted(words, key=lambda _: generator.random())
+
+    return [_change_words(document, shuffle) for document in documents]
 
 
 def duplicate_half(documents: list[str], seed: int) -> list[str]:
@@ -287,12 +277,7 @@ def replace_words(documents: list[str], seed: int) -> list[str]:
         is_replaced = generator.random() < NOISE
         return words[int(generator.random() * len(words))] if is_replaced else word
 
-    noised = []
-    for document in documents:
-        parts = _WHITESPACE.split(document)
-        parts[::2] = [draw(word) for word in parts[::2]]
-        noised.append("".join(parts))
-    return noised
+    return [_change_words(document, lambda words: [draw(word) for word in words]) for document in documents]
 
 
 CORRUPTIONS: dict[str, Callable[[list[str], int], list[str]]] = {
@@ -302,56 +287,30 @@ CORRUPTIONS: dict[str, Callable[[list[str], int], list[str]]] = {
 }
 
 
-def _headline(tables: Tables) -> Headline:
-    full = tables.prefixes[-1]
-    half = min(tables.prefixes, key=lambda row: abs(row.positions - full.positions / 2))
-    corrupted = [row for row in tables.variants if row.variant != CLEAN]
-    return Headline(
-        per_coordinate=full.per_coordinate,
-        r2=full.r2,
-        p1=full.p1,
-        p1_gained_since_half=full.p1 - half.p1,
-        p1_lost={row.variant: full.p1 - row.p1 for row in corrupted},
-        r2_lost={row.variant: full.r2 - row.r2 for row in corrupted},
-    )
-
-
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return scores against the amount of text, by level, and for corrupted text."""
-    tables = result.tables
-    return [
-        _prefix_panel(tables.prefixes, result.headline),
-        _level_panel(tables.prefix_levels),
-        _variant_panel(tables.variants),
-    ]
+    prefixes, rows, head = result.tables.prefixes, result.tables.prefix_levels, result.headline
+    variants = result.tables.variants
+    p1, r2 = "precision@1, mean over levels", "R², mean over levels"
 
-
-def _prefix_panel(rows: Sequence[PrefixRow], head: Headline) -> Panel:
-    def chart(title: str, score: Callable[[PrefixRow], Value]) -> go.Figure:
-        lines = {title: [(row.per_coordinate, score(row)) for row in rows]}
-        figure = line_chart(title, lines, x="fitted positions per coordinate")
-        figure.update_traces(showlegend=False)
-        figure.add_vline(x=FEW_PER_COORDINATE, line={"color": GREY, "dash": "dot"})
-        return figure.update_xaxes(type="log", dtick=1)
-
+    scores = {
+        p1: [(row.per_coordinate, row.p1) for row in prefixes],
+        r2: [(row.per_coordinate, row.r2) for row in prefixes],
+    }
     charts = [
-        unit_axis(chart("precision@1, mean over levels", lambda row: row.p1)),
-        unit_axis(chart("R², mean over levels", lambda row: row.r2), [row.r2 for row in rows], -1),
+        line_chart(title, {title: points}, x="fitted positions per coordinate") for title, points in scores.items()
     ]
+    for chart in charts:
+        chart.add_vline(x=FEW_PER_COORDINATE, line={"color": GREY, "dash": "dot"})
+        chart.update_xaxes(type="log", dtick=1)
+    unit_axis(charts[0])
+    unit_axis(charts[1], [row.r2 for row in prefixes], -1)
     reading = (
         f"With {number(head.per_coordinate)} positions for each coordinate, precision@1 is {number(head.p1)} and R² "
         f"{number(head.r2)}; the second half of the text adds {number(head.p1_gained_since_half)} to precision@1. "
         f"Left of the dotted line a fit warns that it has too little text."
     )
-    return Panel("Scores against the amount of text", reading, ("prefixes",), charts)
-
-
-def _level_panel(rows: Sequence[PrefixLevelRow]) -> Panel:
-    def chart(title: str, score: Callable[[PrefixLevelRow], float]) -> go.Figure:
-        cells = {(number(row.positions), str(row.level)): score(row) for row in rows}
-        figure = draw_heat_map(cells, title=title, x="fitted positions", y="level", span=(0.0, 1.0))
-        # Positions are names here: as numbers they would be spaced by their size.
-        return figure.update_xaxes(type="category").update_yaxes(type="category", autorange=True)
+    panels = [Panel("Scores against the amount of text", reading, ("prefixes",), charts)]
 
     most = max(row.positions for row in rows)
     full = {row.level: row.p1 for row in rows if row.positions == most}
@@ -362,24 +321,26 @@ def _level_panel(rows: Sequence[PrefixLevelRow]) -> Panel:
         f"With {number(tenth)} of the {number(most)} positions, precision@1 suffers most at level {worst}, where it "
         f"falls from {number(full[worst])} to {number(full[worst] - lost[worst])}."
     )
-    charts = [chart("precision@1", lambda row: row.p1), chart("R²", lambda row: row.r2)]
-    return Panel("The amount of text at every level", reading, ("prefix levels",), charts)
+    by_level = {
+        "precision@1": {(number(row.positions), str(row.level)): row.p1 for row in rows},
+        "R²": {(number(row.positions), str(row.level)): row.r2 for row in rows},
+    }
+    charts = [
+        draw_heat_map(cells, title=title, x="fitted positions", y="level", span=(0.0, 1.0), upwards=True)
+        for title, cells in by_level.items()
+    ]
+    panels.append(Panel("The amount of text at every level", reading, ("prefix levels",), charts))
 
-
-def _variant_panel(rows: Sequence[VariantRow]) -> Panel:
     charts = []
-    for title, scores in (
-        ("precision@1, mean over levels", [row.p1 for row in rows]),
-        ("R², mean over levels", [row.r2 for row in rows]),
-    ):
+    for title, bars in ((p1, [row.p1 for row in variants]), (r2, [row.r2 for row in variants])):
         figure = empty_figure(title, height=230)
-        draw_bars(figure, [row.variant for row in rows], scores, name=title, colour=BLUE)
+        draw_bars(figure, [row.variant for row in variants], bars, name=title, colour=BLUE)
         figure.update_traces(showlegend=False)
         charts.append(figure.update_yaxes(autorange="reversed", showgrid=False))
-    clean = next(row for row in rows if row.variant == CLEAN)
-    losses = [f"{number(clean.p1 - r.p1)} if the text is {r.variant}" for r in rows if r is not clean]
+    clean = next(row for row in variants if row.variant == CLEAN)
+    losses = [f"{number(clean.p1 - r.p1)} if the text is {r.variant}" for r in variants if r is not clean]
     reading = f"Maps fitted on the clean text reach a precision@1 of {number(clean.p1)}; they lose {listed(losses)}."
-    return Panel("Clean and corrupted text", reading, ("variants",), charts)
+    return [*panels, Panel("Clean and corrupted text", reading, ("variants",), charts)]
 
 
 STUDY = Study("data", "how much text does a map need, and of what kind?", run, figures)

@@ -22,7 +22,6 @@ BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 AMBER, SKY, GREY = "#E69F00", "#56B4E9", "#7F858D"
 CYCLE = (BLUE, GREEN, PURPLE, AMBER, SKY, GREY)
 SCALE = "Viridis"
-DASHES = ("solid", "dash", "dot", "dashdot")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _INK, _GRID = "#333333", "#D9DCE0"  # of a saved picture; in the page the style sheet decides
 HEIGHT = 310
@@ -115,11 +114,12 @@ def line_chart(
         low, high = [value.low for value in intervals], [value.high for value in intervals]
         has_band = len(intervals) == len(points) and all(map(math.isfinite, low + high))
         if has_band:
+            red, green, blue = (int(paint[name][start : start + 2], 16) for start in (1, 3, 5))
             figure.add_scatter(
                 x=at + at[::-1],
                 y=high + low[::-1],
                 fill="toself",
-                fillcolor=faint(paint[name]),
+                fillcolor=f"rgba({red},{green},{blue},0.18)",
                 line={"width": 0},
                 mode="lines",
                 hoverinfo="skip",
@@ -256,12 +256,6 @@ def colours(names: Sequence[str]) -> dict[str, str]:
     return cycle | {"identity": ORANGE}
 
 
-def faint(colour: str, share: float = 0.18) -> str:
-    """Return the colour of the band around a line."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{share})"
-
-
 def _mean(value: Value) -> float:
     return value.mean if isinstance(value, Interval) else value
 
@@ -351,7 +345,8 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> str:
     """Return JSON records as an HTML table, the first rows only."""
     names = _keys(records)
     body = [[html_cell(row.get(name)) for name in names] for row in records[:MAX_ROWS]]
-    numeric = [i for i, name in enumerate(names) if all(_is_number(r.get(name)) for r in records)]
+    kinds = {name: {type(row.get(name)) for row in records} for name in names}
+    numeric = [index for index, name in enumerate(names) if kinds[name] <= {int, float, type(None)}]
     table = html_table([safe(name) for name in names], body, numeric=numeric)
     if len(records) <= MAX_ROWS:
         return table
@@ -367,28 +362,18 @@ def html_cell(value: Any) -> str:
     return safe(number(value))
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def csv_link(records: Sequence[Mapping[str, Any]], file: str) -> str:
+    """Return a link that saves a table as CSV; its data is in the page itself.
 
-
-def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return JSON records as CSV: every digit of every number, lists as JSON, null as an empty cell."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _keys(records), lineterminator="\n")
+    It has every digit of every number; lists are JSON, null is an empty cell.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _keys(records), lineterminator="\n")
     writer.writeheader()
     for row in records:
-        writer.writerow(
-            {
-                key: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-                for key, value in row.items()
-            }
-        )
-    return file.getvalue()
-
-
-def csv_link(records: Sequence[Mapping[str, Any]], file: str) -> str:
-    """Return a link that saves a table; its data is in the page itself."""
-    data = base64.b64encode(csv_text(records).encode()).decode()
+        cells = {key: json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v for key, v in row.items()}
+        writer.writerow(cells)
+    data = base64.b64encode(text.getvalue().encode()).decode()
     return f'<a class="data" download="{safe(file)}" href="data:text/csv;charset=utf-8;base64,{data}">{safe(file)}</a>'
 
 

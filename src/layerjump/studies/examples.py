@@ -83,7 +83,11 @@ def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT
     start = model.tokenization.around[0]
     before = str(tokenizer.decode(ids[start : position + (0 if model.masked else 1)]))
     if batch.source_ids is not None:
-        return f"{_encoder_text(model, batch, pick)[-characters:]} → {before[-characters:]}"
+        assert batch.source_mask is not None
+        row, tokens = batch.row[pick], model.tokenization
+        inside = slice(len(tokens.prefix), int(batch.source_mask[row].sum()) - len(tokens.suffix))
+        encoder_text = str(tokenizer.decode(batch.source_ids[row].tolist()[inside]))
+        return f"{encoder_text[-characters:]} → {before[-characters:]}"
     if not model.masked:
         return before[-characters:]
     after = str(tokenizer.decode(ids[position + 1 : length - len(model.tokenization.suffix)]))
@@ -91,18 +95,16 @@ def context(model: Model, batch: Batch, pick: int, *, characters: int = _CONTEXT
     return f"{before[-characters:]} {gap} {after[:characters]}"
 
 
-def _encoder_text(model: Model, batch: Batch, pick: int) -> str:
-    assert batch.source_ids is not None
-    assert batch.source_mask is not None
-    row, tokens = batch.row[pick], model.tokenization
-    length = int(batch.source_mask[row].sum())
-    inside = slice(len(tokens.prefix), length - len(tokens.suffix))
-    return str(tokens.tokenizer.decode(batch.source_ids[row].tolist()[inside]))
-
-
 def figures(result: Result[Tables, Empty]) -> list[Panel]:
     """Return one table a sentence: rows are levels, columns are lenses."""
-    sentences = _by_sentence(result.tables.examples)
+    # A sentence ends where the level does not rise.
+    sentences: list[list[ExampleRow]] = []
+    for row in result.tables.examples:
+        before = sentences[-1][-1] if sentences else None
+        if before and before.context == row.context and before.level < row.level:
+            sentences[-1].append(row)
+        else:
+            sentences.append([row])
     lenses = list(sentences[0][0].tokens)
     last = sentences[0][-1].level
     settled = [f"{number(mean(settled_level(rows, lens) for rows in sentences))} ({lens})" for lens in lenses]
@@ -118,27 +120,11 @@ def figures(result: Result[Tables, Empty]) -> list[Panel]:
     return [Panel("Best tokens at each level", reading, ("examples",), html=html)]
 
 
-def _by_sentence(rows: Sequence[ExampleRow]) -> list[list[ExampleRow]]:
-    """Return the rows of each sentence; a sentence ends where the level does not rise."""
-    sentences: list[list[ExampleRow]] = []
-    for row in rows:
-        last = sentences[-1][-1] if sentences else None
-        if last and last.context == row.context and last.level < row.level:
-            sentences[-1].append(row)
-        else:
-            sentences.append([row])
-    return sentences
-
-
 def settled_level(rows: Sequence[ExampleRow], lens: str) -> int:
     """Return the level from which on the best token of a lens is the model's."""
     final = rows[-1].tokens[lens][0]
-    settled = rows[-1].level
-    for row in reversed(rows):
-        if row.tokens[lens][0] != final:
-            break
-        settled = row.level
-    return settled
+    wrong = [index for index, row in enumerate(rows) if row.tokens[lens][0] != final]
+    return rows[max(wrong, default=-1) + 1].level
 
 
 def _sentence_table(rows: Sequence[ExampleRow], lenses: Sequence[str]) -> str:

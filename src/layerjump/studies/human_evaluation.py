@@ -80,7 +80,11 @@ class SheetRow(BaseModel):
 
     @classmethod
     def from_item(cls, number: int, item: Item) -> SheetRow:
-        cells = [str(number), *(_quote(text) for text in (item.context, *item.tokens)), ""]
+        # In quotation marks on one line: a newline becomes \\n.
+        texts = [
+            text.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t") for text in (item.context, *item.tokens)
+        ]
+        cells = [str(number), *(f"“{text}”" for text in texts), ""]
         return cls.model_validate(dict(zip(COLUMNS, cells, strict=True)))
 
     @property
@@ -193,23 +197,11 @@ def write_sheet(items: Sequence[Item]) -> str:
 
 def write_key(items: Sequence[Item], model: str) -> str:
     """Return the key of a sheet as JSON text."""
-    rows = [
-        KeyItem(
-            item=number,
-            lens=item.lens,
-            level=item.level,
-            sentence=item.sentence,
-            digest=SheetRow.from_item(number, item).digest,
-        )
-        for number, item in enumerate(items, start=1)
-    ]
+    rows = []
+    for index, item in enumerate(items, start=1):
+        digest = SheetRow.from_item(index, item).digest
+        rows.append(KeyItem(item=index, lens=item.lens, level=item.level, sentence=item.sentence, digest=digest))
     return json.dumps(KeyFile(model=model, items=rows).model_dump(), indent=1) + "\n"
-
-
-def _quote(text: str) -> str:
-    """Put text in quotation marks on one line: a newline becomes \\n."""
-    escaped = text.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t")
-    return f"“{escaped}”"
 
 
 def read_marks(sheet: Path, key: Path | None = None) -> list[Mark]:

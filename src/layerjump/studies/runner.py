@@ -41,7 +41,6 @@ from layerjump.studies.results import (
     AnyStudy,
     MainTextInfo,
     ModelInfo,
-    Outcome,
     Result,
     Results,
     RunInfo,
@@ -114,31 +113,31 @@ def run_studies(
     setup = replace(setup, level_pairs="all" if "all" in pairs else "to-last")
     results = Results(_run_info(setup, command))
     if before:
-        _require_same_run(before.run, results.run, path)
+        for name in ("model", "text", "other_texts", "settings", "level_pairs"):
+            if getattr(before.run, name) != getattr(results.run, name):
+                raise BadArtifact(
+                    f"{path} holds results with another {name} than this run; pass {argument('force', True)} in place "
+                    f"of {argument('resume', True)}, or another folder"
+                )
         results.studies |= before.studies
     for study in studies:
         if study.name in results.studies:
             log(f"{study.name}: done before")
         else:
-            results.studies[study.name] = outcome = _run_study(setup, study, log)
-            if isinstance(outcome, Result):
-                for name, text in outcome.files.items():
+            reason = study.cannot_run(setup)
+            if reason:
+                log(f"{study.name}: skipped, {reason}")
+                results.studies[study.name] = Skipped(study.name, reason)
+            else:
+                log(f"{study.name}: {study.question}")
+                start = time.perf_counter()
+                results.studies[study.name] = result = study.run(setup)
+                result.seconds = time.perf_counter() - start
+                for name, text in result.files.items():
                     write_text(folder / name, text)
             write_json(path, results_to_json(results))
         setup.add_outcome(results.studies[study.name])
     return results
-
-
-def _run_study(setup: Setup, study: AnyStudy, log: Callable[[str], None]) -> Outcome:
-    reason = study.cannot_run(setup)
-    if reason:
-        log(f"{study.name}: skipped, {reason}")
-        return Skipped(study.name, reason)
-    log(f"{study.name}: {study.question}")
-    start = time.perf_counter()
-    result = study.run(setup)
-    result.seconds = time.perf_counter() - start
-    return result
 
 
 def _run_info(setup: Setup, command: str) -> RunInfo:
@@ -163,16 +162,6 @@ def _run_info(setup: Setup, command: str) -> RunInfo:
         differs_from_paper=paper_deviations(setup),
         level_pairs=setup.level_pairs,
     )
-
-
-def _require_same_run(before: RunInfo, now: RunInfo, path: Path) -> None:
-    """Raise unless an unfinished run has the same model, text and settings."""
-    for name in ("model", "text", "other_texts", "settings", "level_pairs"):
-        if getattr(before, name) != getattr(now, name):
-            raise BadArtifact(
-                f"{path} holds results with another {name} than this run; pass {argument('force', True)} in place of "
-                f"{argument('resume', True)}, or another folder"
-            )
 
 
 def results_to_json(results: Results) -> dict[str, Any]:

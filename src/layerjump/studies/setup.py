@@ -8,9 +8,9 @@ fitted on all positions of that text: its maps must carry the context as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ FEW_POSITIONS = 200
 
 Tables = TypeVar("Tables")
 Headline = TypeVar("Headline")
+Computed = TypeVar("Computed")
 
 
 @dataclass(frozen=True)
@@ -112,26 +113,17 @@ def make_settings(
     base = PAPER_SETTINGS if protocol == "paper" else Settings()
     changes = {name: value for name, value in keywords.items() if value is not None}
     settings = replace(base, **changes)
-    _check(settings)
-    return settings
 
-
-def _check(settings: Settings) -> None:
-    """Raise before a long run what would stop it in the middle."""
-    estimators = [find_estimator(name, closed_form=True) for name in settings.estimators]
-    if estimators and estimators[0].targets == "predictions":
+    # Raise before a long run what would stop it in the middle.
+    entries = [find_estimator(name, closed_form=True) for name in settings.estimators]
+    if entries and entries[0].targets == "predictions":
         raise BadEstimator(
             f"calibrated maps lead to predictions only, but every study uses the first of "
             f"{argument('estimators')}; put another first, such as mat,calibrated"
         )
-    for name, least, value in (
-        ("tokens", 1, settings.tokens),
-        ("test_positions", 1, settings.test_positions),
-        ("variant_tokens", 1, settings.variant_tokens),
-        ("exit_position", 0, settings.exit_position),
-        ("training_steps", 1, settings.training_steps),
-        ("training_runs", 1, settings.training_runs),
-    ):
+    numbers = ("tokens", "test_positions", "variant_tokens", "exit_position", "training_steps", "training_runs")
+    for name in numbers:
+        value, least = getattr(settings, name), 0 if name == "exit_position" else 1
         if value is not None and value < least:
             raise BadStudy(f"expected {argument(name)} of at least {least}, got {value}")
     if not all(0 < target <= 1 for target in settings.targets):
@@ -144,18 +136,7 @@ def _check(settings: Settings) -> None:
         for task in select_tasks(settings.eval_tasks):
             load_items(task, settings.eval_data, settings.eval_limit)
         require_lm_eval()
-
-
-@dataclass
-class _Cache:
-    """What the studies of a run have computed so far."""
-
-    moments: dict[tuple[str, bool], SplitMoments] = field(default_factory=dict)
-    jumps: dict[tuple[str, str], Jumps] = field(default_factory=dict)
-    all_position_moments: dict[str, SplitMoments] = field(default_factory=dict)
-    all_position_jumps: dict[tuple[str, str], Jumps] = field(default_factory=dict)
-    lens_scores: LensScores | None = None
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    return settings
 
 
 @dataclass
@@ -170,7 +151,8 @@ class Setup:
     level_pairs: str = "to-last"
     """The widest set of level pairs that any study of the run needs: one pass serves them all."""
     progress: Progress | None = None
-    _cache: _Cache = field(default_factory=_Cache, repr=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What the studies of the run have computed so far."""
 
     def with_empty_cache(
         self,
@@ -189,6 +171,13 @@ class Setup:
             self.level_pairs,
             self.progress,
         )
+
+    def _once(self, key: Hashable, compute: Callable[[], Computed]) -> Computed:
+        """Return what an earlier call with this key computed, or compute it now."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        computed: Computed = self._cache[key]
+        return computed
 
     # Documents and positions
 
@@ -211,22 +200,19 @@ class Setup:
     def fit_positions(self) -> Positions | str | None:
         """Return the positions to fit on, as `plan_run` takes them."""
         if self.settings.paper:
-            return self._paper_positions()
+            return self.test_positions()
         return self.settings.positions or (MASKED_SHARE if self.model.masked else None)
 
     def test_positions(self) -> Positions:
         """Return where predictions are scored: the fitted positions of a masked model, else `one` or `all`."""
         positions = self.settings.positions
         if self.settings.paper:
-            return self._paper_positions()
+            # One position a sentence by default, the first and special ones included.
+            return Positions.parse(positions or "one", skip_first=0, special=True)
         if self.model.masked:
             # With all positions picked none is masked, and a token that the model sees is not predicted.
             return Positions.parse(MASKED_SHARE if positions in (None, "all") else str(positions))
         return Positions.parse("one" if positions == "one" else "all")
-
-    def _paper_positions(self) -> Positions:
-        """Return one position a sentence by default, the first and special ones included."""
-        return Positions.parse(self.settings.positions or "one", skip_first=0, special=True)
 
     def batches(
         self,
@@ -275,7 +261,13 @@ class Setup:
     def test_batches(self, corpus: Corpus | None = None) -> Batches:
         """Return the test positions of a text at which lenses are scored."""
         corpus = corpus or self.corpus
-        tokens = self._test_tokens(corpus)
+        tokens = self.settings.tokens
+        if tokens is not None:
+            # The test split's share of them, which a fit's test scores use too.
+            splits = self.splits(corpus)
+            validation = splits.validation if self._needs_validation() else ()
+            n_documents = len(splits.fit) + len(validation) + len(splits.test)
+            tokens = max(1, tokens * len(splits.test) // n_documents)
         return self.batches(picks=self.settings.test_positions, tokens=tokens, corpus=corpus)
 
     def few_test_batches(self) -> Batches:
@@ -284,15 +276,6 @@ class Setup:
         one = self.test_positions().kind == "one"
         tokens = None if one else self.settings.variant_tokens
         return self.batches(picks=min(self.settings.test_positions, FEW_POSITIONS), tokens=tokens)
-
-    def _test_tokens(self, corpus: Corpus) -> int | None:
-        """Return the test split's share of `tokens`, which a fit's test scores use too."""
-        if self.settings.tokens is None:
-            return None
-        splits = self.splits(corpus)
-        validation = splits.validation if self._needs_validation() else ()
-        n_documents = len(splits.fit) + len(validation) + len(splits.test)
-        return max(1, self.settings.tokens * len(splits.test) // n_documents)
 
     def _needs_validation(self) -> bool:
         """Return whether any estimator of the run is tuned on the validation split."""
@@ -325,19 +308,18 @@ class Setup:
 
         `use_validation` adds those of the validation split even where no estimator of the run needs them.
         """
-        key = pairs or self.level_pairs, use_validation or self._needs_validation()
-        if key not in self._cache.moments:
-            self._cache.moments[key] = self.collect_moments(self.corpus, key[0], use_validation=key[1])
-        return self._cache.moments[key]
+        pairs, use_validation = pairs or self.level_pairs, use_validation or self._needs_validation()
+        return self._once(
+            ("moments", pairs, use_validation),
+            lambda: self.collect_moments(self.corpus, pairs, use_validation=use_validation),
+        )
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
         """Return every jump of the pairs, fitted once; calibrated ones lead to predictions only."""
-        if find_estimator(estimator).targets == "predictions":
-            pairs = PREDICTIONS
-        key = estimator, pairs or self.level_pairs
-        if key not in self._cache.jumps:
-            self._cache.jumps[key] = solve_jumps(self.moments(key[1]), estimator, model=self.model)
-        return self._cache.jumps[key]
+        pairs = PREDICTIONS if find_estimator(estimator).targets == "predictions" else pairs or self.level_pairs
+        return self._once(
+            ("jumps", estimator, pairs), lambda: solve_jumps(self.moments(pairs), estimator, model=self.model)
+        )
 
     def lenses(self) -> dict[str, Lens]:
         """Return the identity and every estimator of the run as lenses, by name."""
@@ -358,26 +340,21 @@ class Setup:
 
     def lens_scores(self) -> LensScores:
         """Return the scores of every lens of the run at the test positions, computed once."""
-        if self._cache.lens_scores is None:
-            self._cache.lens_scores = self.score_lenses(self.lenses(), self.test_batches())
-        return self._cache.lens_scores
+        return self._once("lens scores", lambda: self.score_lenses(self.lenses(), self.test_batches()))
 
     # Maps that are applied at every position
 
     def all_position_moments(self, pairs: str) -> SplitMoments:
         """Return the second moments over every position (for all pairs: a sample of them), collected once."""
-        cache = self._cache.all_position_moments
-        if pairs not in cache:
-            cache[pairs] = self.all_position_plan(pairs).run(progress=self.progress)
-        return cache[pairs]
+        key = "all-position moments", pairs
+        return self._once(key, lambda: self.all_position_plan(pairs).run(progress=self.progress))
 
     def all_position_jumps(self, estimator: str, pairs: str) -> Jumps:
         """Return every map of the pairs, fitted on every position, once."""
-        cache = self._cache.all_position_jumps
-        if (estimator, pairs) not in cache:
-            moments = self.all_position_moments(pairs)
-            cache[estimator, pairs] = solve_jumps(moments, estimator, model=self.model)
-        return cache[estimator, pairs]
+        return self._once(
+            ("all-position jumps", estimator, pairs),
+            lambda: solve_jumps(self.all_position_moments(pairs), estimator, model=self.model),
+        )
 
     def all_position_plan(self, pairs: str) -> RunPlan:
         """Plan the pass of `all_position_moments`."""
@@ -409,11 +386,11 @@ class Setup:
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Remember the outcome of a study."""
-        self._cache.outcomes[outcome.study] = outcome
+        self._cache["outcome", outcome.study] = outcome
 
     def result_of(self, study: Study[Tables, Headline]) -> Result[Tables, Headline] | None:
         """Return the result of a study that ran before in this run, or None."""
-        outcome = self._cache.outcomes.get(study.name)
+        outcome = self._cache.get(("outcome", study.name))
         return outcome if isinstance(outcome, Result) else None
 
 
