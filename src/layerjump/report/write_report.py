@@ -39,7 +39,23 @@ def write_comparison(runs: Sequence[Results], folder: Path) -> list[Path]:
     """Write one page that shows the same findings of several runs side by side; return the paths."""
     drawer, labels = Drawer(), label_runs([results.run for results in runs])
     with _showing("these results"):
-        sections = [Section("headlines", "headlines", _headlines(runs, labels))]
+        # The main findings in words, one row each, and then every headline number.
+        head = ["", *[safe(label) for label in labels]]
+        sentences = [{item.title: f"{item.answer} {item.detail}" for item in findings(results)} for results in runs]
+        words = [
+            [safe(title), *[safe(of_run.get(title, "–")) for of_run in sentences]]
+            for title in unique(title for of_run in sentences for title in of_run)
+        ]
+        numbers = [
+            [f"{safe(study)}: {safe(plain_words(key))}", *[html_cell(value) for value in values]]
+            for study, key, values in headline_rows(runs)
+        ]
+        headlines = (
+            '<section class="study" id="headlines"><h2>Headlines</h2>'
+            f'{html_table(head, words)}<h3 class="panel">Every headline number</h3>'
+            f"{html_table(head, numbers, numeric=range(1, len(head)))}</section>"
+        )
+        sections = [Section("headlines", "headlines", headlines)]
         for name in unique(name for results in runs for name in results.studies):
             section = _compared_section(name, runs, labels, drawer)
             sections.append(Section(slug(name), plain_words(name), section))
@@ -197,25 +213,6 @@ def share_y_axes(compared: Sequence[Panel]) -> None:
             low, high = min(0.0, min(finite)), max(finite)
             for figure in figures:
                 figure.update_yaxes(range=[low, high + 0.05 * (high - low or 1)])
-
-
-def _headlines(runs: Sequence[Results], labels: Sequence[str]) -> str:
-    """Return the main findings in words, one row each, and then every headline number."""
-    head = ["", *[safe(label) for label in labels]]
-    sentences = [{item.title: f"{item.answer} {item.detail}" for item in findings(results)} for results in runs]
-    words = [
-        [safe(title), *[safe(of_run.get(title, "–")) for of_run in sentences]]
-        for title in unique(title for of_run in sentences for title in of_run)
-    ]
-    numbers = [
-        [f"{safe(study)}: {safe(plain_words(key))}", *[html_cell(value) for value in values]]
-        for study, key, values in headline_rows(runs)
-    ]
-    return (
-        '<section class="study" id="headlines"><h2>Headlines</h2>'
-        f'{html_table(head, words)}<h3 class="panel">Every headline number</h3>'
-        f"{html_table(head, numbers, numeric=range(1, len(head)))}</section>"
-    )
 
 
 def _how_made(runs: Sequence[RunInfo], labels: Sequence[str]) -> Section:

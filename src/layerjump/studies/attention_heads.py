@@ -12,11 +12,10 @@ from typing import Annotated, Literal, get_args
 
 from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.cost_estimate import site_width
-from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.models.structure import Site
 from layerjump.studies.display import Panel, draw_heat_map, mean, number
-from layerjump.studies.model_comparison import Variants, announce_cost, rerun_batches, small_batches
+from layerjump.studies.model_comparison import Variants, announce_cost, small_batches
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
@@ -70,7 +69,19 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     model, batches = setup.model, small_batches(setup, TOKEN_SHARE)
     pairs = ",".join(f"{block}.attn.in:{block}.heads" for block in range(1, model.n_blocks + 1))
     jumps = setup.all_position_jumps("affine", pairs)
-    changes = _changes(setup, jumps, pairs)
+    moments, n_heads = setup.all_position_moments(pairs).fit, int(model.hf.config.num_attention_heads)
+    size = site_width(model, Site(1, "heads")) // n_heads
+    changes: dict[tuple[int, int, Replacement], Change] = {}
+    for block in range(1, model.n_blocks + 1):
+        site = Site(block, "heads")
+        jump, means = to_affine(jumps[Site(block, "attn.in"), site]), moments.mean(site)
+        for head in range(1, n_heads + 1):
+            columns = slice((head - 1) * size, head * size)  # of the head, in the input of the output projection
+            bias = None if jump.bias is None else jump.bias[columns]
+            predicted = replace_by_map(to_module(Affine.of(jump.weight[columns], bias=bias)))
+            changes[block, head, "linear"] = restrict_to(columns, predicted)
+            changes[block, head, "zero"] = restrict_to(columns, replace_by_constant(0 * means[columns]))
+            changes[block, head, "mean"] = restrict_to(columns, replace_by_constant(means[columns]))
     cost = announce_cost(
         "heads",
         model,
@@ -79,7 +90,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         unembeddings=len(changes) + 1,
     )
     variants = Variants(model)
-    for rerun in rerun_batches(setup, batches, variants):
+    for rerun in variants.reruns(batches, setup.progress):
         for (block, head, replacement), change in changes.items():
             pair = Site(block, "attn.in"), Site(block, "heads")
             states = rerun.from_level(block - 1, changes={pair: change})
@@ -104,25 +115,6 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     )
     facts = to_json(cost) | {"budget_share": TOKEN_SHARE, "estimator": "affine", "n_fit": jumps.provenance.n_fit}
     return Result("heads", Tables(rows), headline, settings=facts)
-
-
-def _changes(setup: Setup, jumps: Jumps, pairs: str) -> dict[tuple[int, int, Replacement], Change]:
-    """Return the changes to make, by (block, head, replacement); a head has its columns of the projection's input."""
-    moments, n_heads = setup.all_position_moments(pairs).fit, int(setup.model.hf.config.num_attention_heads)
-    size = site_width(setup.model, Site(1, "heads")) // n_heads
-    changes: dict[tuple[int, int, Replacement], Change] = {}
-    for block in range(1, setup.model.n_blocks + 1):
-        site = Site(block, "heads")
-        jump, means = to_affine(jumps[Site(block, "attn.in"), site]), moments.mean(site)
-        for head in range(1, n_heads + 1):
-            columns = slice((head - 1) * size, head * size)
-            bias = None if jump.bias is None else jump.bias[columns]
-            linear = replace_by_map(to_module(Affine.of(jump.weight[columns], bias=bias)))
-            zero = replace_by_constant(0 * means[columns])
-            changes[block, head, "linear"] = restrict_to(columns, linear)
-            changes[block, head, "zero"] = restrict_to(columns, zero)
-            changes[block, head, "mean"] = restrict_to(columns, replace_by_constant(means[columns]))
-    return changes
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:

@@ -125,7 +125,16 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     """Score every kind of map, then count what exits and schedules cost."""
     moments = setup.moments("to-last", use_validation=True)
     kinds, notes = _map_kinds(setup, moments)
-    maps = _score_maps(setup, moments, kinds)
+    provenance = solve_jumps(moments, "identity").provenance
+    lenses = {}
+    for kind in kinds:
+        infos = {pair: JumpInfo(*pair, kind.name) for pair in kind.maps}
+        lenses[kind.name] = Lens(setup.model, Jumps.from_maps(kind.maps, infos, provenance))
+    few = setup.few_test_batches()
+    maps = []
+    for kind, p1 in zip(kinds, hits_below_last(setup.score_lenses(lenses, few)).mean(-1).tolist(), strict=True):
+        r2 = mean_r2(r2_of_maps(kind.maps, moments.test))
+        maps.append(MapRow(kind.name, kind.rank, kind.n_parameters, kind.n_bytes, *r2, p1, kind.family))
 
     estimator, last = setup.settings.estimators[0], setup.model.n_blocks
     scores, jumps = setup.lens_scores(), setup.jumps(estimator)
@@ -156,7 +165,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     facts = {
         "n_fit": moments.fit.n,
         "n_test": moments.test.n,
-        "n_examples": setup.few_test_batches().n_picks,
+        "n_examples": few.n_picks,
         "exits_by": estimator,
         "n_examples_exits": scores.n_examples,
     }
@@ -194,11 +203,11 @@ def _map_kinds(setup: Setup, moments: SplitMoments) -> tuple[list[_MapKind], lis
     names = ("mat", "affine", "ridge") if has_select else ("mat", "affine")
     full = {name: maps_of(solve_jumps(moments, name)) for name in names}
     kinds = [_MapKind.in_float32(name, FULL_RANK, maps) for name, maps in full.items()]
-    low_ranks = ranks(setup.model.d_model)
-    kinds += low_rank_kinds(LOW_RANK, moments, low_ranks)
+    low_ranks = unique(max(1, setup.model.d_model // divisor) for divisor in RANK_DIVISORS)  # falling
+    kinds += _low_rank_kinds(LOW_RANK, moments, low_ranks)
     try:
         metric = unembedding_metric(setup.model, Site(setup.model.n_blocks))
-        kinds += low_rank_kinds(LOW_RANK_METRIC, moments, low_ranks, metric)
+        kinds += _low_rank_kinds(LOW_RANK_METRIC, moments, low_ranks, metric)
     except BadEstimator as error:
         notes.append(f"Low rank in the unembedding's metric is left out: {error}.")
     njtc = maps_of(solve_jumps(moments, "n-njtc"))
@@ -222,12 +231,7 @@ def _map_kinds(setup: Setup, moments: SplitMoments) -> tuple[list[_MapKind], lis
     return kinds, notes
 
 
-def ranks(d_model: int) -> list[int]:
-    """Return the low ranks to try, falling."""
-    return list(dict.fromkeys(max(1, d_model // divisor) for divisor in RANK_DIVISORS))
-
-
-def low_rank_kinds(
+def _low_rank_kinds(
     family: str, moments: SplitMoments, low_ranks: Sequence[int], metric: Tensor | None = None
 ) -> list[_MapKind]:
     """Return maps of falling ranks, all from the solution of the highest rank."""
@@ -238,23 +242,6 @@ def low_rank_kinds(
         for rank in low_ranks:
             maps[rank][a, b] = truncate_rank(highest, rank, source, target)
     return [_MapKind.in_float32(f"{family} {rank}", family, maps[rank]) for rank in low_ranks]
-
-
-def _score_maps(setup: Setup, moments: SplitMoments, kinds: Sequence[_MapKind]) -> list[MapRow]:
-    """Score all kinds at the same positions."""
-    provenance = solve_jumps(moments, "identity").provenance
-    lenses = {}
-    for kind in kinds:
-        infos = {pair: JumpInfo(*pair, kind.name) for pair in kind.maps}
-        lenses[kind.name] = Lens(setup.model, Jumps.from_maps(kind.maps, infos, provenance))
-    scores = setup.score_lenses(lenses, setup.few_test_batches())
-    precision = hits_below_last(scores).mean(-1).tolist()
-    rows = []
-    for kind, p1 in zip(kinds, precision, strict=True):
-        r2 = mean_r2(r2_of_maps(kind.maps, moments.test))
-        sizes = kind.rank, kind.n_parameters, kind.n_bytes
-        rows.append(MapRow(kind.name, *sizes, r2.uniform, r2.weighted, p1, kind.family))
-    return rows
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:

@@ -26,7 +26,6 @@ from layerjump.jumps.scoring import R2
 from layerjump.lens.lens import Lens
 from layerjump.models.model import capture_states
 from layerjump.studies.display import (
-    BLUE,
     GREY,
     Panel,
     draw_bars,
@@ -334,7 +333,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     charts = []
     for title, bars in ((p1, [row.p1 for row in variants]), (r2, [row.r2 for row in variants])):
         figure = empty_figure(title, height=230)
-        draw_bars(figure, [row.variant for row in variants], bars, name=title, colour=BLUE)
+        draw_bars(figure, [row.variant for row in variants], bars, name=title)
         figure.update_traces(showlegend=False)
         charts.append(figure.update_yaxes(autorange="reversed", showgrid=False))
     clean = next(row for row in variants if row.variant == CLEAN)

@@ -154,7 +154,9 @@ def line_chart(
     return figure
 
 
-def draw_bars(figure: go.Figure, labels: Sequence[str], values: Sequence[Value], *, name: str, colour: str) -> None:
+def draw_bars(
+    figure: go.Figure, labels: Sequence[str], values: Sequence[Value], *, name: str, colour: str = BLUE
+) -> None:
     """Draw horizontal bars, with 95 % intervals where the values have them. Bars without a number are left out."""
     bars = [pair for pair in zip(labels, values, strict=True) if _mean(pair[1]) == _mean(pair[1])]
     ends = [value for _, value in bars if isinstance(value, Interval)]
@@ -217,7 +219,10 @@ def draw_heat_map(
         xgap=1,
         ygap=1,
         hoverongaps=False,
-        text=[["" if v is None else _rounded(v, digits) for v in row] for row in grid],
+        # Adding zero turns a rounded −0 into 0.
+        text=[
+            ["" if v is None else f"{round(v, digits) + 0.0:.{digits}f}".replace("-", "−") for v in row] for row in grid
+        ],
         texttemplate="%{text}" if len(across) <= 8 and len(up) <= 8 else None,
         textfont={"size": 11},
         hovertemplate=f"{safe(y)} %{{y}}, {safe(x)} %{{x}}: %{{customdata:.3f}}{unit}<extra></extra>",
@@ -258,11 +263,6 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 def _mean(value: Value) -> float:
     return value.mean if isinstance(value, Interval) else value
-
-
-def _rounded(value: float, digits: int) -> str:
-    # Adding zero turns a rounded −0 into 0.
-    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 # Numbers and names as text

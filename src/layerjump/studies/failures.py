@@ -192,17 +192,10 @@ def bin_quarters(values: Tensor) -> Bins:
 
 
 def _bin_rows(scores: LensScores, levels: Sequence[int], bins: np.ndarray, names: Sequence[str]) -> list[BinRow]:
-    hits, kl = scores.hits(1).double().numpy(), scores.kl.double().numpy()
+    p1, kl = scores.hits(1).double().numpy(), scores.kl.double().numpy()
     members = {name: bins == index for index, name in enumerate(names) if (bins == index).any()}
     return [
-        BinRow(
-            level,
-            lens,
-            name,
-            int(is_in.sum()),
-            float(hits[index, level, is_in].mean()),
-            float(kl[index, level, is_in].mean()),
-        )
+        BinRow(level, lens, name, int(is_in.sum()), *(float(score[index, level, is_in].mean()) for score in (p1, kl)))
         for level in levels
         for index, lens in enumerate(scores.lenses)
         for name, is_in in members.items()

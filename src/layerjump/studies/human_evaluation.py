@@ -141,38 +141,14 @@ class Headline(Record):
     items_to_mark: int
 
 
-def run(setup: Setup) -> Result[Tables, Headline]:
-    """Write the sheet and its key."""
-    items = _read_items(setup)
-    # Sorting by random() is the one shuffle that Python promises to repeat in every version.
-    generator = random.Random(setup.settings.seed)
-    items.sort(key=lambda _: generator.random())
-    info = SheetInfo(
-        items=len(items),
-        sentences=len({item.sentence for item in items}),
-        levels=setup.model.n_blocks + 1,
-        lenses=sorted({item.lens for item in items}),
-        top_tokens=TOP_TOKENS,
-    )
-    position = f"{GAP} marks the position" if setup.model.masked else "right after the context"
-    notes = [
-        f"{SHEET} is for an annotator who has not seen {KEY}: write 1 in the column `plausible` if the tokens could "
-        f"stand at the position ({position}), else 0. Then run `layerjump human-eval score FOLDER`. The paper's "
-        f"annotator marked 85.4 % of the map's and 52.8 % of the identity's readings as plausible (bert-large)."
-    ]
-    files = {SHEET: write_sheet(items), KEY: write_key(items, setup.model.name)}
-    return Result("plausibility", Tables([info]), Headline(len(items)), notes, to_json(info), files=files)
-
-
 @torch.no_grad()
-def _read_items(setup: Setup) -> list[Item]:
-    """Read every sentence at every level through the map and the identity, in that order."""
-    model, estimator = setup.model, setup.settings.estimators[0]
-    lenses = {name: setup.lenses()[name] for name in (estimator, "identity")}
-    tokenizer = model.tokenization.tokenizer
+def run(setup: Setup) -> Result[Tables, Headline]:
+    """Read every sentence at every level through the map and the identity; write the sheet and its key."""
+    model = setup.model
+    lenses = {name: setup.lenses()[name] for name in (setup.settings.estimators[0], "identity")}
     items: list[Item] = []
-    batches = setup.batches(positions=Positions("one"), picks=SENTENCES)
     sentence = 0
+    batches = setup.batches(positions=Positions("one"), picks=SENTENCES)
     for states in capture_states(model, batches, range(model.n_blocks + 1)):
         for pick in range(min(states.batch.n_picks, SENTENCES - sentence)):
             text = context(model, states.batch, pick, characters=CONTEXT_CHARACTERS, gap=GAP)
@@ -180,10 +156,27 @@ def _read_items(setup: Setup) -> list[Item]:
                 state = states[level][pick : pick + 1]
                 for name, lens in lenses.items():
                     top = lens.logits(level, state)[0].topk(TOP_TOKENS).indices.tolist()
-                    tokens = tuple(token_text(tokenizer, token) for token in top)
+                    tokens = tuple(token_text(model.tokenization.tokenizer, token) for token in top)
                     items.append(Item(text, tokens, name, level, sentence))
             sentence += 1
-    return items
+    # Sorting by random() is the one shuffle that Python promises to repeat in every version.
+    generator = random.Random(setup.settings.seed)
+    items.sort(key=lambda _: generator.random())
+    info = SheetInfo(
+        items=len(items),
+        sentences=len({item.sentence for item in items}),
+        levels=model.n_blocks + 1,
+        lenses=sorted({item.lens for item in items}),
+        top_tokens=TOP_TOKENS,
+    )
+    position = f"{GAP} marks the position" if model.masked else "right after the context"
+    notes = [
+        f"{SHEET} is for an annotator who has not seen {KEY}: write 1 in the column `plausible` if the tokens could "
+        f"stand at the position ({position}), else 0. Then run `layerjump human-eval score FOLDER`. The paper's "
+        f"annotator marked 85.4 % of the map's and 52.8 % of the identity's readings as plausible (bert-large)."
+    ]
+    files = {SHEET: write_sheet(items), KEY: write_key(items, model.name)}
+    return Result("plausibility", Tables([info]), Headline(len(items)), notes, to_json(info), files=files)
 
 
 def write_sheet(items: Sequence[Item]) -> str:
@@ -296,23 +289,23 @@ class Share(Record):
         mean, low, high = mean_interval(np.array(hits, dtype=float), sentences)
         return cls(len(hits), float(mean), float(low), float(high))
 
-    @classmethod
-    def of_marks(cls, marks: Sequence[Mark]) -> Share:
-        return cls.of([mark.is_plausible for mark in marks], [mark.sentence for mark in marks])
-
 
 def shares(marks: Sequence[Mark]) -> dict[str, Share]:
     """Return the share of plausible readings by lens."""
-    return {lens: Share.of_marks(group) for lens, group in _by_lens(marks).items()}
+    return {
+        lens: Share.of([mark.is_plausible for mark in group], [mark.sentence for mark in group])
+        for lens, group in _by_lens(marks).items()
+    }
 
 
 def shares_by_level(marks: Sequence[Mark]) -> dict[tuple[str, int], Share]:
     """Return the share of plausible readings by lens and level."""
-    return {
-        (lens, level): Share.of_marks([mark for mark in group if mark.level == level])
-        for lens, group in _by_lens(marks).items()
-        for level in sorted({mark.level for mark in group})
+    by_level = {
+        level: shares([mark for mark in marks if mark.level == level])
+        for level in sorted({mark.level for mark in marks})
     }
+    lenses = _by_lens(marks)
+    return {(lens, level): of[lens] for lens in lenses for level, of in by_level.items() if lens in of}
 
 
 def comparison(marks: Sequence[Mark]) -> dict[str, Share]:

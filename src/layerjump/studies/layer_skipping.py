@@ -31,14 +31,7 @@ from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.studies.display import Panel, Value, draw_heat_map, line_chart, number, percent, unique
-from layerjump.studies.model_comparison import (
-    Cost,
-    Variants,
-    VariantScores,
-    announce_cost,
-    rerun_batches,
-    small_batches,
-)
+from layerjump.studies.model_comparison import Cost, Variants, VariantScores, announce_cost, small_batches
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup, maps_of, r2_of_maps
 
@@ -290,7 +283,7 @@ def _run_schedules(
         unembeddings=len(schedules) + 1,
     )
     variants = Variants(setup.model)
-    for rerun in rerun_batches(setup, batches, variants):
+    for rerun in variants.reruns(batches, setup.progress):
         for schedule in schedules:
             variants.add(schedule, rerun.pick(run_schedule(rerun, schedule, jumps)))
     return variants, cost

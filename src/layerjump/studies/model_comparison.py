@@ -18,7 +18,7 @@ from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import Agreement, ReferenceLogits, agreement, chunk_rows, reference_logits, upcast
 from layerjump.models.model import Model
 from layerjump.studies.results import Column, Interval, Record
-from layerjump.studies.setup import Setup
+from layerjump.studies.setup import Progress, Setup
 
 log = logging.getLogger("layerjump")
 
@@ -39,7 +39,7 @@ class VariantScores(Record):
 class Variants:
     """Predictions of variants of a model at the picks, compared with the model's own.
 
-    For each batch call `start` with its ordinary run, then `add` the states of every variant at level L.
+    For the ordinary run of each batch (`reruns`), `add` the states of every variant at level L.
     """
 
     def __init__(self, model: Model) -> None:
@@ -57,6 +57,17 @@ class Variants:
         chunks = [slice(start, start + self._chunk) for start in range(0, len(states), self._chunk)]
         self._references = [(chunk, reference_logits(upcast(self.model.logits(states[chunk])))) for chunk in chunks]
         self._documents.append(rerun.batch.document)
+
+    def reruns(self, batches: Batches, progress: Progress | None = None) -> Iterator[Rerun]:
+        """Yield the ordinary run of each batch, started."""
+        done = 0
+        for batch in batches:
+            rerun = Rerun(self.model, batch)
+            self.start(rerun)
+            yield rerun
+            done += batch.n_tokens
+            if progress:
+                progress(done, batches.n_tokens)
 
     @torch.no_grad()
     def add(self, name: Hashable, states: Tensor, logits: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -102,18 +113,6 @@ def small_batches(
         positions=positions,
         max_batch_tokens=CELLS,
     )
-
-
-def rerun_batches(setup: Setup, batches: Batches, variants: Variants) -> Iterator[Rerun]:
-    """Yield the ordinary run of each batch, with which `variants` has been started."""
-    done = 0
-    for batch in batches:
-        rerun = Rerun(setup.model, batch)
-        variants.start(rerun)
-        yield rerun
-        done += batch.n_tokens
-        if setup.progress:
-            setup.progress(done, batches.n_tokens)
 
 
 class Cost(Record):

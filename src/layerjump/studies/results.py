@@ -212,7 +212,14 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value):
-        return _object(value)
+        kind: Any = type(value)
+        saved: dict[str, Any] = {}
+        for spec in _specs(kind):
+            item = to_json(getattr(value, spec.name))
+            if item is not None or not spec.optional:
+                spread = item if spec.spreads else {"": item}
+                saved |= {spec.key.replace("{}", key): inner for key, inner in spread.items()}
+        return saved
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -224,23 +231,9 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def _object(value: Any) -> dict[str, Any]:
-    """Return the JSON object of a dataclass."""
-    saved: dict[str, Any] = {}
-    kind: Any = type(value)
-    for spec in _specs(kind):
-        item = to_json(getattr(value, spec.name))
-        if item is None and spec.optional:
-            continue
-        spread = item if spec.spreads else {"": item}
-        saved |= {spec.key.replace("{}", key): inner for key, inner in spread.items()}
-    return saved
-
-
 def from_json(kind: type[T], value: Any, where: str = "results.json") -> T:
     """Read a value of a declared type: a dataclass, a builtin, or a list, dict or union of these."""
-    parsed: T = _parse(kind, value, where)
-    return parsed
+    return _parse(kind, value, where)
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:
@@ -321,26 +314,24 @@ class _Spec:
 
 @cache
 def _specs(kind: Any) -> tuple[_Spec, ...]:
-    hints = type_hints(kind, include_extras=True)
-    return tuple(_spec(item, hints[item.name]) for item in dataclasses.fields(kind))
-
-
-def _spec(item: dataclasses.Field[Any], hint: Any) -> _Spec:
-    column, kind = Column(), hint
-    if get_origin(hint) is Annotated:
-        kind, column = get_args(hint)
-    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    key = item.name if column.key is None else column.key
-    spreads = "{}" in key
-    nested = next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)
-    return _Spec(
-        name=item.name,
-        key=key,
-        kind=kind,
-        nested=nested if spreads else None,
-        optional=column.optional or (spreads and NoneType in choices),
-        required=item.default is item.default_factory is dataclasses.MISSING,
-    )
+    specs, hints = [], type_hints(kind, include_extras=True)
+    for item in dataclasses.fields(kind):
+        column, kind = Column(), hints[item.name]
+        if get_origin(kind) is Annotated:
+            kind, column = get_args(kind)
+        choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        key = item.name if column.key is None else column.key
+        nested = next((choice for choice in choices if dataclasses.is_dataclass(choice)), None)
+        spec = _Spec(
+            name=item.name,
+            key=key,
+            kind=kind,
+            nested=nested if "{}" in key else None,
+            optional=column.optional or ("{}" in key and NoneType in choices),
+            required=item.default is item.default_factory is dataclasses.MISSING,
+        )
+        specs.append(spec)
+    return tuple(specs)
 
 
 def _fixed_keys(kind: Any, template: str) -> Iterator[str]:

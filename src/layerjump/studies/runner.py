@@ -111,7 +111,28 @@ def run_studies(
         # All pairs draw other positions, and studies still to run must use the same jumps as those that ran.
         pairs.add(before.run.level_pairs)
     setup = replace(setup, level_pairs="all" if "all" in pairs else "to-last")
-    results = Results(_run_info(setup, command))
+    model, corpus = setup.model, setup.corpus
+    info = RunInfo(
+        layerjump=__version__,
+        machine=describe_machine(),
+        command=command,
+        model=ModelInfo(
+            name=model.name,
+            revision=model.revision,
+            fingerprint=fingerprint(model.hf),
+            family=model.hf.config.model_type,
+            task=model.structure.family.task,
+            n_blocks=model.n_blocks,
+            d_model=model.d_model,
+            vocab_size=model.structure.vocab_size,
+        ),
+        text=MainTextInfo(corpus.name, corpus.sha256, corpus.note),
+        other_texts=[TextInfo(other.name, other.sha256) for other in setup.others],
+        settings=to_json(setup.settings),
+        differs_from_paper=paper_deviations(setup),
+        level_pairs=setup.level_pairs,
+    )
+    results = Results(info)
     if before:
         for name in ("model", "text", "other_texts", "settings", "level_pairs"):
             if getattr(before.run, name) != getattr(results.run, name):
@@ -138,30 +159,6 @@ def run_studies(
             write_json(path, results_to_json(results))
         setup.add_outcome(results.studies[study.name])
     return results
-
-
-def _run_info(setup: Setup, command: str) -> RunInfo:
-    model, corpus = setup.model, setup.corpus
-    return RunInfo(
-        layerjump=__version__,
-        machine=describe_machine(),
-        command=command,
-        model=ModelInfo(
-            name=model.name,
-            revision=model.revision,
-            fingerprint=fingerprint(model.hf),
-            family=model.hf.config.model_type,
-            task=model.structure.family.task,
-            n_blocks=model.n_blocks,
-            d_model=model.d_model,
-            vocab_size=model.structure.vocab_size,
-        ),
-        text=MainTextInfo(corpus.name, corpus.sha256, corpus.note),
-        other_texts=[TextInfo(other.name, other.sha256) for other in setup.others],
-        settings=to_json(setup.settings),
-        differs_from_paper=paper_deviations(setup),
-        level_pairs=setup.level_pairs,
-    )
 
 
 def results_to_json(results: Results) -> dict[str, Any]:

@@ -163,21 +163,14 @@ class Setup:
         others: Sequence[Corpus] | None = None,
     ) -> Setup:
         """Return the same run with other choices and nothing computed yet."""
-        return Setup(
-            model or self.model,
-            corpus or self.corpus,
-            settings or self.settings,
-            self.others if others is None else others,
-            self.level_pairs,
-            self.progress,
-        )
+        changes: dict[str, Any] = {"model": model, "corpus": corpus, "settings": settings, "others": others}
+        return replace(self, _cache={}, **{name: value for name, value in changes.items() if value is not None})
 
     def _once(self, key: Hashable, compute: Callable[[], Computed]) -> Computed:
         """Return what an earlier call with this key computed, or compute it now."""
         if key not in self._cache:
             self._cache[key] = compute()
-        computed: Computed = self._cache[key]
-        return computed
+        return self._cache[key]
 
     # Documents and positions
 

@@ -20,8 +20,7 @@ map reads what its norm reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -40,14 +39,7 @@ from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import TOLERANCE
 from layerjump.models.structure import SUBMODULES, Pair, Site
 from layerjump.studies.display import Panel, Value, line_chart, listed, mean, number, percent, unique
-from layerjump.studies.model_comparison import (
-    Cost,
-    Variants,
-    VariantScores,
-    announce_cost,
-    rerun_batches,
-    small_batches,
-)
+from layerjump.studies.model_comparison import Cost, Variants, VariantScores, announce_cost, small_batches
 from layerjump.studies.results import Column, Finding, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -128,10 +120,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     jumps = setup.all_position_jumps(estimator, "submodules")
     levels = start_levels(model.n_blocks)
     suffix, suffix_cost = _replace_suffix(setup, jumps, levels)
-    variants, batches, block_cost = _replace_one_block(setup, jumps)
-    mass, note = attention_mass(model, batches)
-    tables = Tables(suffix, _block_rows(model, variants), _why_rows(model, batches, jumps, variants, mass))
-    notes = [note] if note else []
+    one_block, why, notes, block_cost = _replace_one_block(setup, jumps)
     if len(levels) <= model.n_blocks:
         notes.append(f"Only levels {', '.join(map(str, levels))}, to limit the cost.")
     if model.masked:
@@ -148,7 +137,19 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "suffix": suffix_cost,
         "one block": block_cost,
     }
-    return Result("submodules", tables, _headline(tables, model.n_blocks), notes, facts)
+    below = [row for row in suffix if row.level < model.n_blocks]
+    precision = {
+        part: mean(row.scores.p1.mean for row in below if row.part == part)
+        for part in unique(row.part for row in below)
+    }
+    parts = unique(row.part for row in why)
+    headline = Headline(
+        most_tolerant=max((part for part in precision if part in PARTS), key=precision.__getitem__),
+        mean_p1={part.replace(" ", "_"): value for part, value in precision.items()},
+        map_over_mean_kl={part: _kl_ratio(why, part, lambda row: row.kl_mean) for part in parts},
+        map_over_noise_kl={part: _kl_ratio(why, part, lambda row: row.kl_noise) for part in parts},
+    )
+    return Result("submodules", Tables(suffix, one_block, why), headline, notes, facts)
 
 
 def start_levels(n_blocks: int) -> list[int]:
@@ -180,7 +181,7 @@ def _replace_suffix(setup: Setup, jumps: Jumps, levels: Sequence[int]) -> tuple[
     )
     changes = {part: changes_from_maps(model, jumps, part) for part in parts}
     variants = Variants(model)
-    for rerun in rerun_batches(setup, batches, variants):
+    for rerun in variants.reruns(batches, setup.progress):
         for level in levels:
             for part in parts:
                 states = rerun.from_level(level, changes=changes[part])
@@ -196,21 +197,16 @@ def _replace_suffix(setup: Setup, jumps: Jumps, levels: Sequence[int]) -> tuple[
     return rows, cost
 
 
-def _single_parts(model: Model) -> list[str]:
-    """Return the sub-modules of a block of this model, each norm on its own."""
-    sites = set(model.structure.sites())
-    return [part for part in SUBMODULES if Site(1, f"{part}.in") in sites]
-
-
 def _pair(block: int, part: str) -> Pair:
     return Site(block, f"{part}.in"), Site(block, f"{part}.out")
 
 
-def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[Variants, Batches, Cost]:
-    """Run each replacement in each block; the variants are named (replacement, part, block)."""
+def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[list[BlockRow], list[WhyRow], list[str], Cost]:
+    """Run each replacement in each block; return the scores, what explains them, notes and the cost."""
     model, n_blocks = setup.model, setup.model.n_blocks
     batches, moments = small_batches(setup, BLOCK_SHARE), setup.all_position_moments("submodules").fit
-    parts = _single_parts(model)
+    sites = set(model.structure.sites())
+    parts = [part for part in SUBMODULES if Site(1, f"{part}.in") in sites]
     norms = [part for part in parts if part in NORMS]
     changes: dict[tuple[Replacement, str, int], Changes] = {}
     for block in range(1, n_blocks + 1):
@@ -231,39 +227,28 @@ def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[Variants, Batches, C
         unembeddings=per_block * n_blocks + 1,
     )
     variants = Variants(model)
-    for rerun in rerun_batches(setup, batches, variants):
+    for rerun in variants.reruns(batches, setup.progress):
         for (replacement, part, block), change in changes.items():
             states = rerun.from_level(block - 1, changes=change)
             variants.add((replacement, part, block), rerun.pick(states))
-    return variants, batches, cost
 
-
-def _block_rows(model: Model, variants: Variants) -> list[BlockRow]:
-    parts = _single_parts(model)
-    norms = [part for part in parts if part in NORMS]
     variant_of = {part: part for part in parts if part not in NORMS}
     if norms:
         variant_of["norms"] = norms[0] if len(norms) == 1 else "norms"
-    return [
+    one_block = [
         BlockRow(part, block, variants.scores(("map", variant, block)))
         for part, variant in variant_of.items()
-        for block in range(1, model.n_blocks + 1)
+        for block in range(1, n_blocks + 1)
     ]
-
-
-def _why_rows(
-    model: Model, batches: Batches, jumps: Jumps, variants: Variants, mass: Sequence[AttentionMass] | None
-) -> list[WhyRow]:
-    parts = _single_parts(model)
-    norms = _relative_norms(model, batches, parts)
-    rows = []
+    mass, note = attention_mass(model, batches)
+    why, sizes = [], _relative_norms(model, batches, parts)
     for part in parts:
-        for block in range(1, model.n_blocks + 1):
+        for block in range(1, n_blocks + 1):
             r2 = jumps.info[_pair(block, part)].r2 or (math.nan, math.nan)
             on_self, on_sink = mass[block - 1] if mass and part == "attn" else (None, None)
             kl = [variants.mean_kl((replacement, part, block)) for replacement in ("map", "mean", "noise")]
-            rows.append(WhyRow(part, block, *r2, norms[part, block], on_self, on_sink, *kl))
-    return rows
+            why.append(WhyRow(part, block, *r2, sizes[part, block], on_self, on_sink, *kl))
+    return one_block, why, [note] if note else [], cost
 
 
 @torch.no_grad()
@@ -307,12 +292,16 @@ def attention_mass(model: Model, batches: Batches) -> tuple[list[AttentionMass] 
     Fused kernels do not return weights, so the model runs with eager attention meanwhile, and only if that leaves its
     hidden states as they are.
     """
-    totals = torch.zeros(model.n_blocks, 2, dtype=torch.float64)
-    n = 0
+    totals, n = torch.zeros(model.n_blocks, 2, dtype=torch.float64), 0
+    attention = model.hf.config._attn_implementation
     for batch in batches:
         exact, _ = _run_with_mass(model, batch)
-        with _eager_attention(model):
-            states, mass = _run_with_mass(model, batch)
+        with quiet_transformers():
+            try:
+                model.hf.set_attn_implementation("eager")
+                states, mass = _run_with_mass(model, batch)
+            finally:
+                model.hf.set_attn_implementation(attention)
         difference = (states - exact).abs().max() / exact.abs().max().clamp_min(1e-30)
         if difference > TOLERANCE[exact.dtype]:
             return None, "Attention mass is not shown: eager attention changes the hidden states."
@@ -343,33 +332,6 @@ def _run_with_mass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         return capture.run(model, batch)[last], masses
 
 
-@contextmanager
-def _eager_attention(model: Model) -> Iterator[None]:
-    """Let the model compute attention with eager kernels, where its family can, and restore it afterwards."""
-    before = model.hf.config._attn_implementation
-    with quiet_transformers():
-        try:
-            model.hf.set_attn_implementation("eager")
-            yield
-        finally:
-            model.hf.set_attn_implementation(before)
-
-
-def _headline(tables: Tables, n_blocks: int) -> Headline:
-    below = [row for row in tables.suffix if row.level < n_blocks]
-    precision = {
-        part: mean(row.scores.p1.mean for row in below if row.part == part)
-        for part in unique(row.part for row in below)
-    }
-    parts = unique(row.part for row in tables.why)
-    return Headline(
-        most_tolerant=max((part for part in precision if part in PARTS), key=precision.__getitem__),
-        mean_p1={part.replace(" ", "_"): value for part, value in precision.items()},
-        map_over_mean_kl={part: _kl_ratio(tables.why, part, lambda r: r.kl_mean) for part in parts},
-        map_over_noise_kl={part: _kl_ratio(tables.why, part, lambda r: r.kl_noise) for part in parts},
-    )
-
-
 def _kl_ratio(rows: Sequence[WhyRow], part: str, other: Callable[[WhyRow], float]) -> float:
     """Return the KL of the maps of one kind of sub-module over that of another replacement, summed over blocks."""
     group = [row for row in rows if row.part == part]
@@ -381,9 +343,41 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return precision@1 and KL by level and by block, then what explains them."""
     tables, panels = result.tables, []
     if tables.suffix:
-        panels.append(_suffix_panel(tables.suffix))
+        last, axis = max(row.level for row in tables.suffix), "replaced after level"
+        precision = [(row.part, row.level, row.scores.p1) for row in tables.suffix]
+        # At the last level nothing is replaced.
+        below = [row for row in tables.suffix if row.level < last]
+        charts = [
+            _chart_by_part("precision@1", precision, axis, "unit"),
+            _chart_by_part(
+                "KL from the model, nats", [(row.part, row.level, row.scores.kl) for row in below], axis, "log"
+            ),
+        ]
+        means = {
+            part: mean(row.scores.p1.mean for row in below if row.part == part)
+            for part in unique(row.part for row in tables.suffix)
+        }
+        parts = [f"{number(means[part])} for {NAMES[part]}" for part in means if part in PARTS]
+        lenses = [f"{number(means[name])} for the {NAMES[name]}" for name in means if name not in PARTS]
+        reading = (
+            f"With maps in all later blocks, the mean precision@1 over the levels below the last is {listed(parts)}; "
+            f"it is {listed(lenses)}."
+        )
+        panels.append(Panel("Sub-modules replaced from a level on", reading, ("suffix",), charts))
     if tables.one_block:
-        panels.append(_block_panel(tables.one_block))
+        precision = [(row.part, row.block, row.scores.p1) for row in tables.one_block]
+        kl = [(row.part, row.block, row.scores.kl) for row in tables.one_block]
+        charts = [
+            _chart_by_part("precision@1", precision, "block", "unit"),
+            _chart_by_part("KL from the model, nats", kl, "block"),
+        ]
+        worst, best = (end(tables.one_block, key=lambda row: row.scores.kl) for end in (max, min))
+        reading = (
+            f"A map in a single block costs most for {NAMES[worst.part]} in block {worst.block} (KL "
+            f"{number(worst.scores.kl)} nats, precision@1 {number(worst.scores.p1.mean)}) and least for "
+            f"{NAMES[best.part]} in block {best.block} (KL {number(best.scores.kl)} nats)."
+        )
+        panels.append(Panel("Sub-modules replaced in one block", reading, ("one block",), charts))
     if tables.why:
         panels += _why_panels(tables.why)
     return panels
@@ -398,44 +392,6 @@ def _chart_by_part(
         for part in unique(part for part, _, _ in points)
     }
     return line_chart(title, lines, x=x, scale=scale, whole_x=True, dashed=(NAMES[JUMP], IDENTITY))
-
-
-def _suffix_panel(rows: Sequence[SuffixRow]) -> Panel:
-    last, axis = max(row.level for row in rows), "replaced after level"
-    precision = [(row.part, row.level, row.scores.p1) for row in rows]
-    # At the last level nothing is replaced.
-    kl = [(row.part, row.level, row.scores.kl) for row in rows if row.level < last]
-    figures = [
-        _chart_by_part("precision@1", precision, axis, "unit"),
-        _chart_by_part("KL from the model, nats", kl, axis, "log"),
-    ]
-    means = {
-        part: mean(row.scores.p1.mean for row in rows if row.part == part and row.level < last)
-        for part in unique(row.part for row in rows)
-    }
-    parts = [f"{number(means[part])} for {NAMES[part]}" for part in means if part in PARTS]
-    lenses = [f"{number(means[name])} for the {NAMES[name]}" for name in means if name not in PARTS]
-    reading = (
-        f"With maps in all later blocks, the mean precision@1 over the levels below the last is {listed(parts)}; it is "
-        f"{listed(lenses)}."
-    )
-    return Panel("Sub-modules replaced from a level on", reading, ("suffix",), figures)
-
-
-def _block_panel(rows: Sequence[BlockRow]) -> Panel:
-    precision = [(row.part, row.block, row.scores.p1) for row in rows]
-    kl = [(row.part, row.block, row.scores.kl) for row in rows]
-    figures = [
-        _chart_by_part("precision@1", precision, "block", "unit"),
-        _chart_by_part("KL from the model, nats", kl, "block"),
-    ]
-    worst, best = (end(rows, key=lambda row: row.scores.kl) for end in (max, min))
-    reading = (
-        f"A map in a single block costs most for {NAMES[worst.part]} in block {worst.block} (KL "
-        f"{number(worst.scores.kl)} nats, precision@1 {number(worst.scores.p1.mean)}) and least for "
-        f"{NAMES[best.part]} in block {best.block} (KL {number(best.scores.kl)} nats)."
-    )
-    return Panel("Sub-modules replaced in one block", reading, ("one block",), figures)
 
 
 def _why_panels(rows: Sequence[WhyRow]) -> list[Panel]:
