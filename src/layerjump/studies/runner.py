@@ -111,6 +111,7 @@ def run_studies(
         # All pairs draw other positions, and studies still to run must use the same jumps as those that ran.
         pairs.add(before.run.level_pairs)
     setup = replace(setup, level_pairs="all" if "all" in pairs else "to-last")
+
     model, corpus = setup.model, setup.corpus
     info = RunInfo(
         layerjump=__version__,
@@ -141,6 +142,7 @@ def run_studies(
                     f"of {argument('resume', True)}, or another folder"
                 )
         results.studies |= before.studies
+
     for study in studies:
         if study.name in results.studies:
             log(f"{study.name}: done before")
