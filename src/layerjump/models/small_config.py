@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,19 +23,20 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
 from layerjump.errors import UnsupportedModel
 
 Task = Literal["causal", "masked", "seq2seq", "image-text"]
-TASKS: dict[Task, tuple[str, str]] = {
-    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
-    "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
-    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
-    "image-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "AutoModelForImageTextToText"),
+MAPPINGS: dict[Task, str] = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-"""Task → the mapping of transformers that lists its architectures, and the class that builds them."""
+"""Task → the mapping of transformers that lists its architectures."""
 
-PAD, BOS, EOS = 0, 1, 2
+PAD, BOS, EOS, MASK = 0, 1, 2, 3
 WINDOW = 4  # of sliding, local and chunked attention
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 
@@ -56,7 +57,7 @@ def list_architectures() -> list[Architecture]:
     """All architectures of the installed transformers that read text, by task and model type."""
     return [
         Architecture(task, model_type, name if isinstance(name, str) else name[0])
-        for task, (mapping, _) in TASKS.items()
+        for task, mapping in MAPPINGS.items()
         for model_type, name in getattr(modeling_auto, mapping).items()
     ]
 
@@ -111,40 +112,66 @@ def _overrides(sizes: _Sizes) -> dict[str, dict[str, Any]]:
     qwen4 = indexer | {"indexer_budget": WINDOW, "indexer_compress_ratio": 2, "ple_layer_ids": [1]}
     qwen4 |= {"eos_token_id": EOS}
     ngrams = {"ngram_vocab_size_base": 61, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4}
+    shifted: dict[str, Any] = {"max_position_embeddings": sizes.positions + 2}
     zamba: dict[str, Any] = {"attention_hidden_size": 2 * width, "attention_head_dim": 2 * head}
     zamba |= {"layers_block_type": cycle("linear_attention", "hybrid")}
-    pictures = {"vocabulary_map": {"<image>": vocab - 1, "<|extra_200|>": vocab - 2, "IMGIMGAAZ": vocab - 3}}
+    pictures = {"vocabulary_map": {"<image>": vocab - 1, "<|extra_200|>": vocab - 2}}
     return {
         # kinds of blocks that the default configuration does not show
-        "bamba": {"attn_layer_indices": list(range(1, blocks, 2))},
+        "bamba": {"attn_layer_indices": list(range(1, blocks, 2)) or [0]},
         "cohere_compass_text": windows
         | {"rope_parameters": {"full_attention": None, "sliding_attention": plain | axes}},
         "deepseek_ocr2_text": {"mlp_layer_types": cycle("dense", "sparse")},
         "granitemoehybrid": {"layer_types": cycle("linear_attention", "full_attention")},
-        "inkling_text": {"mlp_layer_types": cycle("dense", "sparse", "sparse", "sparse")},
-        "jamba": {"attn_layer_period": 4, "attn_layer_offset": 1},
+        "inkling_text": {"mlp_layer_types": cycle("dense", "sparse")},
+        "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
         "laguna": windows,
         "lfm2": {"layer_types": cycle("conv", "full_attention"), "full_attn_idxs": list(range(1, blocks, 2))},
         "lfm2_moe": {"layer_types": cycle("conv", "full_attention")},
         "mellum": windows,
         "minimax_m3_vl_text": {
             "layer_types": cycle("full_attention", "minimax_m3_sparse"),
-            "mlp_layer_types": cycle("dense", "sparse", "sparse"),
+            "mlp_layer_types": cycle("dense", "sparse"),
         },
         "qwen4_exp_text": qwen4 | ngrams,
         "step3p5": windows | per_kind,
         "zamba": zamba,
         "zamba2": zamba,
         "zaya": {"layer_types": cycle("hybrid", "hybrid_sliding"), "sliding_window": WINDOW},
+        "funnel": {"block_sizes": [blocks - blocks // 2, blocks // 2], "block_repeats": None},
+        "gemma3n_text": {
+            "layer_types": cycle("sliding_attention", "full_attention"),
+            "num_kv_shared_layers": blocks // 2 if blocks >= 4 else 0,  # those share keys and values with earlier ones
+        },
+        "gpt_neo": {
+            "attention_types": [[cycle("global", "local"), 1]],
+            "num_layers": max(blocks, 2),
+            "window_size": WINDOW,
+        },
+        "hunyuan_v1_moe": {"num_experts": EXPERTS, "moe_topk": EXPERTS_PER_TOKEN},
+        "llama4_text": {"moe_layers": list(range(1, blocks, 2))},
+        "mllama_text_model": {"cross_attention_layers": [blocks - 1]},
+        "nemotron_h": {"layers_block_type": cycle("linear_attention", "moe", "full_attention", "mlp")},
+        "pegasus_x": {"block_size": WINDOW},
+        "perceiver": {"num_blocks": 1, "num_self_attends_per_block": blocks},
+        "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
         # sizes that depend on one another
+        "diffusion_gemma_text": {"global_head_dim": 2 * head},
+        "gemma4_text": {"global_head_dim": 2 * head},
+        "gemma4_unified_text": {"global_head_dim": 2 * head},
+        "mobilebert": {"true_hidden_size": width // 2, "intra_bottleneck_size": width // 2},
         "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
         "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [side, side, head // 2 - 2 * side]}},
         "glm5_next_text": {"index_kpool": 2},
-        "xlstm": {"qk_dim_factor": 0.5 if width % 128 == 0 else 1.0},  # the cache rounds up to multiples of 64
+        "xlstm": {
+            "qk_dim_factor": 0.5 if width % 128 == 0 else 1.0,  # its states are rounded up to multiples of 64
+            "use_cache": False,  # written in place, which gradients forbid
+        },
         "hrm_text": {"num_layers_per_stack": max(1, blocks // 2), "num_hidden_layers": 8 * max(1, blocks // 2)},
         "mamba2": {"num_heads": 2 * width // head},
         "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
         "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": vocab - 1},
+        "rwkv": {"attention_hidden_size": width},
         "reformer": {
             "axial_pos_embds_dim": [width // 4, width - width // 4],
             "axial_pos_shape": [8, sizes.positions // 8],
@@ -152,12 +179,18 @@ def _overrides(sizes: _Sizes) -> dict[str, dict[str, Any]]:
             "lsh_attn_chunk_length": WINDOW,
             "hash_seed": 0,
         },
+        # positions counted from the padding's id
+        **dict.fromkeys(
+            _names("""camembert data2vec-text ibert jina_embeddings_v3 layoutlm longformer luke mpnet roberta
+            roberta-prelayernorm xlm-roberta xlm-roberta-xl"""),
+            shifted,
+        ),
         # values that the default leaves out
         "blt": {"use_cache": False},  # its configuration has no number of layers, which a cache needs
         "chameleon": pictures,
         "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
         "emu3": pictures,
-        "esm": {"pad_token_id": PAD, "mask_token_id": 3},
+        "esm": shifted | {"pad_token_id": PAD, "mask_token_id": MASK},
         "blip-2": {"image_token_index": vocab},
         "instructblip": {"image_token_index": vocab},
         "instructblipvideo": {"video_token_index": vocab},
@@ -165,11 +198,15 @@ def _overrides(sizes: _Sizes) -> dict[str, dict[str, Any]]:
         "paddleocr_vl_text": {"rope_parameters": plain | axes},
         "qwen2_5_omni_thinker": {"vision_start_token_id": vocab + 1},
         "qwen3_omni_moe_thinker": {"vision_start_token_id": vocab + 1},
-        "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
+        "xmod": shifted | {"languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
         # encoders of images and sound
         "fast_vlm": {"vision_config": siglip(**image)},
         "deepseek_ocr2_sam_vision_model": {"downsample_channels": [16, width]},
         "unlimited_ocr_sam_vision_model": {"downsample_channels": [16, width]},
+        "chameleon_vqgan": {"channel_multiplier": [1] * 5, "num_res_blocks": 1},
+        "emu3_vqgan": {"channel_multiplier": [1] * 4, "num_res_blocks": 1},
+        "janus_vqgan": {"channel_multiplier": [1] * 5, "num_res_blocks": 1},
+        "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
         "florence_vision": {"embed_dim": [8, 16, 32, width], "num_heads": [1, 2, 4, 4], "num_groups": [1, 2, 4, 4]},
         "muse_spark_audio": {"hidden_sizes": [16, 16, 32, 32]},
         "perception_lm": {"vision_config": siglip(**(image | {"model_args": {"embed_dim": width}}))},
@@ -187,15 +224,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 # Names of settings, by the rule that shrinks them.
-_WIDTH = _names("""hidden_size d_model n_embd dim emb_dim embed_dim embedding_size embedding_dim d_latents
+_WIDTH = _names("""hidden_size d_model n_embd dim emb_dim embed_dim embedding_dim d_latents
     out_hidden_size output_dim text_hidden_size projection_dim projector_hidden_size projector_input_dim
     projector_output_dim vision_output_dim vision_hidden_size image_text_hidden_size hidden_size_global
-    encoder_hidden_size decoder_hidden_size cross_attention_hidden_size word_embed_proj_dim input_embedding_size
-    output_embedding_size pooler_hidden_size pooler_output_size prediction_head_size lru_width
+    encoder_hidden_size decoder_hidden_size cross_attention_hidden_size word_embed_proj_dim
+    pooler_hidden_size pooler_output_size prediction_head_size lru_width
     entity_emb_size pronunciation_embed_dim shape_embed_dim ple_embed_dim projection_hidden_size
     patch_embed_hidden_size audio_hidden_size backbone_hidden_size moe_hidden_size router_hidden_size
-    hidden_size_per_layer_input merged_hidden_size downsample_hidden_size hidden_dim input_size
+    merged_hidden_size downsample_hidden_size hidden_dim input_size
     image_token_embed_dim output_channels scale classifier_proj_size""")
+_EMBEDDING = _names("embedding_size input_embedding_size output_embedding_size")
 _FFN = _names("""intermediate_size ffn_dim d_ff dff d_inner dim_ff encoder_ffn_dim decoder_ffn_dim mlp_dim
     ffn_hidden_size feed_forward_size n_inner moe_intermediate_size shared_expert_intermediate_size
     shared_intermediate_size dense_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp
@@ -236,14 +274,21 @@ _FILL: dict[str, Callable[[_Sizes], int]] = {  # where the default is None
     "n_shared_experts": lambda sizes: 1,
     "moe_intermediate_size": lambda sizes: sizes.width,
 }
+_TOKENS = {
+    **dict.fromkeys(_names("pad_token_id _pad_token_id"), PAD),
+    **dict.fromkeys(_names("bos_token_id cls_token_id forced_bos_token_id"), BOS),
+    **dict.fromkeys(_names("eos_token_id sep_token_id eod_token_id forced_eos_token_id"), EOS),
+    "mask_token_id": MASK,
+}
 _SMALL: dict[str, int] = {  # at most these
     "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "zero_expert_num": 2,
     "n_group": 2, "num_expert_group": 2, "topk_group": 1, "n_groups": 2,
     "first_k_dense_replace": 1, "num_dense_layers": 1, "num_kv_shared_layers": 0, "moe_layer_end_index": 3,
     "num_nextn_predict_layers": 0, "num_mtp_layers": 0,
-    "qk_rope_head_dim": 8, "rotary_dim": 8, "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8,
+    "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8,
     "time_step_rank": 8, "mamba_dt_rank": 8, "chunk_size": 8, "mamba_chunk_size": 8,
-    "altup_num_inputs": 4, "laurel_rank": 8, "entity_vocab_size": 32, "type_vocab_size": 4,
+    "altup_num_inputs": 4, "laurel_rank": 8, "hidden_size_per_layer_input": 16, "embedding_rank": 16, "local_radius": 3,
+    "global_block_size": 4, "num_global_tokens": 4, "entity_vocab_size": 32, "type_vocab_size": 4,
     "pronunciation_vocab_size": 32, "shape_vocab_size": 32, "unit_hifi_gan_vocab_size": 32, "t2u_vocab_size": 32,
     "char_vocab_size": 32, "mel_vocab_size": 32, "codebook_size": 32, "num_embeddings": 32, "codebook_dim": 16,
     "num_latents": 8, "resampler_n_latents": 8, "resampler_num_latents": 8, "latent_query_num": 8,
@@ -260,9 +305,13 @@ _SMALL: dict[str, int] = {  # at most these
 
 def _shrunk(config: PretrainedConfig, sizes: _Sizes) -> dict[str, Any]:
     """A configuration's values with small sizes; sub-configurations included."""
-    own = {field.name for field in dataclasses.fields(type(config))} | {"model_type"}  # the others follow from these
+    own = {field.name for field in dataclasses.fields(type(config))} | set(config.attribute_map.values())
+    own.add("model_type")  # all else follows from these
     default = {key: value for key, value in config.to_dict().items() if key in own}
     result: dict[str, Any] = {}
+    changes = _overrides(sizes).get(config.model_type, {})
+    kinds = changes.get("layer_types") or changes.get("layers_block_type") or ()
+    sizes = dataclasses.replace(sizes, blocks=max(sizes.blocks, len(kinds)))
     width = next((default[key] for key in ("hidden_size", "d_model", "n_embd", "dim") if _is_size(default.get(key))), 0)
     for key, value in default.items():
         if isinstance(value, dict) and isinstance(part := getattr(config, key, None), PretrainedConfig):
@@ -273,16 +322,14 @@ def _shrunk(config: PretrainedConfig, sizes: _Sizes) -> dict[str, Any]:
             result[key] = _shrunk_size(key, value, sizes, width, default)
         else:
             result[key] = copy.deepcopy(value)
-            if key in _FFN and isinstance(value, list):
+            if key == "eos_token_id" and value is not None:  # several
+                result[key] = EOS
+            elif key in _FFN and isinstance(value, list):
                 result[key] = [_shrunk_size(key, size, sizes, width, default) for size in value]
     _shorten_lists(default, result, sizes, width)
     _fit_heads(default, result)
     _fit_rotary(config, result, sizes)
-    changes = _overrides(sizes).get(config.model_type, {})
     _merge(result, changes)
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
-        if key in changes and "num_hidden_layers" in result:
-            result["num_hidden_layers"] = len(changes[key])
     return result
 
 
@@ -292,15 +339,18 @@ def _is_size(value: Any) -> bool:
 
 def _shrunk_size(key: str, value: int, sizes: _Sizes, width: int, default: dict[str, Any]) -> int:
     """One size of a configuration: in proportion where the proportion is part of the architecture."""
-    if key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        return {"pad_token_id": PAD, "bos_token_id": BOS}.get(key, EOS)
+    if key in _TOKENS:
+        return _TOKENS[key]
+    if key == "decoder_start_token_id":
+        return PAD if value == default.get("pad_token_id") else EOS
     if key.endswith(("_token_id", "_token_index")) or key in ("im_start_id", "im_end_id", "im_newline_id"):
-        text = key.startswith(("decoder_start", "forced", "sep", "cls", "mask", "eod", "_pad"))
-        return EOS if text else sizes.vocab + value % 97  # images and sounds: no id of the text
+        return sizes.vocab + value % 97  # of images and sounds: beyond the ids of text
     if value <= 0:
         return value
     if key in _WIDTH:
         return sizes.width
+    if key in _EMBEDDING:  # narrower or wider than the stream, where the default is
+        return sizes.width // 2 if value < width else 2 * sizes.width if value > width else sizes.width
     if key in _FFN:
         ratio = min(4.0, max(0.5, value / width)) if width else 2.0
         return max(16, round(sizes.width * ratio / 16) * 16)
@@ -324,6 +374,8 @@ def _shrunk_size(key: str, value: int, sizes: _Sizes, width: int, default: dict[
         return min(value, sizes.positions)
     if key in _VOCAB:
         return sizes.vocab
+    if key in ("qk_rope_head_dim", "rotary_dim"):
+        return min(value, sizes.head // 2)
     if key in ("q_lora_rank", "kv_lora_rank"):
         return min(value, sizes.width // 2 if key == "q_lora_rank" else sizes.width // 4)
     if key in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"):
@@ -352,7 +404,8 @@ def _fit_heads(default: dict[str, Any], result: dict[str, Any]) -> None:
     if default.get("head_dim"):
         result["head_dim"] = rope if default["head_dim"] == default["qk_rope_head_dim"] else both
     rotary = result.get("rope_parameters")
-    if isinstance(rotary, dict) and "partial_rotary_factor" in rotary and result.get("head_dim") == both:
+    share = default["qk_rope_head_dim"] / (default["qk_rope_head_dim"] + default["qk_nope_head_dim"])
+    if isinstance(rotary, dict) and rotary.get("partial_rotary_factor") == share:
         rotary["partial_rotary_factor"] = rope / both
 
 
@@ -422,16 +475,27 @@ def small_config(
         raise UnsupportedModel(f"{model_type}: {NOT_RUNNABLE[model_type]}")
     kind = CONFIG_MAPPING[model_type]
     sizes = _Sizes(n_blocks, d_model, n_heads, vocab_size, n_positions)
-    values = _shrunk(kind(), sizes)
     names = getattr(kind, "attribute_map", {})
-    _merge(values, {names.get(key, key): value for key, value in overrides.items()})
-    values.pop("model_type", None)
-    values.pop("transformers_version", None)
-    config: PretrainedConfig = kind(**values)
+    with _quiet():
+        values = _shrunk(kind(), sizes)
+        _merge(values, {names.get(key, key): value for key, value in overrides.items()})
+        del values["model_type"]
+        config: PretrainedConfig = kind(**values)
     if model_type == "gemma3n":  # its image encoder needs the timm library, and the type of the field is checked
         vars(config)["vision_config"] = _overrides(sizes)["fast_vlm"]["vision_config"]
         vars(config.vision_config).update(vocab_size=8, vocab_offset=vocab_size, rms_norm_eps=1e-6)
     return config
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Default configurations warn about their own token ids."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _merge(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -440,10 +504,6 @@ def _merge(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
             _merge(values[key], value)
         else:
             values[key] = value
-
-
-# Parameters that keep a recurrence stable, or are no weights at all.
-_KEEP = re.compile(r"A_log|dt_bias|dt_proj\.bias|time_decay|time_first|inv_freq|rope|(^|\.)D$|recurrent_param")
 
 
 def build(
@@ -462,7 +522,7 @@ def build(
     kind = getattr(transformers, architecture.class_name)
     if not isinstance(config, kind.config_class):  # a text model listed under the type of a larger model
         config = next((part for part in _parts(config) if isinstance(part, kind.config_class)), config)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
         model: PreTrainedModel = kind._from_config(config, dtype=torch.float32).eval()
         if perturb:
@@ -478,7 +538,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 def _perturb(model: nn.Module) -> None:
     """Weights and biases without zeros, ones or tiny values that hide mistakes."""
     for name, parameter in model.named_parameters():
-        if _KEEP.search(name) or not parameter.is_floating_point() or parameter.numel() == 0:
+        if not parameter.is_floating_point() or parameter.numel() == 0:
             continue
         spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
         if name.endswith("bias") or parameter.dim() < 2 or spread == 0:
