@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
 from layerjump.cli._options import COLUMN, MODEL, SEED, TEXT, LoadModel, loads_model, option, text_option
 from layerjump.cli._output import JSON, locks_output, log, print_table
-
-if TYPE_CHECKING:
-    from layerjump.generation.calibration.serialization import Calibration
 
 
 @locks_output("run the same command again", option="jumps")
@@ -61,11 +57,6 @@ def calibrate(
         log=log,
     )
     path = serialization.save_calibration(calibration, jumps)
-    print_table(str(calibration), _rows(calibration), as_json=as_json)
-    log(f"wrote {path}")
-
-
-def _rows(calibration: Calibration) -> list[dict[str, Any]]:
     about = calibration.report.model_dump(mode="json", by_alias=True)
     rows = [
         {"what": f"{rule} {name}", "value": about[rule][name]}
@@ -76,4 +67,6 @@ def _rows(calibration: Calibration) -> list[dict[str, Any]]:
     rows.append({"what": "lossless cost (select)", "value": about["lossless_cost"]})
     rows += [{"what": f"test {name.replace('_', ' ')}", "value": value} for name, value in about["test"].items()]
     rows += [{"what": f"cost of {kind} (select)", "value": value} for kind, value in about["select_cost"].items()]
-    return rows + [{"what": f"{name}, ms", "value": ms} for name, ms in about["costs"].items()]
+    rows += [{"what": f"{name}, ms", "value": ms} for name, ms in about["costs"].items()]
+    print_table(str(calibration), rows, as_json=as_json)
+    log(f"wrote {path}")

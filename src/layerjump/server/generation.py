@@ -20,7 +20,6 @@ from layerjump.errors import BadExit, BadText
 from layerjump.generation.calibration import serialization
 from layerjump.generation.generate import MAX_DRAFT_TOKENS, generate
 from layerjump.generation.rules import ExitConfig
-from layerjump.models.model import Model
 from layerjump.server.model_registry import ServedModel, count_tokens
 from layerjump.server.schemas import GenerateRequest
 from layerjump.server.worker import Answer, Refused, Worker, encode, error_answer
@@ -39,7 +38,16 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
     if served.cannot_generate:
         raise BadExit(served.cannot_generate)
     lens = served.get_lenses([request.lens])[request.lens]
-    exit_config, max_draft_tokens = _choose_exit(served, model, request)
+    if request.exit != CALIBRATED:
+        exit_config, max_draft_tokens = ExitConfig.of(request.exit), MAX_DRAFT_TOKENS
+    elif request.lens in served.calibrated:
+        calibration = serialization.load_calibration(served.folders[request.lens], model=model)
+        exit_config = calibration.verified_exit if request.verify else calibration.exit
+        max_draft_tokens = calibration.max_draft_tokens
+    else:
+        raise BadExit(
+            f"{request.lens} has no calibrated exit rule; run `layerjump calibrate`, or give never, gap:0.9, fixed:3 …"
+        )
     longest = model.tokenization.max_length
     length = count_tokens(model, "prompt", request.prompt)
     if request.max_new_tokens > longest - length:
@@ -76,19 +84,6 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
         "counts": counts,
     }
     return Answer(200, encode({"done": done}))
-
-
-def _choose_exit(served: ServedModel, model: Model, request: GenerateRequest) -> tuple[ExitConfig, int]:
-    """The exit rule of the request, and the largest number of draft tokens before verification."""
-    if request.exit != CALIBRATED:
-        return ExitConfig.of(request.exit), MAX_DRAFT_TOKENS
-    if request.lens not in served.calibrated:
-        raise BadExit(
-            f"{request.lens} has no calibrated exit rule; run `layerjump calibrate`, or give never, gap:0.9, fixed:3 …"
-        )
-    calibration = serialization.load_calibration(served.folders[request.lens], model=model)
-    exit_config = calibration.verified_exit if request.verify else calibration.exit
-    return exit_config, calibration.max_draft_tokens
 
 
 class _Streamer:

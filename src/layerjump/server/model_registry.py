@@ -205,20 +205,17 @@ class ModelRegistry:
         """Set when the server ends: generations stop."""
         cache = AnswerCache()
         for source in sources:
-            name = self._unique_name(source)
+            # The last part of a path, or the hub id; a number is appended to duplicates.
+            path = Path(source).expanduser()
+            name = path.resolve().name if path.exists() else source
+            taken = sum(other == name or other.startswith(f"{name} (") for other in self.models)
+            name = f"{name} ({taken + 1})" if taken else name
             self.models[name] = ServedModel(name, source, dict(jump_sets), Worker(cache))
 
     @property
     def is_busy(self) -> bool:
         """Whether a worker runs a task."""
         return any(served.worker.current_label is not None for served in self.models.values())
-
-    def _unique_name(self, source: str) -> str:
-        """The last part of a path, or the hub id; a number is appended to duplicates."""
-        path = Path(source).expanduser()
-        name = path.resolve().name if path.exists() else source
-        taken = [other for other in self.models if other == name or other.startswith(f"{name} (")]
-        return f"{name} ({len(taken) + 1})" if taken else name
 
 
 def load_jump_sets(options: Sequence[str]) -> dict[str, Jumps]:

@@ -79,20 +79,15 @@ def _check(scope: Scope) -> None:
         )
     origin = headers.get("origin")
     is_foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
-    if is_foreign or _is_cross_site(scope, headers):
+    is_own_site = headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+    # A link on another site may open the page: links share the page's state.
+    is_navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] == "GET"
+    is_link = is_navigation and headers.get("sec-fetch-dest") == "document" and scope["path"] == "/"
+    if is_foreign or not (is_own_site or is_link):
         raise HTTPException(403, "requests from pages of other sites are refused")
     length = headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
         raise HTTPException(413, f"the body has {length[:20]} bytes; at most {MAX_BODY_BYTES:,} are allowed")
-
-
-def _is_cross_site(scope: Scope, headers: Headers) -> bool:
-    if headers.get("sec-fetch-site", "none") in ("same-origin", "none"):
-        return False
-    # A link on another site may open the page: links share the page's state.
-    is_navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] == "GET"
-    is_page = headers.get("sec-fetch-dest") == "document" and scope["path"] == "/"
-    return not (is_navigation and is_page)
 
 
 class RequestTimeoutProtocol(H11Protocol):
