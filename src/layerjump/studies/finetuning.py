@@ -198,8 +198,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
         chart("with residual, held out", lambda row: row.with_residual_held_out),
         chart("without residual, held out", lambda row: row.without_residual_held_out),
     ]
-    change = head.without_residual
-    spread = " in one run"
+    change, spread = head.without_residual, " in one run"
     if change.deviation is not None:
         spread = f" ± {number(change.deviation)} over {len(runs)} runs"
     reading = (

@@ -304,8 +304,7 @@ def shares_by_level(marks: Sequence[Mark]) -> dict[tuple[str, int], Share]:
         level: shares([mark for mark in marks if mark.level == level])
         for level in sorted({mark.level for mark in marks})
     }
-    lenses = _by_lens(marks)
-    return {(lens, level): of[lens] for lens in lenses for level, of in by_level.items() if lens in of}
+    return {(lens, level): of[lens] for lens in _by_lens(marks) for level, of in by_level.items() if lens in of}
 
 
 def comparison(marks: Sequence[Mark]) -> dict[str, Share]:

@@ -17,27 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
-from typing import get_type_hints as type_hints
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 from layerjump.errors import BadArtifact
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from layerjump.studies.display import Panel
     from layerjump.studies.setup import Setup
 
@@ -141,7 +130,7 @@ class Study(Generic[Tables, Headline]):
         where = f"the study {self.name[:50]}"
         if saved.get("skipped") is not None:
             return Skipped(self.name, from_json(str, saved["skipped"], where))
-        tables, headline = get_args(type_hints(self.run)["return"])
+        tables, headline = get_args(typing.get_type_hints(self.run)["return"])
         return Result(
             self.name,
             from_json(tables, saved.get("tables"), where),
@@ -314,7 +303,7 @@ class _Spec:
 
 @cache
 def _specs(kind: Any) -> tuple[_Spec, ...]:
-    specs, hints = [], type_hints(kind, include_extras=True)
+    specs, hints = [], typing.get_type_hints(kind, include_extras=True)
     for item in dataclasses.fields(kind):
         column, kind = Column(), hints[item.name]
         if get_origin(kind) is Annotated:
