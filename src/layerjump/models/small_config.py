@@ -114,7 +114,9 @@ def _overrides(sizes: _Sizes) -> dict[str, dict[str, Any]]:
     ngrams = {"ngram_vocab_size_base": 61, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4}
     shifted: dict[str, Any] = {"max_position_embeddings": sizes.positions + 2}
     zamba: dict[str, Any] = {"attention_hidden_size": 2 * width, "attention_head_dim": 2 * head}
-    zamba |= {"layers_block_type": cycle("linear_attention", "hybrid")}
+    zamba |= {
+        "layers_block_type": cycle("linear_attention", "hybrid", "linear_attention", "hybrid")
+    }  # two share weights
     pictures = {"vocabulary_map": {"<image>": vocab - 1, "<|extra_200|>": vocab - 2}}
     return {
         # kinds of blocks that the default configuration does not show
@@ -124,7 +126,7 @@ def _overrides(sizes: _Sizes) -> dict[str, dict[str, Any]]:
         "deepseek_ocr2_text": {"mlp_layer_types": cycle("dense", "sparse")},
         "granitemoehybrid": {"layer_types": cycle("linear_attention", "full_attention")},
         "inkling_text": {"mlp_layer_types": cycle("dense", "sparse")},
-        "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2},
+        "jamba": {"attn_layer_period": 4, "attn_layer_offset": min(2, blocks - 1)},
         "laguna": windows,
         "lfm2": {"layer_types": cycle("conv", "full_attention"), "full_attn_idxs": list(range(1, blocks, 2))},
         "lfm2_moe": {"layer_types": cycle("conv", "full_attention")},
@@ -139,10 +141,7 @@ def _overrides(sizes: _Sizes) -> dict[str, dict[str, Any]]:
         "zamba2": zamba,
         "zaya": {"layer_types": cycle("hybrid", "hybrid_sliding"), "sliding_window": WINDOW},
         "funnel": {"block_sizes": [blocks - blocks // 2, blocks // 2], "block_repeats": None},
-        "gemma3n_text": {
-            "layer_types": cycle("sliding_attention", "full_attention"),
-            "num_kv_shared_layers": blocks // 2 if blocks >= 4 else 0,  # those share keys and values with earlier ones
-        },
+        "gemma3n_text": {"num_kv_shared_layers": 2},  # the last two use the keys and values of earlier ones
         "gpt_neo": {
             "attention_types": [[cycle("global", "local"), 1]],
             "num_layers": max(blocks, 2),
@@ -467,7 +466,8 @@ def small_config(
     """A small configuration of any model type, with every kind of block of its default configuration.
 
     `overrides` are values of the configuration itself, nested dictionaries for sub-configurations; they win.
-    A type whose kinds of blocks do not fit in `n_blocks` gets as many as it needs.
+    A type whose kinds of blocks do not fit in `n_blocks` gets as many as it needs. Heads (`d_model / n_heads`) of 16
+    or more and a `d_model` of 64 or more suit every type; many take less.
     """
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"no model type {model_type!r} in transformers {transformers.__version__}")
