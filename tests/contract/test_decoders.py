@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.family_table import FAMILIES
 from helpers.tiny_models import CASES, tiny_model
 from transformers import DynamicCache
 
@@ -13,9 +14,8 @@ from layerjump.generation.generate import generate
 from layerjump.generation.loop import Decoder, Sequences
 from layerjump.generation.rules import ExitConfig, Fixed, Never
 from layerjump.lens.lens import Lens
-from layerjump.models.families import FAMILIES
+from layerjump.models.discovery import discover
 from layerjump.models.model import Model
-from layerjump.models.structure import Structure
 
 DECODERS = [case for case in CASES if FAMILIES[case[0]].task == "causal"]
 END, NEW = 2, 14
@@ -38,7 +38,7 @@ def model(request) -> Model:
     # Eager attention in float64 makes NaN of a row with padding: Hugging Face's, so ours too.
     eager = request.param[0] in ("bloom", "gemma2", "gpt_neo", "gptj")
     hf = tiny_model(*request.param, dtype=torch.float32 if eager else torch.float64)
-    return Model(hf, Structure(hf), "-".join(request.param))
+    return Model(hf, discover(hf), "-".join(request.param))
 
 
 def prompts(rows: int = 3) -> dict[str, torch.Tensor]:

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.family_table import family_of
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
+from layerjump.models.discovery import discover
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import readings, reassembly, sample, self_check
@@ -20,7 +22,7 @@ EXACT = 1e-12
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def model(request: pytest.FixtureRequest) -> Model:
     hf = tiny_model(*request.param)
-    return Model(hf, Structure(hf), "-".join(request.param))
+    return Model(hf, discover(hf), "-".join(request.param))
 
 
 @pytest.fixture
@@ -57,6 +59,33 @@ def test_the_self_check_passes(model):
     assert max(check.difference or 0 for check in checks) < EXACT
 
 
+def test_discovery_finds_what_the_row_read_by_hand_says(model):
+    """Blocks, sites, and the modules at which states are captured."""
+    row, structure = family_of(model.hf.config), model.structure
+    assert structure.degree == "full"
+    assert structure.task == row.task
+    assert structure.anatomy.notes == ()
+    assert model.hf.get_submodule(row.unembedding) is structure.unembedding
+    has = {site.part for site in structure.sites()}
+    expected = {
+        *({"ln1.in", "ln1.out"} if row.ln1 else ()),
+        *({"ln2.in", "ln2.out"} if row.ln2 else ()),
+        *({"lnx.in", "lnx.out"} if row.lnx else ()),
+        *({"xattn.in", "xattn.out", "mid2"} if row.xattn else ()),
+        *({"attn_raw", "ffn_raw"} if row.kind == "sandwich" else ()),
+        *({"mid"} if row.kind != "parallel" else ()),
+    }
+    assert has == expected | {"level", "final", "attn.in", "attn.out", "heads", "ffn.in", "ffn.out"}
+    for index, block in enumerate(structure.blocks, start=1):
+        writers = {write.name: write.output_layer for write in structure.writes(index)}
+        assert structure.module(writers["attn"]) is block.get_submodule(row.attn_out_proj)
+        assert structure.tap(Site(index, "attn.out")).module is block.get_submodule(row.attn_adds)
+        assert structure.tap(Site(index, "ffn.out")).module is block.get_submodule(row.ffn_adds)
+        for norm in ("ln1", "lnx", "ln2"):
+            if path := getattr(row, norm):
+                assert structure.tap(Site(index, f"{norm}.out")).module is block.get_submodule(path)
+
+
 def test_norm_and_head_of_level_L_are_the_models_logits(model, batch):
     (ours,) = capture_states(model, [batch], [model.n_blocks], logits=True)
     theirs = at(hf_output(model, batch).logits, batch)
@@ -88,10 +117,10 @@ def test_level_L_is_before_the_final_norm(model, batch):
     theirs = at(hf_output(model, batch).hidden_states[-1], batch)
     if model.masked:
         assert torch.allclose(ours[last], theirs, rtol=0, atol=EXACT)
-    elif model.structure.family.to_final:
+    elif family_of(model.hf.config).to_final:
         # Hugging Face's last entry is after the norm: what we call `final`.
         # T5 scales it once more.
-        scaled = model.structure.family.final_scale * theirs
+        scaled = family_of(model.hf.config).final_scale * theirs
         assert torch.allclose(ours["final"], scaled, rtol=0, atol=EXACT)
         assert ours[last].shape != theirs.shape or not torch.allclose(ours[last], theirs, atol=1e-3)
 
@@ -148,12 +177,10 @@ def test_cross_attention_reads_the_source_and_self_attention_does_not(model):
 def test_a_wrong_cross_attention_is_caught(model):
     if model.task != "seq2seq":
         pytest.skip("no encoder beside the decoder")
-    broken = Model(model.hf, Structure(model.hf), "broken")
-    row = broken.structure.family
-    broken.structure.family = replace(row, xattn_adds=row.attn_adds)
-    assert [check.name for check in self_check(broken) if not check.passed] == ["blocks"]
-    broken.structure.family = replace(row, xattn=row.ffn)
-    assert "inputs" in [check.name for check in self_check(broken) if not check.passed]
+    failed = [check.name for check in self_check(misread(model, "xattn.out", "attn.out")) if not check.passed]
+    assert failed == ["blocks"]
+    failed = [check.name for check in self_check(misread(model, "xattn.in", "ffn.in")) if not check.passed]
+    assert "inputs" in failed
 
 
 def test_a_later_token_changes_no_earlier_state(model):
@@ -218,18 +245,24 @@ def test_a_window_shorter_than_the_text_is_honoured(model):
 
 
 def test_a_wrong_tail_is_caught(model):
-    broken = Model(model.hf, Structure(model.hf), "broken")
+    broken = Model(model.hf, discover(model.hf), "broken")
     broken.structure.final_steps.append(lambda states: 1.01 * states)
     assert [check.name for check in self_check(broken) if not check.passed] == ["logits"]
 
 
 def test_a_wrong_part_is_caught(model):
     """Taking feed-forward's output for attention's own must not go unnoticed."""
-    broken = Model(model.hf, Structure(model.hf), "broken")
-    row = broken.structure.family
-    broken.structure.family = replace(row, attn_adds=row.ffn_adds)
-    failed = [check.name for check in self_check(broken) if not check.passed]
+    failed = [check.name for check in self_check(misread(model, "attn.out", "ffn.out")) if not check.passed]
     assert "blocks" in failed or "inputs" in failed
+
+
+def misread(model: Model, part: str, instead: str) -> Model:
+    """The model with one part of every block taken for another."""
+    blocks = []
+    for block in model.structure.anatomy.blocks:
+        points = dict(block.points)
+        blocks.append(replace(block, points=tuple((points | {part: points[instead]}).items())))
+    return Model(model.hf, Structure(model.hf, replace(model.structure.anatomy, blocks=tuple(blocks))), "misread")
 
 
 def test_the_self_check_leaves_no_hook_behind(model):

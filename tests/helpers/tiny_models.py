@@ -8,11 +8,11 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
+from helpers.family_table import FAMILIES
 from helpers.tokenizers import llama as llama_words
-from layerjump.models.families import FAMILIES
-from layerjump.models.loading import CLASSES
+from layerjump.models.discovery import discover
+from layerjump.models.families import auto_class
 from layerjump.models.model import Model
-from layerjump.models.structure import Structure
 
 # Common names; each configuration translates them to its own.
 SIZES: dict[str, Any] = {
@@ -106,7 +106,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A tiny model with seeded weights; biases and norm weights are randomised too."""
     config = tiny_config(family, variant, **changes)
-    auto = getattr(transformers, CLASSES[FAMILIES[family].task])
+    auto = getattr(transformers, auto_class(config))
     torch.manual_seed(0)
     model = auto.from_config(config).to(torch.float64).eval()
     for parameter in model.parameters():
@@ -115,7 +115,7 @@ def tiny_model(
         with torch.no_grad():
             parameter.normal_(offset, scale)
     for name, buffer in model.named_buffers():
-        if name == FAMILIES[family].logits_bias:
+        if name == "final_logits_bias":
             buffer.normal_()
     return model.to(dtype)
 
@@ -132,4 +132,4 @@ def silent_gpt2() -> PreTrainedModel:
 
 def wrapped(hf: PreTrainedModel, words: bool = False) -> Model:
     """Not checked, as `Model.wrap` would; with a tokenizer of numbers where words are wanted."""
-    return Model(hf, Structure(hf), "tiny", llama_words() if words else None)
+    return Model(hf, discover(hf), "tiny", llama_words() if words else None)

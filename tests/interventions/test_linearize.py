@@ -12,9 +12,10 @@ from layerjump.interventions.linearize import PARTS, linearize, replace_blocks, 
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
+from layerjump.models.discovery import discover
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Site, Structure
+from layerjump.models.structure import Site
 from layerjump.pruning.surgery import cannot_drop, without_blocks
 
 EXACT = 1e-10
@@ -23,7 +24,7 @@ EXACT = 1e-10
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def model(request: pytest.FixtureRequest) -> Model:
     hf = tiny_model(*request.param)
-    return Model(hf, Structure(hf), "-".join(request.param))
+    return Model(hf, discover(hf), "-".join(request.param))
 
 
 def jumps_of(model: Model, pairs: list, scale: float = 0.2) -> Jumps:
@@ -159,7 +160,7 @@ def test_replacing_blocks_by_the_identity_equals_dropping_them(model):
 @pytest.fixture(scope="module")
 def gpt2() -> Model:
     hf = tiny_model("gpt2")
-    return Model(hf, Structure(hf), "gpt2")
+    return Model(hf, discover(hf), "gpt2")
 
 
 def test_linearized_attention_is_the_fitted_map(gpt2):

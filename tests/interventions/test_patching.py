@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.family_table import family_of
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel
 from layerjump.interventions.patching import Rerun, add_noise, patch, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.cost_estimate import site_width
+from layerjump.models.discovery import discover
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Site, Structure, parse_pairs
+from layerjump.models.structure import Site, parse_pairs
 
 EXACT = 1e-12
 
@@ -20,7 +22,7 @@ EXACT = 1e-12
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def model(request: pytest.FixtureRequest) -> Model:
     hf = tiny_model(*request.param)
-    return Model(hf, Structure(hf), "-".join(request.param))
+    return Model(hf, discover(hf), "-".join(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_replacing_sub_modules_by_their_own_output_changes_nothing(model, batch,
 
 def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
     """The change reads the input of the norm, so the norm itself can be the map."""
-    family = model.structure.family
+    family = family_of(model.hf.config)
     changes = {}
     for block, module in enumerate(model.structure.blocks, start=1):
         for name, path in (("ln1", family.ln1), ("lnx", family.lnx), ("ln2", family.ln2)):
@@ -95,7 +97,7 @@ def test_a_norm_replaced_by_itself_changes_nothing(model, rerun):
 @pytest.mark.parametrize("part", ["attn", "xattn", "ffn"])
 def test_a_sub_module_replaced_by_zero_adds_nothing(model, rerun, part):
     """In the last block, compared with the block's arithmetic written out."""
-    crossed = model.structure.family.xattn is not None
+    crossed = family_of(model.hf.config).xattn is not None
     if part == ("attn" if crossed else "xattn"):
         pytest.skip("cross-attention, if there is any, reads the output of attention")
     block = model.n_blocks
@@ -108,7 +110,7 @@ def test_a_sub_module_replaced_by_zero_adds_nothing(model, rerun, part):
 
 def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
     """The last block's output without attention or without feed-forward, computed from its sub-modules."""
-    block, row = model.n_blocks, model.structure.family
+    block, row = model.n_blocks, family_of(model.hf.config)
     module = model.structure.blocks[-1]
     parts = {name: Site(block, name) for name in ("attn.in", "attn.out", "ffn.in", "ffn.out")}
     (found,) = capture_states(model, [rerun.batch], [block - 1, *parts.values()])
@@ -133,7 +135,7 @@ def by_hand(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
 
 
 def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) -> torch.Tensor:
-    block, row = model.n_blocks, model.structure.family
+    block, row = model.n_blocks, family_of(model.hf.config)
     (found,) = capture_states(model, [rerun.batch], [Site(block, "mid"), Site(block, "mid2")])
     lnx, ln2 = (model.structure.blocks[-1].get_submodule(path) for path in (row.lnx, row.ln2))
     with torch.no_grad():
@@ -149,7 +151,7 @@ def by_hand_with_cross_attention(model: Model, rerun: Rerun, *, without: str) ->
 
 def feed_forward(model: Model, x: torch.Tensor) -> torch.Tensor:
     """The last block's feed-forward output for an input."""
-    module, row = model.structure.blocks[-1], model.structure.family
+    module, row = model.structure.blocks[-1], family_of(model.hf.config)
     kind = model.hf.config.model_type
     if kind in ("opt", "bart"):
         return module.fc2(module.activation_fn(module.fc1(x)))
@@ -253,7 +255,7 @@ def test_no_hook_remains(model, batch, rerun):
 @pytest.fixture(scope="module")
 def gpt2() -> Model:
     hf = tiny_model("gpt2")
-    return Model(hf, Structure(hf), "gpt2")
+    return Model(hf, discover(hf), "gpt2")
 
 
 def test_noise_is_as_long_as_the_maps_error(gpt2):

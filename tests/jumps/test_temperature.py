@@ -14,8 +14,9 @@ from layerjump.data.positions import MASKED_SHARE
 from layerjump.jumps.estimators.calibrated import MIN_ROWS, HeldOutKL, fit_calibrated
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine, compute_features
+from layerjump.models.discovery import discover
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Site, Structure
+from layerjump.models.structure import FINAL, Site
 
 TEXT = stories(900)
 
@@ -77,7 +78,7 @@ def test_kl_on_unseen_text_is_lower_for_it(model, collected, jumps):
 def test_a_soft_cap_counts():
     """Gemma 2 bends its logits: the factor is the best of what is left after that."""
     hf = tiny_model("gemma2", "")
-    model = Model(hf, Structure(hf), "gemma2")
+    model = Model(hf, discover(hf), "gemma2")
     draw = torch.Generator().manual_seed(0)
     final = 3 * torch.randn(200, model.d_model, generator=draw)
     # The model's own states are 0.6 of what the map says: that is what must be found.

@@ -240,13 +240,18 @@ def test_remote_code_is_not_run_unless_allowed(saved, tmp_path):
 
 
 def test_a_model_that_fails_the_check_is_refused_with_the_check_named(monkeypatch):
-    """A row that is wrong about the final norm must not pass silently."""
+    """A structure that is wrong about the final norm must not pass silently."""
     from dataclasses import replace
 
     from layerjump.errors import SelfCheckFailed
-    from layerjump.models.families import FAMILIES
+    from layerjump.models import model as model_module
+    from layerjump.models.discovery import discover
+    from layerjump.models.structure import Structure
 
-    monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], to_final=()))
+    def misread(hf):
+        return Structure(hf, replace(discover(hf).anatomy, to_final=()))
+
+    monkeypatch.setattr(model_module, "discover", misread)
     with pytest.raises(SelfCheckFailed, match="'logits' failed.*difference is"):
         lj.Model.wrap(tiny_model("llama"), name="tiny")
 

@@ -22,9 +22,9 @@ import layerjump as lj
 from layerjump.errors import BadArtifact, BadPruning, WrongModel
 from layerjump.io import replace_folder
 from layerjump.jumps.jumps import RunInfo
+from layerjump.models.discovery import discover
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Structure
 from layerjump.pruning.checkpoint import PruningRecord, model_card, save
 from layerjump.pruning.prune import Pruned
 from layerjump.pruning.surgery import cannot_drop, without_blocks
@@ -57,7 +57,7 @@ REBUILT = 1e-5
 def tiny(family: str, variant: str) -> Model:
     hf = tiny_model(family, variant)
     words = llama_words() if family not in ("bert",) else None
-    return Model(hf, Structure(hf), f"{family}-{variant}", words)
+    return Model(hf, discover(hf), f"{family}-{variant}", words)
 
 
 def removed(model: Model) -> Pruned:

@@ -1,46 +1,45 @@
-"""`layerjump families`: list the model families, or run the self-check of one model."""
+"""`layerjump families`: list the architectures that are supported, or run the self-check of one model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import LoadModel, loads_model
-from layerjump.cli._output import JSON, print_table
+from layerjump.cli._options import AsJson, LoadModel, loads_model, print_table
 
 
 @loads_model()
 def families(
-    model: str | None = typer.Argument(None, help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`."),
-    as_json: bool = JSON,
+    model: Annotated[
+        str | None, typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`.")
+    ] = None,
+    as_json: AsJson = False,
     *,
     load: LoadModel,
 ) -> None:
-    """List the supported model families, or check that layerjump captures one model's hidden states exactly.
+    """List the architectures of transformers and how far each is supported, or prove one model's structure.
 
-    [bold]layerjump families[/]                    the table of families
+    [bold]layerjump families[/]                    all architectures, with their degree of support
     [bold]layerjump families smollm2[/]            load the bundled model and run the self-check
     [bold]layerjump families ./my-bert --json[/]
     """
-    if model is not None:
-        from layerjump.models.self_check import self_check
+    if model is None:
+        from layerjump.models.architectures import read_table
 
-        loaded = load(model)
-        checks = [{"check": facts.pop("name"), **facts} for facts in map(asdict, self_check(loaded))]
-        print_table(repr(loaded), checks, as_json=as_json)
+        print_table("Architectures", [vars(row) for row in read_table()], as_json=as_json)
         return
-    from layerjump.models.families import FAMILIES
+    from layerjump.models.self_check import self_check
 
+    loaded = load(model)
     rows = [
         {
-            "family": name,
-            "task": family.task,
-            "kind": family.kind,
-            "blocks": family.blocks,
-            "level L to logits": " → ".join([*family.to_final, family.unembedding]),
-            "before level 0": family.before,
+            "check": check.name,
+            "fact": check.fact,
+            "difference": check.difference,
+            "passed": check.passed,
+            "note": check.note,
         }
-        for name, family in FAMILIES.items()
+        for check in self_check(loaded)
     ]
-    print_table("Model families", rows, as_json=as_json)
+    print_table(repr(loaded), rows, as_json=as_json)

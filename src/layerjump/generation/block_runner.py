@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -201,8 +201,8 @@ class HuggingFaceBlocks:
 
     def __init__(self, model: Model) -> None:
         self._stack = model.stack
+        self._structure = model.structure
         self._blocks = model.structure.blocks
-        self._list = model.hf.get_submodule(model.structure.family.blocks)
         self._config = model.hf.config
         self._takes_positions = "position_ids" in inspect.signature(self._stack.forward).parameters
         self._calls: dict[int, list[Call]] = {}
@@ -245,17 +245,17 @@ class HuggingFaceBlocks:
         inputs: dict[str, Any] = {"input_ids": self._ids[:, stored:], "attention_mask": self._mask}
         if self._takes_positions:
             inputs["position_ids"] = self._positions[:, stored:]
-        with intercept_calls(self._list) as calls:
+        with intercept_calls(self._structure) as calls:
             self._stack(**inputs, past_key_values=placeholder, use_cache=True)
 
         def with_real_cache(value: Any) -> Any:
             return self._cache if value is placeholder else value
 
         self._calls[stored] = [
-            Call(
-                call.states,
-                tuple(map(with_real_cache, call.args)),
-                {name: with_real_cache(value) for name, value in call.kwargs.items()},
+            replace(
+                call,
+                args=tuple(map(with_real_cache, call.args)),
+                kwargs={name: with_real_cache(value) for name, value in call.kwargs.items()},
             )
             for call in calls
         ]

@@ -27,7 +27,7 @@ from layerjump.models.model import Model, require_model
 from layerjump.models.self_check import sample
 from layerjump.models.structure import Pair, Site
 
-PARTS = {"attn": ("attn",), "xattn": ("xattn",), "ffn": ("ffn",), "norms": ("ln1", "lnx", "ln2")}
+PARTS = {"attn": ("attn",), "mixer": ("mixer",), "xattn": ("xattn",), "ffn": ("ffn",), "norms": ("ln1", "lnx", "ln2")}
 """Values of `parts` besides `block` → the sub-modules that are replaced."""
 Span = tuple[int, int]
 """(i, j): a map from level i to level j replaces blocks i + 1 to j."""

@@ -94,8 +94,8 @@ class Rerun:
     def __init__(self, model: Model, batch: Batch) -> None:
         self.model = model
         self.batch = batch
-        blocks, last = model.structure.blocks, Site(model.n_blocks)
-        with torch.no_grad(), record_calls(blocks) as self._calls, Capture(model.structure, [last]) as capture:
+        last = Site(model.n_blocks)
+        with torch.no_grad(), record_calls(model.structure) as self._calls, Capture(model.structure, [last]) as capture:
             model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
         self.levels = [call.states for call in self._calls] + [capture.take()[last]]
         """(rows, positions, d_model) at levels 0 to L."""

@@ -86,12 +86,7 @@ def site_width(model: Model, site: Site) -> int:
     """Return the width of the states at a site."""
     if site == FINAL:
         return model.structure.unembedding.get_parameter("weight").shape[1]
-    if site.part == "heads":
-        projection = model.structure.tap(site).module
-        # GPT-2's Conv1D keeps (in, out), Linear (out, in).
-        side = 0 if type(projection).__name__ == "Conv1D" else 1
-        return projection.get_parameter("weight").shape[side]
-    return model.d_model
+    return model.structure.width(site)
 
 
 def _size(count: float) -> str:

@@ -8,7 +8,7 @@
     with Patch({structure.tap(Site(3)): change}):     # hidden states replaced on their way
         model.hf(input_ids)
 
-    with record_calls(structure.blocks) as calls:     # masks, rotary embeddings, biases of every block
+    with record_calls(structure) as calls:            # masks, rotary embeddings, biases of every block
         model.hf(input_ids)
 
 Every hook is removed when its `with` block ends, also after an exception; `attach_map` alone installs one for good.
@@ -28,33 +28,56 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerjump.errors import BadModel
-from layerjump.models.structure import Site, Structure, Tap
+from layerjump.models.structure import Layout, Site, Structure, Tap, from_rows, n_streams, to_rows
 
 if TYPE_CHECKING:
     from layerjump.data.batches import Batch
     from layerjump.models.model import Model
 
 
+def _is_states(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
+
+
+def _hidden_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
+    """Which argument of a module's call holds the hidden states: most callers pass them first, some by keyword."""
+    if args and (isinstance(args[0], tuple) or _is_states(args[0])):
+        return 0
+    if "hidden_states" in kwargs:
+        return "hidden_states"
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next((key for key, value in named if _is_states(value)), 0)
+
+
 def hidden_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a module's call; most callers pass them first, some by keyword."""
-    states = args[0] if args else kwargs["hidden_states"]
+    """The hidden states among the arguments of a module's call."""
+    key = _hidden_key(args, kwargs)
+    states = args[key] if isinstance(key, int) else kwargs[key]
     # A block list whose caller hands on the block's whole output: the states are its first entry.
     return states[0] if isinstance(states, tuple) else states
 
 
 def hidden_output(output: Any) -> Tensor:
-    """The hidden states in a module's output, which may be a tuple with more in it."""
-    return output[0] if isinstance(output, tuple) else output
+    """The hidden states in a module's output, which may be a tuple or a dictionary with more in it."""
+    if isinstance(output, Mapping):
+        return next(value for value in output.values() if _is_states(value))
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def _replace_hidden_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], states: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
+    key = _hidden_key(args, kwargs)
+    if isinstance(key, str):
+        return args, kwargs | {key: states}
+    return (*args[:key], states, *args[key + 1 :]), kwargs
 
 
 def _replace_hidden_output(output: Any, states: Tensor) -> Any:
-    return (states, *output[1:]) if isinstance(output, tuple) else states
+    if isinstance(output, Mapping):
+        key = next(name for name, value in output.items() if _is_states(value))
+        return type(output)(**{**output, key: states})
+    return (states, *output[1:]) if isinstance(output, (tuple, list)) else states
 
 
 class Hooks:
@@ -64,7 +87,7 @@ class Hooks:
     """
 
     def __init__(self, taps: Iterable[Tap], *, entries: Iterable[nn.Module] = ()) -> None:
-        self._taps = set(taps)
+        self._taps = {tap: tap.layout for tap in taps}
         self._entries = set(entries)
         self._handles: list[RemovableHandle] = []
         self._n_calls: dict[tuple[nn.Module, str], int] = defaultdict(int)
@@ -104,7 +127,11 @@ class Hooks:
     def _count_and_visit(self, module: nn.Module, side: Any, states: Tensor) -> Tensor | None:
         tap = Tap(module, side, self._n_calls[module, side])
         self._n_calls[module, side] += 1
-        return self.visit(tap, states) if tap in self._taps else None
+        if tap not in self._taps:
+            return None
+        layout = self._taps[tap]
+        changed = self.visit(tap, to_rows(states, layout))
+        return None if changed is None else from_rows(changed, layout, n_streams(states, layout))
 
 
 class _AllCaptured(Exception):  # noqa: N818  (a signal, not an error)
@@ -134,13 +161,15 @@ class Capture(Hooks):
         self._buffer_rows = reuse_buffer_rows
         self._buffers: dict[Site, Tensor] = {}
         self._rows: Tensor | None = None
+        self._n_positions = 0
         self._states: dict[Site, Tensor] = {}
         self._stops_early = False
         super().__init__(self._sites_at, entries=entries)
 
-    def start(self, rows: Tensor | None = None) -> None:
+    def start(self, rows: Tensor | None = None, n_positions: int = 0) -> None:
+        """Begin a forward pass; `n_positions` of a row of tokens tells padding that the model adds (Longformer)."""
         super().start()
-        self._rows, self._states = rows, {}
+        self._rows, self._n_positions, self._states = rows, n_positions, {}
 
     def take(self) -> dict[Site, Tensor]:
         """Hand over the states of the last forward pass, and let go of them."""
@@ -148,7 +177,7 @@ class Capture(Hooks):
         if missing:
             raise BadModel(
                 f"the forward pass never reached {', '.join(missing)}: this model does not run the modules "
-                f"its family's row names (an unusual configuration?)"
+                f"that its structure names (an unusual configuration?)"
             )
         states, self._states = self._states, {}
         return states
@@ -157,7 +186,8 @@ class Capture(Hooks):
     def run(self, model: Model, batch: Batch) -> dict[Site, Tensor]:
         """Run a batch no further than the last of the sites; return the states of its picked positions."""
         # Row and position become one index: some modules see (batch · positions, d), most (batch, positions, d).
-        self.start(batch.row * batch.input_ids.shape[1] + batch.position)
+        n_positions = batch.input_ids.shape[1]
+        self.start(batch.row * n_positions + batch.position, n_positions)
         # accelerate moves weights to and from a device around each module: those passes must run to their end.
         self._stops_early = not hasattr(model.hf, "hf_device_map")
         try:
@@ -177,8 +207,10 @@ class Capture(Hooks):
         if self._rows is None:
             return states
         # Always a copy: Falcon adds to its feed-forward output in place afterwards.
-        states = states.reshape(-1, states.shape[-1])
         rows = self._rows.to(states.device)
+        if states.dim() == 3 and self._n_positions not in (0, states.shape[1]):
+            rows = rows // self._n_positions * states.shape[1] + rows % self._n_positions
+        states = states.reshape(-1, states.shape[-1])
         if len(rows) > self._buffer_rows:
             return states.index_select(0, rows)
         if site not in self._buffers:
@@ -260,29 +292,36 @@ class Call:
     """One call of a block: its hidden states, and its other arguments (masks, rotary embeddings, biases, a cache)."""
 
     states: Tensor
+    """(rows, positions, width)."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    """All arguments; those that hold the hidden states are replaced when the call is repeated."""
+    layout: Layout = "btd"
+    n_streams: int = 1
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout = "btd") -> Call:
         """Tell the hidden states from the other arguments."""
-        others = {name: value for name, value in kwargs.items() if args or name != "hidden_states"}
-        return cls(hidden_input(args, kwargs), args[1:], others)
+        states = hidden_input(args, kwargs)
+        count = n_streams(states, layout)
+        return cls(to_rows(states, layout), *_replace_hidden_input(args, kwargs, states), layout, count)
 
     def repeat(self, block: nn.Module, states: Tensor) -> Tensor:
         """Call a block again with other hidden states; return those that leave it."""
-        return hidden_output(block(states, *self.args, **self.kwargs))
+        states = from_rows(states, self.layout, self.n_streams)
+        args, kwargs = _replace_hidden_input(self.args, self.kwargs, states)
+        return to_rows(hidden_output(block(*args, **kwargs)), self.layout)
 
 
 @contextmanager
-def record_calls(blocks: Iterable[nn.Module]) -> Iterator[list[Call]]:
+def record_calls(structure: Structure) -> Iterator[list[Call]]:
     """Record every call of the blocks, in order, while the model runs as ever."""
     calls: list[Call] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Call.of(args, kwargs))
+        calls.append(Call.of(args, kwargs, structure.anatomy.layout))
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in set(blocks)]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in set(structure.blocks)]
     try:
         yield calls
     finally:
@@ -291,20 +330,26 @@ def record_calls(blocks: Iterable[nn.Module]) -> Iterator[list[Call]]:
 
 
 @contextmanager
-def intercept_calls(block_list: nn.Module) -> Iterator[list[Call]]:
-    """Record how a model would call the blocks of its list, once each, without running them or what follows them.
+def intercept_calls(structure: Structure) -> Iterator[list[Call]]:
+    """Record how a model would call its blocks, once each, without running them or what follows them.
 
     Blocks are swapped for recorders rather than hooked, so that hooks on the blocks do not run either.
     """
     calls: list[Call] = []
-    blocks = dict(block_list._modules)
+    places = []
     try:
-        for index, name in enumerate(blocks, start=1):
-            block_list._modules[name] = _CallRecorder(calls, is_last=index == len(blocks))
+        for index, (block, anatomy) in enumerate(zip(structure.blocks, structure.anatomy.blocks, strict=True), start=1):
+            path, _, name = anatomy.path.rpartition(".")
+            parent = structure.module(path)
+            places.append((parent, name, block))
+            parent._modules[name] = _CallRecorder(
+                calls, block, structure.anatomy.layout, is_last=index == structure.n_blocks
+            )
         with suppress(_AllCalled):
             yield calls
     finally:
-        block_list._modules.update(blocks)
+        for parent, name, block in places:
+            parent._modules[name] = block
 
 
 class _AllCalled(Exception):  # noqa: N818  (a signal, not an error)
@@ -314,14 +359,22 @@ class _AllCalled(Exception):  # noqa: N818  (a signal, not an error)
 class _CallRecorder(nn.Module):
     """Records a block's call in its place, and hands the states on unchanged."""
 
-    def __init__(self, calls: list[Call], *, is_last: bool) -> None:
+    def __init__(self, calls: list[Call], block: nn.Module, layout: Layout, *, is_last: bool) -> None:
         super().__init__()
-        self._calls, self._is_last = calls, is_last
+        # In a list, so that the block does not become a sub-module.
+        self._calls, self._block, self._layout, self._is_last = calls, [block], layout, is_last
+
+    def __getattr__(self, name: str) -> Any:
+        # Some models ask a block for its attention type before they call it.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
-        self._calls.append(Call.of(args, kwargs))
+        self._calls.append(Call.of(args, kwargs, self._layout))
         if self._is_last:
             raise _AllCalled
         # A tuple, because some families take a block's first output; others hand the tuple to the next block as its
         # states, which `hidden_input` unpacks.
-        return (self._calls[-1].states,)
+        return (hidden_input(args, kwargs),)

@@ -22,13 +22,12 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
 from layerjump.models import default_model
-from layerjump.models.families import family_of
+from layerjump.models.families import auto_class
 from layerjump.models.model import Model
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_BLOCKS = 10_000
 """More blocks than any model has."""
-CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 LINEAR = "linear.json"
 _COMPOSITES = {LINEAR: "layerjump.pruning.checkpoint:load_linear"}
 """Marker file of a folder that holds a checkpoint and more → the function that loads it, given one that loads
@@ -83,11 +82,11 @@ def _load_checkpoint(
     path = _resolve(name, options)
     with quiet_transformers():
         config = _attempt(name, lambda: AutoConfig.from_pretrained(path, **options))
-        family = family_of(config)
+        loader = getattr(transformers, auto_class(config))
         _require_few_blocks(name, config)
         hf, report = _attempt(
             name,
-            lambda: getattr(transformers, CLASSES[family.task]).from_pretrained(
+            lambda: loader.from_pretrained(
                 path, dtype=_dtype(dtype, device), device_map=device_map, output_loading_info=True, **options
             ),
         )

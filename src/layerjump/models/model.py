@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,11 @@ from layerjump.data.batches import Batch
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadModel, NoPredictions
 from layerjump.models.bos import needs_bos
-from layerjump.models.families import Task
+from layerjump.models.discovery import ExtraInputs, discover, forward_arguments
+from layerjump.models.families import reserved_positions, text_config
 from layerjump.models.hooks import Capture
 from layerjump.models.self_check import require_passed
-from layerjump.models.structure import FINAL, Site, Structure
+from layerjump.models.structure import FINAL, Site, Structure, Task
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Model:
     no_predictions: str | None = None
     """Why this model cannot predict tokens; None if it can."""
     revision: str | None = None
+    extra_inputs: ExtraInputs | None = None
+    """Makes further arguments of the forward pass, for a model that does not run on tokens alone."""
 
     @classmethod
     def wrap(
@@ -45,7 +50,10 @@ class Model:
         """Wrap a Hugging Face model that is in memory, and run the self-check."""
         hf.eval()
         name = name or str(hf.config.name_or_path)
-        model = cls(hf, Structure(hf), name, tokenizer, no_predictions, revision)
+        structure = discover(hf)
+        if structure.degree == "states":
+            no_predictions = no_predictions or f"{name} predicts no tokens: {structure.anatomy.no_logits}"
+        model = cls(hf, structure, name, tokenizer, no_predictions, revision)
         require_passed(model)
         return model
 
@@ -59,7 +67,7 @@ class Model:
 
     @property
     def task(self) -> Task:
-        return self.structure.family.task
+        return self.structure.task
 
     @property
     def masked(self) -> bool:
@@ -68,7 +76,7 @@ class Model:
     @property
     def causal(self) -> bool:
         """Whether a state depends on no later token."""
-        return self.task in ("causal", "seq2seq")
+        return self.task in ("causal", "seq2seq") and self.structure.anatomy.is_causal
 
     @property
     def device(self) -> torch.device:
@@ -77,18 +85,17 @@ class Model:
     @property
     def stack(self) -> nn.Module:
         """The module that runs the blocks, once in a forward pass."""
-        if self.task == "seq2seq":
-            return self.hf.get_decoder()
-        return self.hf.get_encoder() if self.task == "encoder" else self.hf.base_model
+        return self.structure.module(self.structure.anatomy.entry)
 
     @property
     def max_positions(self) -> int:
         """The longest sequence that the model takes."""
-        config = self.hf.config
+        config = getattr(self.hf, "config", None)
         # ALiBi families and T5 have no position table; some of their configurations name the training length.
         fields = ("max_position_embeddings", "seq_length", "n_positions")
-        table = next((size for name in fields if (size := getattr(config, name, None))), 2048)
-        return int(table) - self.structure.family.reserved_positions
+        sizes = [getattr(settings, name, None) for settings in (config, text_config(self.hf)) for name in fields]
+        table = next((size for size in sizes if isinstance(size, int) and size > 0), 2048)
+        return table - reserved_positions(self.hf)
 
     @cached_property
     def tokenization(self) -> Tokenization:
@@ -111,7 +118,7 @@ class Model:
         """The encoder of an encoder–decoder as a model: the same weights, the encoder's blocks and levels."""
         return replace(
             self,
-            structure=Structure(self.hf, encoder=True),
+            structure=discover(self.hf, encoder=True),
             name=f"{self.name} (encoder)",
             no_predictions="the encoder of an encoder–decoder predicts no tokens; use the decoder",
         )
@@ -130,6 +137,10 @@ class Model:
         if self.task == "seq2seq":
             if source_ids is None or source_mask is None:
                 raise BadModel(f"{self.name} is an encoder–decoder; pass source_ids and source_mask for its encoder")
+            if not self._runs_in_two:
+                batch = Batch(input_ids, attention_mask, input_ids, input_ids, input_ids, input_ids)
+                self.run_whole(replace(batch, source_ids=source_ids, source_mask=source_mask))
+                return
             # The two stacks one by one: T5 has no base model, and as a whole it runs its unembedding too.
             mask = self._mask(source_mask)
             encoded = self.hf.get_encoder()(input_ids=source_ids.to(self.device), attention_mask=mask)
@@ -143,11 +154,30 @@ class Model:
             return
         # Without padding the attention kernels need no mask. But if the text contains the padding token, Hugging Face
         # would warn that the mask is missing.
-        pad = getattr(self.hf.config, "pad_token_id", None)
+        pad = getattr(text_config(self.hf), "pad_token_id", None)
         has_pad_token = pad is not None and bool((input_ids == pad).any())
         mask = attention_mask.to(self.device) if has_pad_token else self._mask(attention_mask)
-        settings = {"use_cache": False} if self.task == "causal" else {}
-        self.stack(input_ids=input_ids.to(self.device), attention_mask=mask, **settings)
+        extra = {} if self.extra_inputs is None else self.extra_inputs(input_ids)
+        self.stack(**forward_arguments(self.stack, self.task, input_ids.to(self.device), mask, **extra))
+
+    @cached_property
+    def _runs_in_two(self) -> bool:
+        """Whether the decoder of an encoder–decoder can be called with the encoder's states."""
+        if self.extra_inputs is not None:
+            return False
+        parameters = inspect.signature(self.stack.forward).parameters
+        needed = {"input_ids", "attention_mask", "encoder_hidden_states", "encoder_attention_mask"}
+        required = {name for name, value in parameters.items() if value.default is value.empty and value.kind < 2}
+        return needed <= set(parameters) and required <= needed
+
+    def run_whole(self, batch: Batch, **options: Any) -> Any:
+        """Run the whole model and return its output."""
+        masks = (None if mask is None else mask.to(self.device) for mask in (batch.attention_mask, batch.source_mask))
+        mask, source_mask = masks
+        source = None if batch.source_ids is None else batch.source_ids.to(self.device)
+        ids = batch.input_ids.to(self.device)
+        options |= {} if self.extra_inputs is None else self.extra_inputs(ids if source is None else source)
+        return self.hf(**forward_arguments(self.hf, self.task, ids, mask, source, source_mask, **options))
 
     def _mask(self, mask: Tensor) -> Tensor | None:
         return None if bool(mask.all()) else mask.to(self.device)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch
-from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
+from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, UnsupportedModel, one_line
+from layerjump.models.discovery import main_output, vocabulary_size
 from layerjump.models.hooks import Capture, apply_attached
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.structure import FINAL, Site, Structure, to_rows
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
@@ -76,8 +77,8 @@ def require_passed(model: Model) -> None:
         if not check.passed and check.difference is not None:
             raise SelfCheckFailed(
                 f"{model.name}: self-check {check.name!r} failed: {check.fact}, but the relative difference is "
-                f"{check.difference:.2g}. Its family's row (models/families.py) does not describe this model; "
-                f"please report it."
+                f"{check.difference:.2g}. The structure that discovery found does not describe this model; please "
+                f"report it, or describe the model by an override (docs/families.md)."
             )
 
 
@@ -99,9 +100,9 @@ def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
 
 
 def _padded(model: Model, generator: torch.Generator, rows: int, length: int, padding: int) -> tuple[Tensor, Tensor]:
-    vocab_size = model.hf.config.vocab_size
+    vocab_size = vocabulary_size(model.hf)
     ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
-    pad = getattr(model.hf.config, "pad_token_id", None) or 0
+    pad = getattr(getattr(model.hf, "config", None), "pad_token_id", None) or 0
     pad = pad if 0 <= pad < vocab_size else 0  # some configurations have −1 for none
     # A pad id inside the text would change the positions of families that count from it (RoBERTa).
     ids[ids == pad] = (pad + 1) % vocab_size
@@ -116,94 +117,126 @@ def _states_checks(model: Model) -> list[Check]:
     sites = [site for site in structure.sites() if site != FINAL]
     row, position = batch.row, batch.position
     with Capture(structure, sites) as capture:
-        capture.start(row * batch.input_ids.shape[1] + position)
+        capture.start(row * batch.input_ids.shape[1] + position, batch.input_ids.shape[1])
         hidden, logits = _hugging_face(model, batch)
         states = capture.take()
-    levels = [(states[Site(level)], hidden[level][row, position]) for level in range(model.n_blocks)]
     checks = [
-        _compare("levels", "levels 0 to L−1 are Hugging Face's hidden states", levels),
+        _levels_check(model, batch, states, hidden),
         _compare("blocks", "the parts of each block add up to the next level", reassembly(model, states)),
-        _compare("inputs", "attention and feed-forward read what the row says", readings(model, states)),
+        _compare("inputs", "every part reads the stream or the norm before it", readings(model, states)),
     ]
-    if logits is None:
+    if logits is None or structure.degree == "states":
         return checks
     ours = structure.decode(structure.to_final(states[Site(structure.n_blocks)]))
     fact = "norm and head of level L give the model's logits"
     return [_compare("logits", fact, [(ours, logits[row, position])]), *checks]
 
 
+def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden: Any) -> Check:
+    """Compare levels with `output_hidden_states` where the model returns as many, in the same order."""
+    fact = "levels 0 to L−1 are Hugging Face's hidden states"
+    n_blocks = model.n_blocks
+    if not isinstance(hidden, (tuple, list)) or len(hidden) not in (n_blocks, n_blocks + 1):
+        return Check("levels", fact, None, True, note="the model returns no hidden states of its blocks")
+    layout = model.structure.anatomy.layout
+    try:
+        theirs = [to_rows(state, layout)[batch.row, batch.position] for state in hidden[:n_blocks]]
+    except (IndexError, RuntimeError):
+        return Check("levels", fact, None, True, note="the model returns hidden states of another shape")
+    ours = [states[Site(level)] for level in range(n_blocks)]
+    if theirs[0].shape != ours[0].shape:
+        return Check("levels", fact, None, True, note="the model returns hidden states of another width")
+    check = _compare("levels", fact, list(zip(ours, theirs, strict=True)))
+    if check.passed:
+        return check
+    # Some models list the stream after each block instead (Mamba, RWKV), or another stream.
+    late = _compare("levels", fact, list(zip(ours[1:], theirs, strict=False)))
+    if late.passed and n_blocks > 1:
+        return replace(late, note="Hugging Face lists the output of each block, from level 1")
+    return replace(check, difference=None, passed=True, note="Hugging Face lists another stream")
+
+
 def _encoder_checks(model: Model) -> list[Check]:
-    checks = _states_checks(model.encoder_side())
+    try:
+        encoder = model.encoder_side()
+    except UnsupportedModel as error:
+        return [Check("encoder", "the encoder has levels too", None, True, note=str(error))]
+    checks = _states_checks(encoder)
     return [replace(check, name=f"encoder {check.name}") for check in checks]
 
 
-def _hugging_face(model: Model, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Hidden states and logits as Hugging Face returns them; no logits for the encoder of an encoder–decoder."""
-    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+def _hugging_face(model: Model, batch: Batch) -> tuple[Any, Tensor | None]:
+    """Hidden states and logits as the model returns them; no logits for the encoder of an encoder–decoder."""
     if model.task == "encoder":
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         output = model.hf.get_encoder()(**inputs, output_hidden_states=True)
         return output.hidden_states, None
-    if model.task != "seq2seq":
-        output = model.hf(**inputs, output_hidden_states=True)
-        return output.hidden_states, output.logits
-    output = model.hf(
-        input_ids=batch.source_ids,
-        attention_mask=batch.source_mask,
-        **{f"decoder_{name}": value for name, value in inputs.items()},
-        output_hidden_states=True,
-    )
-    return output.decoder_hidden_states, output.logits
+    output = model.run_whole(batch, output_hidden_states=True)
+    name = "decoder_hidden_states" if model.task == "seq2seq" else "hidden_states"
+    return getattr(output, name, None), main_output(output)
 
 
 def reassembly(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(rebuilt, captured) of every block: its parts added up in the order of the family's row."""
-    pairs = []
-    row = model.structure.family
-    for index, block in enumerate(model.structure.blocks, start=1):
-        at = {site.part: state for site, state in states.items() if site.index == index}
-        stream = states[Site(index - 1)]
-        if row.kind == "parallel":
-            rebuilt = stream + at["attn.out"] + at["ffn.out"]
-            pairs.append((apply_attached(block, rebuilt), at["level"]))
+    """(rebuilt, captured) of the streams in every block: its parts added up in their order."""
+    pairs, structure = [], model.structure
+    for index, (block, anatomy) in enumerate(zip(structure.blocks, structure.anatomy.blocks, strict=True), start=1):
+        if anatomy.problem:
             continue
-        for part, norm, after in row.additions():
-            rebuilt = stream + at[f"{part}.out"]
-            if row.kind == "post":
-                assert norm is not None
-                rebuilt = block.get_submodule(norm)(rebuilt)
-            if after == "level":
-                rebuilt = apply_attached(block, rebuilt)
-            stream = at[after]
-            pairs.append((rebuilt, stream))
+        streams = _streams(structure, index, states)
+        pairs += [(streams[count], states[Site(index, name)]) for name, count in anatomy.mids]
+        pairs.append((apply_attached(block, streams[-1]), states[Site(index)]))
     return pairs
 
 
+def _streams(structure: Structure, block: int, states: dict[Site, Tensor]) -> list[Tensor]:
+    """The stream before a block's first step and after each, added up from its captured parts."""
+    streams = [states[Site(block - 1)]]
+    for step in structure.anatomy.blocks[block - 1].steps:
+        stream, factor = streams[-1], structure.constant(step.factor)
+        if step.kind == "add":
+            stream = stream + states[Site(block, f"{step.name}.out")].reshape(stream.shape) * factor
+        elif step.kind == "mul":
+            stream = stream * factor
+        elif step.kind == "shift":
+            stream = stream + factor
+        else:
+            stream = structure.module(step.name)(stream)
+        streams.append(stream)
+    return streams
+
+
 def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(expected, captured) inputs of attention and feed-forward, and outputs of the attention output projection."""
-    pairs = []
-    row = model.structure.family
-    for index, block in enumerate(model.structure.blocks, start=1):
+    """(expected, captured) inputs of the parts, outputs of norms, and outputs of the parts' output layers."""
+    pairs, structure = [], model.structure
+    for index, anatomy in enumerate(structure.anatomy.blocks, start=1):
         at = {site.part: state for site, state in states.items() if site.index == index}
-        normed_first = row.kind != "post"
-        attn_in = at["ln1.out"] if normed_first and row.ln1 else states[Site(index - 1)]
-        if row.xattn:
-            xattn_in = at["lnx.out"] if normed_first and row.lnx else at["mid"]
-            pairs.append((xattn_in, at["xattn.in"]))
-        stream = at["ln1.out"] if row.kind == "parallel" else at["mid2" if row.xattn else "mid"]
-        ffn_in = at["ln2.out"] if normed_first and row.ln2 else stream
-        pairs += [(attn_in, at["attn.in"]), (ffn_in, at["ffn.in"])]
-        added = at.get("attn_raw", at["attn.out"])
-        pairs.append((block.get_submodule(row.attn_out_proj)(at["heads"]), added))
+        if anatomy.problem:
+            continue
+        streams, points = _streams(structure, index, states), dict(anatomy.points)
+        for write in anatomy.writes:
+            read = streams[write.steps_before]
+            if write.norm and write.norm_first:
+                norm = structure.module(points[f"{write.norm}.in"].path)
+                pairs.append((read, at[f"{write.norm}.in"]))
+                pairs.append((norm(at[f"{write.norm}.in"]), at[f"{write.norm}.out"]))
+                read = at[f"{write.norm}.out"]
+            if f"{write.name}.in" in at:
+                pairs.append((read, at[f"{write.name}.in"]))
+            heads = write.name.replace("attn", "heads") if write.role == "attn" else ""
+            if heads in at and write.output_layer:
+                added = at.get(f"{write.name}_raw", at[f"{write.name}.out"])
+                pairs.append((structure.module(write.output_layer)(at[heads]), added))
     return pairs
 
 
 def _causality(model: Model) -> Check:
     fact = "changing a later token changes no earlier state"
     if not model.causal:
-        return Check("causality", fact, None, True, note="not for an encoder")
+        note = "not for an encoder" if model.task != "causal" else "this model reads both ways"
+        return Check("causality", fact, None, True, note=note)
     batch = sample(model, rows=1)
     changed = batch.input_ids.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % model.hf.config.vocab_size
+    changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size(model.hf)
     sites = [Site(index) for index in range(model.structure.n_blocks + 1)]
     mask = torch.ones_like(batch.attention_mask)
     source_mask = None if batch.source_ids is None else torch.ones_like(batch.source_ids)
@@ -211,7 +244,7 @@ def _causality(model: Model) -> Check:
     runs = []
     with Capture(model.structure, sites) as capture:
         for ids in (batch.input_ids, changed):
-            capture.start(earlier)
+            capture.start(earlier, changed.shape[1])
             model.run_body(ids, mask, batch.source_ids, source_mask)
             runs.append(capture.take())
     return _compare("causality", fact, [(runs[0][site], runs[1][site]) for site in sites])

@@ -53,7 +53,7 @@ def make_draft_model(
     shorter = without_blocks(model, range(n_blocks + 1, model.n_blocks + 1))
     norm = shorter.structure.final_steps[0]
     assert isinstance(norm, nn.Module)
-    absorb_norm_weight(norm, shorter.structure.family.norm_offset)
+    absorb_norm_weight(norm)
     source, target = Site(n_blocks), FINAL
     moments = Moments([(source, target)], reservoir=0)
     for states in capture_states(model, calibration.fit, [source, target]):

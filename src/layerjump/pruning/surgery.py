@@ -10,8 +10,7 @@ it is. (Norms add a small ε to the variance, so a scale changes results by abou
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,40 +18,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from layerjump.errors import BadModel
+from layerjump.models.discovery import discover, is_norm, is_rms_norm
 from layerjump.models.model import Model
-from layerjump.models.structure import Structure
+from layerjump.models.structure import Write, norm_factors
 
 PER_BLOCK_CONFIG = ("layer_types", "attention_layers")
 """Configuration lists with an entry for each block."""
 BLOCK_INDEX_NAMES = ("layer_idx", "layer_id")
 """Attributes with a module's block index, which selects its layer of the KV cache."""
-
-
-@dataclass(frozen=True)
-class Projections:
-    """Paths, inside a block, of the linear layers at the residual stream."""
-
-    ffn_out: str
-    """Output layer of the feed-forward network."""
-    read_ln1: tuple[str, ...] = ()
-    """Layers that read the first norm; known only for families with RMSNorm, whose stream can be rotated."""
-    read_ln2: tuple[str, ...] = ()
-    """Layers that read the second norm."""
-
-
-_GATED = Projections(
-    "mlp.down_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
-)
-PROJECTIONS: dict[str, Projections] = {
-    **dict.fromkeys(("gpt2", "gpt_neo"), Projections("mlp.c_proj")),
-    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), Projections("mlp.dense_4h_to_h")),
-    "gptj": Projections("mlp.fc_out"),
-    "opt": Projections("fc2"),
-    "phi": Projections("mlp.fc2"),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _GATED),
-    "phi3": Projections("mlp.down_proj", ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)),
-}
-"""Model type → its projections, for families whose feed-forward output is added to the stream without a norm."""
 
 
 def cannot_drop(model: Model) -> str | None:
@@ -63,7 +36,7 @@ def cannot_drop(model: Model) -> str | None:
             f"{model_type} is an encoder–decoder, and only models with a single stack can be pruned; pass a decoder or "
             f"an encoder model"
         )
-    if "*" in model.structure.family.blocks:
+    if model.structure.block_list is None:
         return f"the blocks of {model_type} form groups that share weights, so none can be dropped; pass another model"
     return None
 
@@ -73,8 +46,14 @@ def cannot_fold(model: Model) -> str | None:
     model_type = model.hf.config.model_type
     if model.task != "causal":
         return f"blocks of a {model.task} model do not add the feed-forward output to the stream unchanged"
-    if model.structure.family.kind in ("sandwich", "post") or model_type not in PROJECTIONS:
-        return f"in {model_type} blocks a norm follows the feed-forward output, and no map can be folded through a norm"
+    for block in range(1, model.n_blocks + 1):
+        write = _ffn_write(model, block)
+        if write is None:
+            return f"the parts of {model_type} blocks are unknown, so no map can be folded into them"
+        if write.is_normed_after:
+            return f"in {model_type} blocks a norm follows the feed-forward output: no map can be folded through a norm"
+        if write.output_layer is None:
+            return f"the feed-forward of block {block} of {model_type} does not end in one linear layer"
     return None
 
 
@@ -82,16 +61,28 @@ def cannot_rotate(model: Model) -> str | None:
     """Return why this model's residual stream cannot be rotated, or None if it can be."""
     if reason := cannot_fold(model):
         return reason
-    model_type = model.hf.config.model_type
-    if not PROJECTIONS[model_type].read_ln1 or not model.structure.family.to_final:
+    model_type, structure = model.hf.config.model_type, model.structure
+    final_norm = structure.final_steps[0] if len(structure.final_steps) == 1 else None
+    if not isinstance(final_norm, nn.Module) or not is_rms_norm(final_norm, model.d_model):
         return f"the norms of {model_type} subtract the mean, so its residual stream cannot be rotated"
+    for block, anatomy in enumerate(structure.anatomy.blocks, start=1):
+        if any(step.kind != "add" for step in anatomy.steps):
+            return f"block {block} of {model_type} scales or shifts its residual stream, which cannot be rotated"
+        points = dict(anatomy.points)
+        for write in anatomy.writes:
+            if write.output_layer is None or write.linear_readers is None or write.norm is None or write.reads_aside:
+                return f"not all that reads or writes the stream in block {block} of {model_type} is a linear layer"
+            if not isinstance(write.factor, float):
+                return f"block {block} of {model_type} scales each coordinate of its {write.name} output"
+            if not is_rms_norm(structure.module(points[f"{write.norm}.in"].path), model.d_model):
+                return f"the norms of {model_type} subtract the mean, so its residual stream cannot be rotated"
     return None
 
 
 def can_scale(model: Model) -> bool:
     """Return whether a norm precedes the unembedding, so that the scale of the last level has no effect."""
     steps = model.structure.final_steps
-    return bool(steps) and "norm" in type(steps[0]).__name__.lower()
+    return bool(steps) and isinstance(steps[0], nn.Module) and is_norm(steps[0], model.d_model)
 
 
 @torch.no_grad()
@@ -103,8 +94,8 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
     # Dropped blocks are not copied.
     placeholders: dict[int, Any] = {id(model.structure.blocks[block - 1]): nn.Identity() for block in dropped}
     hf = copy.deepcopy(model.hf, placeholders)
-    path, _, name = model.structure.family.blocks.rpartition(".")
-    modules = list(hf.get_submodule(model.structure.family.blocks).children())
+    modules = [hf.get_submodule(anatomy.path) for anatomy in model.structure.anatomy.blocks]
+    path, _, name = (model.structure.block_list or "").rpartition(".")
     setattr(hf.get_submodule(path), name, nn.ModuleList(modules[old - 1] for old in remaining))
 
     config = hf.config
@@ -131,13 +122,30 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
             attention.c_attn.weight[:, queries] *= new / old
             attention.c_attn.bias[queries] *= new / old
             attention.scaling *= old / new
-    return Model(hf, Structure(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
+    return Model(hf, discover(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
+
+
+def _ffn_write(model: Model, block: int) -> Write | None:
+    """Return the feed-forward's write of a block, or its last one where it has no feed-forward."""
+    writes = model.structure.writes(block)
+    return next((write for write in writes if write.role == "ffn"), writes[-1] if writes else None)
 
 
 def ffn_output_layer(model: Model, block: int) -> nn.Module:
     """Return the output layer of a block's feed-forward network; blocks count from 1."""
-    projections = PROJECTIONS[model.hf.config.model_type]
-    return model.structure.blocks[block - 1].get_submodule(projections.ffn_out)
+    write = _ffn_write(model, block)
+    assert write is not None
+    assert write.output_layer is not None
+    return model.structure.module(write.output_layer)
+
+
+def _layers_reading_norms(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    structure = model.structure
+    points = dict(structure.anatomy.blocks[block - 1].points)
+    # Parallel parts can share a norm.
+    readers = {points[f"{w.norm}.in"].path: w.linear_readers or () for w in structure.writes(block)}
+    for norm, paths in readers.items():
+        yield structure.module(norm), [structure.module(path) for path in paths]
 
 
 @torch.no_grad()
@@ -170,25 +178,24 @@ def _weight_matrix(layer: nn.Module) -> Tensor:
 @torch.no_grad()
 def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: float = 1.0) -> None:
     """Edit the weights so that the residual stream h from a level on becomes scale · rotation @ h."""
-    family, projections = model.structure.family, PROJECTIONS[model.hf.config.model_type]
     identity = torch.eye(model.d_model, dtype=torch.float64)
     matrix = identity if rotation is None else rotation.double().cpu()
-    for block in model.structure.blocks[level:]:
-        for path in (family.attn_out_proj, projections.ffn_out):
-            fold_output_map(block.get_submodule(path), scale * matrix)
+    for block in range(level + 1, model.n_blocks + 1):
+        for write in model.structure.writes(block):
+            if write.output_layer is None:
+                raise BadModel(f"the {write.name} of block {block} does not end in a linear layer that can be scaled")
+            fold_output_map(model.structure.module(write.output_layer), scale * matrix)
         if rotation is not None:
-            for norm, paths in ((family.ln1, projections.read_ln1), (family.ln2, projections.read_ln2)):
-                if norm is None:
-                    raise BadModel("the stream of a block without both norms cannot be rotated")
-                norm_weight = absorb_norm_weight(block.get_submodule(norm), family.norm_offset)
-                for path in paths:
-                    fold_input_map(block.get_submodule(path), norm_weight[:, None] * matrix.mT)
+            for norm, layers in _layers_reading_norms(model, block):
+                norm_weight = absorb_norm_weight(norm)
+                for layer in layers:
+                    fold_input_map(layer, norm_weight[:, None] * matrix.mT)
     if rotation is not None:
         final_norm = model.structure.final_steps[0]
         if not isinstance(final_norm, nn.Module):
             raise BadModel("the stream cannot be rotated without a norm before the unembedding")
         untie_unembedding(model)
-        norm_weight = absorb_norm_weight(final_norm, family.norm_offset)
+        norm_weight = absorb_norm_weight(final_norm)
         fold_input_map(model.structure.unembedding, norm_weight[:, None] * matrix.mT)
 
 
@@ -202,14 +209,12 @@ def untie_unembedding(model: Model) -> None:
 
 
 @torch.no_grad()
-def absorb_norm_weight(norm: nn.Module, offset: float) -> Tensor:
-    """Return the factors of a norm in float64, and set them to one and its bias to zero.
-
-    `offset` is what the norm adds to its stored weight (`Family.norm_offset`).
-    """
+def absorb_norm_weight(norm: nn.Module) -> Tensor:
+    """Return the factors of a norm in float64, and set them to one and its bias to zero."""
     weight = norm.get_parameter("weight")
-    factors = weight.double().cpu() + offset
-    weight.fill_(1.0 - offset)
+    factors = norm_factors(norm).cpu()
+    offset = factors - weight.double().cpu()  # what the norm adds to its stored weight
+    weight.copy_(1.0 - offset)
     if getattr(norm, "bias", None) is not None:
         norm.get_parameter("bias").zero_()
     return factors

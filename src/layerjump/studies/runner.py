@@ -122,7 +122,7 @@ def run_studies(
             revision=model.revision,
             fingerprint=fingerprint(model.hf),
             family=model.hf.config.model_type,
-            task=model.structure.family.task,
+            task=model.task,
             n_blocks=model.n_blocks,
             d_model=model.d_model,
             vocab_size=model.structure.vocab_size,

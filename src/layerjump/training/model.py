@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from layerjump.errors import BadTraining, argument
-from layerjump.models.families import FAMILIES
-from layerjump.models.loading import CLASSES
+from layerjump.models.families import auto_class
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Architecture:
 
     @property
     def masked(self) -> bool:
-        return FAMILIES[self.family].task == "masked"
+        return auto_class(AutoConfig.for_model(self.family)) == "AutoModelForMaskedLM"
 
 
 ARCHITECTURES = {name: Architecture(name) for name in ("llama", "mistral", "gpt2")}
@@ -182,8 +181,8 @@ def build_model(
         values["sliding_window"] = max(1, int(shape.max_positions * architecture.window_share))
     config = AutoConfig.for_model(architecture.family, **values)
     torch.manual_seed(seed)
-    auto_class = getattr(transformers, CLASSES[FAMILIES[architecture.family].task])
-    hf: PreTrainedModel = auto_class.from_config(config)
+    language_model = getattr(transformers, auto_class(config))
+    hf: PreTrainedModel = language_model.from_config(config)
     if architecture.family == "bert":
         _initialize_bert(hf)
     return hf

@@ -28,7 +28,7 @@ from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText, BadTraining, argument
 from layerjump.io import check_free, read_json, replace_folder, write_json, write_text
 from layerjump.jumps.serialization import Record, read_record
-from layerjump.models.families import family_of
+from layerjump.models.discovery import task_of
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
 from layerjump.training.data import PackedRows, pack_rows
@@ -313,7 +313,7 @@ def train_model(
     checkpoint: str | None = None,
 ) -> list[dict[str, int | float]]:
     """Train a model in place, from a checkpoint if one is passed; return the logged losses."""
-    is_masked = family_of(hf.config).task == "masked"
+    is_masked = task_of(hf) == "masked"
     dataset = PackedRows(
         rows, recipe.steps * recipe.batch_size, seed=recipe.seed, masking_tokenizer=tokenizer if is_masked else None
     )

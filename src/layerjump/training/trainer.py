@@ -29,9 +29,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from layerjump.errors import BadArtifact, BadTraining, Diverged, argument
 from layerjump.io import read_json, write_json, writing
-from layerjump.models.families import family_of
+from layerjump.models.discovery import discover, task_of
 from layerjump.models.hooks import Capture
-from layerjump.models.structure import Site, Structure
+from layerjump.models.structure import Site
 from layerjump.training.data import IGNORE_INDEX, PackedRows
 from layerjump.training.regularizers import Penalty
 
@@ -106,7 +106,7 @@ class LevelStates(Capture):
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
-        structure = Structure(hf)
+        structure = discover(hf)
         sites = [Site(level) for level in range(structure.n_blocks + 1)]
         super().__init__(structure, sites, entries=(hf, hf.base_model))
 
@@ -143,7 +143,7 @@ class PenaltyTrainer(ResumableTrainer):
         penalty_weight: float = 0.0,
         levels: Sequence[int] | None = None,
     ) -> None:
-        is_masked = family_of(model.config).task == "masked"
+        is_masked = task_of(model) == "masked"
         compute, vocab_size = ForMaskedLMLoss if is_masked else ForCausalLMLoss, model.config.vocab_size
 
         def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
