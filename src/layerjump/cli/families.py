@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from layerjump.cli._options import AsJson, LoadModel, loads_model, print_table
+from layerjump.cli._options import LoadModel, loads_model
+from layerjump.cli._output import JSON, print_table
 
 
 @loads_model()
@@ -14,7 +15,7 @@ def families(
     model: Annotated[
         str | None, typer.Argument(help="A model to check: a hub id, a folder, a GGUF file, or `smollm2`.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: bool = JSON,
     *,
     load: LoadModel,
 ) -> None:

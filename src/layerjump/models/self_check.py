@@ -6,6 +6,7 @@ must lead to the model's own logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -136,14 +137,20 @@ def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden
     """Compare levels with `output_hidden_states` where the model returns as many, in the same order."""
     fact = "levels 0 to L−1 are Hugging Face's hidden states"
     n_blocks = model.n_blocks
-    if not isinstance(hidden, (tuple, list)) or len(hidden) not in (n_blocks, n_blocks + 1):
-        return Check("levels", fact, None, True, note="the model returns no hidden states of its blocks")
     layout = model.structure.anatomy.layout
-    try:
-        theirs = [to_rows(state, layout)[batch.row, batch.position] for state in hidden[:n_blocks]]
-    except (IndexError, RuntimeError):
-        return Check("levels", fact, None, True, note="the model returns hidden states of another shape")
     ours = [states[Site(level)] for level in range(n_blocks)]
+    try:
+        theirs = [to_rows(state, layout)[batch.row, batch.position] for state in hidden or ()]
+    except (IndexError, RuntimeError, TypeError):
+        return Check("levels", fact, None, True, note="the model returns hidden states of another shape")
+    starts = [i for i, state in enumerate(theirs) if state.shape == ours[0].shape and _is_close(ours[0], state)]
+    if starts and 0 not in starts:
+        worst = _compare("levels", fact, [(ours[0], theirs[0])]) if theirs[0].shape == ours[0].shape else None
+        note = f"level 0 is hidden state {starts[0]}: blocks before it are missing"
+        return Check("levels", fact, worst.difference if worst else math.inf, False, note=note)
+    if len(theirs) not in (n_blocks, n_blocks + 1):
+        return Check("levels", fact, None, True, note="the model returns no hidden states of its blocks")
+    theirs = theirs[:n_blocks]
     if theirs[0].shape != ours[0].shape:
         return Check("levels", fact, None, True, note="the model returns hidden states of another width")
     check = _compare("levels", fact, list(zip(ours, theirs, strict=True)))
@@ -215,10 +222,13 @@ def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Ten
         streams, points = _streams(structure, index, states), dict(anatomy.points)
         for write in anatomy.writes:
             read = streams[write.steps_before]
+            if write.norm:
+                path = points[f"{write.norm}.in"].path
+                # A norm of the sum reads the stream as its step finds it.
+                after = [n for n, step in enumerate(anatomy.steps) if step.kind == "norm" and step.name == path]
+                pairs.append((read if write.norm_first else streams[after[0]], at[f"{write.norm}.in"]))
+                pairs.append((structure.module(path)(at[f"{write.norm}.in"]), at[f"{write.norm}.out"]))
             if write.norm and write.norm_first:
-                norm = structure.module(points[f"{write.norm}.in"].path)
-                pairs.append((read, at[f"{write.norm}.in"]))
-                pairs.append((norm(at[f"{write.norm}.in"]), at[f"{write.norm}.out"]))
                 read = at[f"{write.norm}.out"]
             if f"{write.name}.in" in at:
                 pairs.append((read, at[f"{write.name}.in"]))
@@ -260,6 +270,10 @@ def _compare(name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:
             passed = False
         worst = difference if not difference <= worst else worst
     return Check(name, fact, worst, passed)
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    return _compare("", "", [(ours, theirs)]).passed
 
 
 @contextmanager
