@@ -22,8 +22,11 @@ import transformers
 from misreadings import MISREADINGS, is_accepted
 from transformers.utils import logging
 
-from layerjump.models.architectures import TABLE, Support, examine, render_table, small_model
-from layerjump.models.small_config import Architecture, list_architectures
+from layerjump.errors import one_line
+from layerjump.models.architectures import TABLE, Support, render_table
+from layerjump.models.self_check import self_check
+from layerjump.models.small_config import NOT_RUNNABLE, Architecture, list_architectures, small_model
+from layerjump.models.structure import Write
 
 MISREAD_TYPES = ("llama", "gpt2", "gptj", "gemma2", "granite", "qwen3_moe", "falcon_h1", "bert")
 
@@ -65,6 +68,32 @@ def main() -> None:
         "by_task": by_task,
     }
     print(json.dumps(result))
+
+
+def examine(architecture: Architecture) -> Support:
+    """Build a small model of an architecture, discover its structure and prove it."""
+    if reason := NOT_RUNNABLE.get(architecture.model_type):
+        return Support(architecture.task, architecture.model_type, "refused", "", reason)
+    try:
+        model = small_model(architecture)
+        failed = [check for check in self_check(model) if not check.passed]
+    except Exception as error:  # the model's own code; a refusal either way
+        return Support(architecture.task, architecture.model_type, "refused", "", one_line(error, 160))
+    if failed:
+        facts = "; ".join(f"not proven: {check.fact} ({check.difference:.2g})" for check in failed)
+        return Support(architecture.task, architecture.model_type, "refused", "", facts)
+    anatomy = model.structure.anatomy
+    kinds = Counter(" ".join(_label(write) for write in block.writes) for block in anatomy.blocks if block.writes)
+    problems = sorted({block.problem for block in anatomy.blocks if block.problem})
+    both_ways = ["reads both ways"] if model.task == "causal" and not model.causal else []
+    notes = [*problems, *anatomy.notes, *both_ways, *([anatomy.no_logits] if anatomy.no_logits else [])]
+    return Support(
+        architecture.task, architecture.model_type, model.structure.degree, ", ".join(kinds), "; ".join(notes)
+    )
+
+
+def _label(write: Write) -> str:
+    return f"{write.name} (experts)" if write.is_routed else write.name
 
 
 def _is_misread(architecture: Architecture) -> bool:

@@ -34,6 +34,8 @@ def _are_alike(model: Model, other: Model) -> bool:
     batch = sample(model)
     sites = [site for site in model.structure.sites() if site != FINAL]
     (ours,), (theirs,) = (capture_states(m, [batch], sites, logits=True) for m in (model, other))
+    assert ours.logits is not None
+    assert theirs.logits is not None
     same_parts = all(torch.equal(ours[site], theirs[site]) for site in sites)
     steps = [m.structure.anatomy.blocks for m in (model, other)]
     arithmetic = [[(b.steps, [w.steps_before for w in b.writes]) for b in blocks] for blocks in steps]

@@ -178,7 +178,7 @@ def test_a_wrong_cross_attention_is_caught(model):
     if model.task != "seq2seq":
         pytest.skip("no encoder beside the decoder")
     failed = [check.name for check in self_check(misread(model, "xattn.out", "attn.out")) if not check.passed]
-    assert failed == ["blocks"]
+    assert "blocks" in failed
     failed = [check.name for check in self_check(misread(model, "xattn.in", "ffn.in")) if not check.passed]
     assert "inputs" in failed
 

@@ -203,7 +203,7 @@ class HuggingFaceBlocks:
         self._stack = model.stack
         self._structure = model.structure
         self._blocks = model.structure.blocks
-        self._config = model.hf.config
+        self._config = model.text_config
         self._takes_positions = "position_ids" in inspect.signature(self._stack.forward).parameters
         self._calls: dict[int, list[Call]] = {}
         """The calls of all blocks, by the number of tokens that a block has stored."""

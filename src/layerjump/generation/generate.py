@@ -179,7 +179,7 @@ class EarlyExit:
         if positions is None:  # families without a position_ids argument
             attended = torch.ones_like(input_ids) if mask is None else mask
             positions = (attended.long().cumsum(-1) - 1).clamp_min(0)
-        runner = BlockRunner(choose_blocks(self.model), self.model.hf.config, mask, positions)
+        runner = BlockRunner(choose_blocks(self.model), self.model.text_config, mask, positions)
         do_sample = bool(config.do_sample)
         decoder = Decoder(
             self.model, self.jumps, self._config, runner, sequences, logits_processor, do_sample=do_sample

@@ -33,7 +33,7 @@ _MIN_COLUMNS = 4  # times k: for fewer columns, torch.topk is as fast
 
 def chunk_rows(model: Model, memory: int = LOGITS_MEMORY) -> int:
     """How many rows of the model's logits, and of the buffers to compare them, fit in `memory` bytes."""
-    itemsize = max(_MIN_ITEMSIZE, model.hf.dtype.itemsize)
+    itemsize = max(_MIN_ITEMSIZE, model.dtype.itemsize)
     return max(1, min(_MAX_ROWS, memory // (_BUFFERS * model.structure.vocab_size * itemsize)))
 
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from layerjump.errors import UnsupportedModel, one_line
+from layerjump.errors import BadModel, UnsupportedModel, one_line
+from layerjump.models.families import OVERRIDES, Override
 from layerjump.models.structure import (
     Anatomy,
     BlockAnatomy,
@@ -44,7 +45,7 @@ from layerjump.models.tracing import PASSED_ON, ModuleCall, Node, Trace, Value
 
 _ADD, _SUBTRACT = {"add", "radd", "iadd", "add_"}, {"sub", "isub", "subtract"}
 _MULTIPLY, _DIVIDE = {"mul", "rmul", "imul", "multiply"}, {"div", "truediv", "itruediv", "divide", "true_divide"}
-_ATTENTION = {"softmax", "scaled_dot_product_attention", "flex_attention"}
+_ATTENTION = {"softmax", "scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
 _ROUTING = {"topk"}
 _ROWS, _LENGTH = 2, 9
 
@@ -54,20 +55,21 @@ ExtraInputs = Callable[[Tensor], Mapping[str, Any]]
 
 
 def discover(
-    hf: nn.Module, *, task: Task | None = None, encoder: bool = False, extra_inputs: ExtraInputs | None = None
+    hf: nn.Module, *, encoder: bool = False, extra_inputs: ExtraInputs | None = None, override: Override | None = None
 ) -> Structure:
     """Find the blocks, sites and path to the logits of a model; `UnsupportedModel` says what is missing.
 
     With `encoder`, the structure of the encoder of an encoder–decoder. `extra_inputs` are for a model that does not
-    run on tokens alone.
+    run on tokens alone, `override` for one whose structure discovery misses.
     """
-    task = task or task_of(hf)
+    override = override or OVERRIDES.get(getattr(getattr(hf, "config", None), "model_type", ""), Override())
+    task = override.task or task_of(hf)
     if encoder and task != "seq2seq":
         raise UnsupportedModel("expected an encoder–decoder, got a model that has no encoder next to its decoder")
-    key = _cache_key(hf, task, encoder)
+    key = _cache_key(hf, task, encoder) if override == Override() else None
     anatomy = _CACHE.get(key) if key else None
     if anatomy is None:
-        anatomy = _trace_and_read(hf, task, encoder, extra_inputs)
+        anatomy = _trace_and_read(hf, task, encoder, extra_inputs, override)
         if key and anatomy.is_portable:
             _CACHE[key] = anatomy
     return Structure(hf, anatomy)
@@ -168,7 +170,9 @@ def forward_arguments(
     return {name: value for name, value in arguments.items() if name in parameters or takes_all}
 
 
-def _trace_and_read(hf: nn.Module, task: Task, encoder: bool, extra_inputs: ExtraInputs | None) -> Anatomy:
+def _trace_and_read(
+    hf: nn.Module, task: Task, encoder: bool, extra_inputs: ExtraInputs | None, override: Override
+) -> Anatomy:
     device = next(hf.parameters()).device
     length = _LENGTH
     ids = example_tokens(hf, _ROWS, length).to(device)
@@ -181,18 +185,19 @@ def _trace_and_read(hf: nn.Module, task: Task, encoder: bool, extra_inputs: Extr
     hf.eval()
     try:
         trace = Trace(hf, lambda: hf(**arguments), [ids] if source is None else [ids, source])
-    except UnsupportedModel:
-        raise
-    except Exception as error:
-        raise UnsupportedModel(
-            f"the model does not run on {_ROWS} rows of {length} tokens: {type(error).__name__}: {one_line(error)}"
+    except Exception as error:  # a model that loads may still not run
+        name = getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__
+        raise BadModel(
+            f"{name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and its "
+            f"weights do not belong together, or it needs more than tokens"
         ) from error
     finally:
         hf.train(training)
-    reader = _Reader(hf, trace, task)
+    reader = _Reader(hf, trace, task, override)
     anatomy = reader.encoder() if encoder else reader.decoder(ids)
     # An inner module would not take the further arguments.
-    return anatomy if extra_inputs is None else replace(anatomy, entry="")
+    entry = anatomy.entry if extra_inputs is None else ""
+    return replace(anatomy, entry=entry, read_logits=override.logits)
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,8 @@ class _Stack:
 class _Reader:
     """Reads the structure off a trace."""
 
-    def __init__(self, hf: nn.Module, trace: Trace, task: Task) -> None:
-        self.hf, self.trace, self.task = hf, trace, task
+    def __init__(self, hf: nn.Module, trace: Trace, task: Task, override: Override) -> None:
+        self.hf, self.trace, self.task, self.override = hf, trace, task, override
         self._norms: dict[nn.Module, bool] = {}
 
     # --- stacks -------------------------------------------------------------------------------------------------
@@ -222,7 +227,9 @@ class _Reader:
         """The anatomy of the stack that leads to the logits, or to the last hidden states of a model without any."""
         trace = self.trace
         stacks = self._stacks()
-        output = main_output(trace.output)
+        if (path := self.override.blocks) is not None:
+            stacks = [stack for stack in stacks if stack.calls[0].path.startswith(f"{path}.")]
+        output = (self.override.logits or main_output)(trace.output)
         if output is None:
             raise UnsupportedModel("expected a model that returns logits or hidden states, got neither")
         target = trace.value(output)
@@ -355,6 +362,8 @@ class _Reader:
             call.path
             for call in around
             if ids in call.inputs and "input_ids" in inspect.signature(call.module.forward).parameters
+            # Nothing that an outer module computed, but for the encoder's states.
+            if self.task == "seq2seq" or not any(v != ids and v in self.trace.dynamic for v in call.inputs)
         ]
         return with_ids[-1] if with_ids else ""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 from layerjump.errors import UnsupportedModel, argument
+from layerjump.models.structure import Task
 
 AUTO_CLASSES = {
     "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -19,6 +22,22 @@ AUTO_CLASSES = {
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
 """Auto class → model type → class, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """What discovery cannot find by itself; every field is optional."""
+
+    task: Task | None = None
+    """What the model predicts, where its class does not tell."""
+    blocks: str | None = None
+    """Path of the list of blocks, where discovery takes another chain of modules for the blocks."""
+    logits: Callable[[Any], Tensor] | None = None
+    """The model's output → its logits, where they are not `output.logits`, the output itself or its first entry."""
+
+
+OVERRIDES: dict[str, Override] = {}
+"""Model type → its override."""
 
 
 def auto_class(config: Any) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from layerjump.errors import BadModel
 from layerjump.models.hooks import attached_maps
@@ -42,13 +42,13 @@ def identify_model(model: Model) -> ModelIdentity:
         revision=model.revision,
         fingerprint=fingerprint(model.hf),
         tokenizer=tokenizer_hash(model.tokenizer),
-        family=model.hf.config.model_type,
+        family=model.model_type,
         n_blocks=model.n_blocks,
         width=model.d_model,
     )
 
 
-def fingerprint(hf: PreTrainedModel, *, attached: bool = True) -> str:
+def fingerprint(hf: nn.Module, *, attached: bool = True) -> str:
     """The sha256 of every parameter's name, shape and up to 1,024 of its values.
 
     It tells checkpoints apart, also a base model from its fine-tuned one. It does not detect every change: one of a

@@ -17,7 +17,7 @@ from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadModel, NoPredictions
 from layerjump.models.bos import needs_bos
 from layerjump.models.discovery import ExtraInputs, discover, forward_arguments
-from layerjump.models.families import reserved_positions, text_config
+from layerjump.models.families import Override, reserved_positions, text_config
 from layerjump.models.hooks import Capture
 from layerjump.models.self_check import require_passed
 from layerjump.models.structure import FINAL, Site, Structure, Task
@@ -46,14 +46,26 @@ class Model:
         name: str | None = None,
         no_predictions: str | None = None,
         revision: str | None = None,
+        extra_inputs: ExtraInputs | None = None,
+        override: Override | None = None,
     ) -> Model:
-        """Wrap a Hugging Face model that is in memory, and run the self-check."""
+        """Wrap a model that is in memory, discover its structure and run the self-check.
+
+        Args:
+            hf: A Hugging Face model, or any module whose `forward` takes token ids and returns logits.
+            tokenizer: The model's tokenizer; without one, texts cannot be read.
+            name: Name of the model in messages and files.
+            no_predictions: Why its predictions are of no use; None if they are.
+            revision: Revision of the checkpoint.
+            extra_inputs: Makes further arguments of `forward` from token ids, such as an image's pixels.
+            override: What discovery cannot find by itself.
+        """
         hf.eval()
-        name = name or str(hf.config.name_or_path)
-        structure = discover(hf)
+        name = name or str(getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__)
+        structure = discover(hf, extra_inputs=extra_inputs, override=override)
         if structure.degree == "states":
             no_predictions = no_predictions or f"{name} predicts no tokens: {structure.anatomy.no_logits}"
-        model = cls(hf, structure, name, tokenizer, no_predictions, revision)
+        model = cls(hf, structure, name, tokenizer, no_predictions, revision, extra_inputs)
         require_passed(model)
         return model
 
@@ -80,7 +92,21 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return self.hf.device
+        return next(self.hf.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.hf.parameters() if p.is_floating_point())
+
+    @property
+    def model_type(self) -> str:
+        """Hugging Face's `model_type`; the class of a model that has none."""
+        return str(getattr(getattr(self.hf, "config", None), "model_type", "") or type(self.hf).__name__)
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of the text model: a part of an image–text model's configuration."""
+        return text_config(self.hf)
 
     @property
     def stack(self) -> nn.Module:
@@ -154,7 +180,7 @@ class Model:
             return
         # Without padding the attention kernels need no mask. But if the text contains the padding token, Hugging Face
         # would warn that the mask is missing.
-        pad = getattr(text_config(self.hf), "pad_token_id", None)
+        pad = getattr(self.text_config, "pad_token_id", None)
         has_pad_token = pad is not None and bool((input_ids == pad).any())
         mask = attention_mask.to(self.device) if has_pad_token else self._mask(attention_mask)
         extra = {} if self.extra_inputs is None else self.extra_inputs(input_ids)

@@ -180,7 +180,7 @@ def _hugging_face(model: Model, batch: Batch) -> tuple[Any, Tensor | None]:
         return output.hidden_states, None
     output = model.run_whole(batch, output_hidden_states=True)
     name = "decoder_hidden_states" if model.task == "seq2seq" else "hidden_states"
-    return getattr(output, name, None), main_output(output)
+    return getattr(output, name, None), (model.structure.anatomy.read_logits or main_output)(output)
 
 
 def reassembly(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -26,6 +26,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from layerjump.errors import UnsupportedModel
+from layerjump.models.discovery import ExtraInputs, discover
+from layerjump.models.model import Model
 
 Task = Literal["causal", "masked", "seq2seq", "image-text"]
 MAPPINGS: dict[Task, str] = {
@@ -302,6 +304,9 @@ _SMALL: dict[str, int] = {  # at most these
 }  # fmt: skip
 
 
+_SCALES = ("logits_scaling", "logit_scale")
+
+
 def _shrunk(config: PretrainedConfig, sizes: _Sizes) -> dict[str, Any]:
     """A configuration's values with small sizes; sub-configurations included."""
     own = {field.name for field in dataclasses.fields(type(config))} | set(config.attribute_map.values())
@@ -319,6 +324,8 @@ def _shrunk(config: PretrainedConfig, sizes: _Sizes) -> dict[str, Any]:
             result[key] = _FILL[key](sizes)
         elif _is_size(value):
             result[key] = _shrunk_size(key, value, sizes, width, default)
+        elif isinstance(value, float) and value == 1.0 and ("multiplier" in key or key in _SCALES):
+            result[key] = 0.7  # a factor of one would hide
         else:
             result[key] = copy.deepcopy(value)
             if key == "eos_token_id" and value is not None:  # several
@@ -598,3 +605,22 @@ def text_inputs(hf: PreTrainedModel, task: Task, ids: torch.Tensor, mask: torch.
         case "voxtral_realtime":  # adds a frame of sound to every token
             inputs["encoder_inputs_embeds"] = noise(length * config.downsample_factor, config.audio_config.hidden_size)
     return inputs
+
+
+_TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+
+
+def small_model(architecture: Architecture, **sizes: Any) -> Model:
+    """A small model of an architecture with random weights, its structure discovered and not yet proven."""
+    hf = build(architecture, small_config(architecture.model_type, **sizes))
+    extra_inputs = _extra_inputs(hf, architecture)
+    structure = discover(hf, extra_inputs=extra_inputs)
+    return Model(hf, structure, str(architecture), extra_inputs=extra_inputs)
+
+
+def _extra_inputs(hf: PreTrainedModel, architecture: Architecture) -> ExtraInputs | None:
+    def extra_inputs(ids: torch.Tensor) -> Mapping[str, Any]:
+        inputs = text_inputs(hf, architecture.task, ids, torch.ones_like(ids))
+        return {name: value for name, value in inputs.items() if name not in _TOKEN_ARGUMENTS}
+
+    return extra_inputs if extra_inputs(torch.ones(2, 9, dtype=torch.long)) else None

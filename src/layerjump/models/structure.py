@@ -284,6 +284,8 @@ class Anatomy:
     from_unembedding: tuple[PathStep, ...] = ()
     no_logits: str | None = None
     """Why there is no path to logits."""
+    read_logits: Callable[[Any], Tensor] | None = None
+    """The model's output → its logits, where an override tells."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -45,7 +45,7 @@ def make_draft_model(
     steps = model.structure.final_steps
     if model.task != "causal" or len(steps) != 1 or not hasattr(steps[0], "weight"):
         raise BadPruning(
-            f"{model.hf.config.model_type} does not have exactly one norm between its last block and the unembedding, "
+            f"{model.model_type} does not have exactly one norm between its last block and the unembedding, "
             f"so a jump cannot be folded into the unembedding; use `prune` instead"
         )
     model.require_predictions()

@@ -30,7 +30,7 @@ BLOCK_INDEX_NAMES = ("layer_idx", "layer_id")
 
 def cannot_drop(model: Model) -> str | None:
     """Return why no block of this model can be dropped, or None if blocks can be."""
-    model_type = model.hf.config.model_type
+    model_type = model.model_type
     if model.task in ("seq2seq", "encoder"):
         return (
             f"{model_type} is an encoder–decoder, and only models with a single stack can be pruned; pass a decoder or "
@@ -43,7 +43,7 @@ def cannot_drop(model: Model) -> str | None:
 
 def cannot_fold(model: Model) -> str | None:
     """Return why no map can be folded into this model's feed-forward output, or None if one can be."""
-    model_type = model.hf.config.model_type
+    model_type = model.model_type
     if model.task != "causal":
         return f"blocks of a {model.task} model do not add the feed-forward output to the stream unchanged"
     for block in range(1, model.n_blocks + 1):
@@ -61,7 +61,7 @@ def cannot_rotate(model: Model) -> str | None:
     """Return why this model's residual stream cannot be rotated, or None if it can be."""
     if reason := cannot_fold(model):
         return reason
-    model_type, structure = model.hf.config.model_type, model.structure
+    model_type, structure = model.model_type, model.structure
     final_norm = structure.final_steps[0] if len(structure.final_steps) == 1 else None
     if not isinstance(final_norm, nn.Module) or not is_rms_norm(final_norm, model.d_model):
         return f"the norms of {model_type} subtract the mean, so its residual stream cannot be rotated"

@@ -98,7 +98,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     recipe = Recipe(
         layers=setup.model.n_blocks,
         hidden_size=setup.model.d_model,
-        heads=int(setup.model.hf.config.num_attention_heads),
+        heads=int(setup.model.text_config.num_attention_heads),
         max_positions=length,
         length=length,
         steps=steps,

@@ -58,7 +58,7 @@ def cannot_run(setup: Setup) -> str | None:
     model = setup.model
     if model.no_predictions:
         return model.no_predictions
-    width, heads = site_width(model, Site(1, "heads")), model.hf.config.num_attention_heads
+    width, heads = site_width(model, Site(1, "heads")), model.text_config.num_attention_heads
     if width % heads:
         return f"the input of the output projection has width {width}, not a multiple of {heads} heads"
     return None
@@ -69,7 +69,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     model, batches = setup.model, small_batches(setup, TOKEN_SHARE)
     pairs = ",".join(f"{block}.attn.in:{block}.heads" for block in range(1, model.n_blocks + 1))
     jumps = setup.all_position_jumps("affine", pairs)
-    moments, n_heads = setup.all_position_moments(pairs).fit, int(model.hf.config.num_attention_heads)
+    moments, n_heads = setup.all_position_moments(pairs).fit, int(model.text_config.num_attention_heads)
     size = site_width(model, Site(1, "heads")) // n_heads
     changes: dict[tuple[int, int, Replacement], Change] = {}
     for block in range(1, model.n_blocks + 1):

@@ -121,7 +121,7 @@ def run_studies(
             name=model.name,
             revision=model.revision,
             fingerprint=fingerprint(model.hf),
-            family=model.hf.config.model_type,
+            family=model.model_type,
             task=model.task,
             n_blocks=model.n_blocks,
             d_model=model.d_model,

@@ -419,7 +419,7 @@ def paper_deviations(setup: Setup) -> list[str]:
     settings, model = setup.settings, setup.model
     if not settings.paper:
         return []
-    family, sentences = model.hf.config.model_type, []
+    family, sentences = model.model_type, []
     if family not in PAPER_FAMILIES:
         sentences.append(f"The model is of the family {family}; the paper's are GPT-2 and BERT.")
     sentences.append(

@@ -134,7 +134,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
 
 
 def _load_checkpoints(setup: Setup) -> Iterator[tuple[str, Model]]:
-    device, dtype = str(setup.model.device), str(setup.model.hf.dtype).split(".")[-1]
+    device, dtype = str(setup.model.device), str(setup.model.dtype).split(".")[-1]
     for checkpoint in setup.settings.checkpoints:
         folder = Path(checkpoint).expanduser()
         if not folder.is_dir():

@@ -65,12 +65,12 @@ class Costs(FileRecord):
 def measure_costs(model: Model, jumps: Jumps | None, shortlist: Shortlist | None = None) -> Costs:
     """Time the parts of a decode step in turns; the medians."""
     context = max(1, min(_CONTEXT, model.max_positions - _JOINT_TOKENS))
-    runner = BlockRunner(choose_blocks(model), model.hf.config, None, torch.arange(context)[None])
+    runner = BlockRunner(choose_blocks(model), model.text_config, None, torch.arange(context)[None])
     ids = torch.full((1, context + _JOINT_TOKENS), 1, device=model.device)
     _run_all_blocks(runner, ids[:, :context])
     lens = Lens(pack_unembedding(model), jumps)
     level = min(lens.levels, key=lambda level: abs(level - model.n_blocks // 2))
-    state = torch.randn(1, model.d_model, device=model.device, dtype=model.hf.dtype)
+    state = torch.randn(1, model.d_model, device=model.device, dtype=model.dtype)
     position = torch.tensor([context], device=model.device)
     probe = Probe(torch.randn(1, model.d_model + 3), (level,), 0.5)
 
