@@ -61,7 +61,7 @@ def test_a_plain_module_is_discovered_proven_and_read():
     assert model.structure.writes(1)[0].factor == 0.5
     assert all(check.passed for check in self_check(model))
     trajectory = lj.Lens(model)("1 2 3 4 5")
-    assert trajectory.n_positions == len(trajectory.tokens)
+    assert len(trajectory.positions) == trajectory.top.shape[1]
 
 
 def test_an_override_names_the_logits_of_an_output_that_hides_them():
