@@ -25,7 +25,9 @@ def pretrain(
     penalty: str = penalty_option("none", "Loss term: none, cosine, mse or jump."),
     penalty_weight: float = penalty_option(0.5, "Weight of the penalty."),
     penalty_levels: str | None = penalty_option(None, "Levels to penalise, e.g. 3,4 (default: all)."),
-    arch: str = architecture_option("llama", "llama, mistral, gpt2 or bert."),
+    arch: str = architecture_option(
+        "llama", "llama, mistral, gpt2, bert, or any causal model type of transformers, such as qwen3_moe.", "--arch"
+    ),
     layers: int = architecture_option(4, "Blocks."),
     hidden_size: int = architecture_option(128, "Width of the residual stream."),
     heads: int = architecture_option(4, "Attention heads."),
@@ -56,6 +58,7 @@ def pretrain(
 
     [bold]layerjump pretrain --text stories.txt --penalty cosine --penalty-weight 0.5 -o model[/]
     [bold]layerjump pretrain --text a.txt --text b.txt --held-out c.txt --arch gpt2 --layers 6[/]
+    [bold]layerjump pretrain --text stories.txt --arch qwen3_moe -o experts[/]    any causal model type
     [bold]torchrun --nproc-per-node 2 -m layerjump pretrain --text stories.txt[/]    two processes
     """
     from layerjump.data.corpus import load_text

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import torch
 import transformers
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from layerjump.errors import BadTraining, argument
+from layerjump.errors import BadTraining, UnsupportedModel, argument, one_line
+from layerjump.models import small_config
 from layerjump.models.families import auto_class
 
 
@@ -53,14 +61,24 @@ class Architecture:
     config: Mapping[str, Any] = field(default_factory=dict)
     window_share: float | None = None
     """Sliding attention window as a share of the positions; None for full attention."""
+    listed: small_config.Architecture | None = None
+    """The class of transformers, for an architecture whose configuration is its own default made small."""
 
     @property
     def masked(self) -> bool:
-        return auto_class(AutoConfig.for_model(self.family)) == "AutoModelForMaskedLM"
+        return self.listed is None and auto_class(AutoConfig.for_model(self.family)) == "AutoModelForMaskedLM"
+
+    @property
+    def loader(self) -> str:
+        """The auto class that loads its checkpoints."""
+        if self.listed is None:
+            return auto_class(AutoConfig.for_model(self.family))
+        return "AutoModelForCausalLM" if self.listed.task == "causal" else "AutoModelForImageTextToText"
 
 
 ARCHITECTURES = {name: Architecture(name) for name in ("llama", "mistral", "gpt2")}
 ARCHITECTURES["bert"] = Architecture("bert", {"initializer_range": 0.05})
+"""Architectures with the same sizes and window-free attention, so that they compare; `find_architecture` has more."""
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
 _OPT = {"activation_function": "gelu", "layerdrop": 0.0}
 _NO_SOFT_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
@@ -99,6 +117,23 @@ _MASKED_SPECIAL: dict[str, Any] = {
 }
 _FFN_WIDTH_NAMES = ("intermediate_size", "ffn_dim")
 _GATED_FAMILIES = ("llama", "mistral", "gemma", "gemma2")
+
+
+def find_architecture(name: str) -> Architecture:
+    """The architecture of a name in `ARCHITECTURES`, or of any causal or image–text model type of transformers."""
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    listed = small_config.list_architectures()
+    causal = {kind.model_type: kind for task in ("image-text", "causal") for kind in listed if kind.task == task}
+    if name in causal:
+        return Architecture(name, listed=causal[name])
+    other = next((kind for kind in listed if kind.model_type == name), None)
+    near = get_close_matches(name, [*ARCHITECTURES, *causal], n=1)
+    reason = f"a {other.task} model" if other else "no model type of transformers"
+    raise BadTraining(
+        f"expected {argument('arch')} to be bert or a causal model type of transformers, such as llama or qwen3_moe, "
+        f"got {name!r}, which is {reason}{f'; did you mean {near[0]}?' if near and not other else ''}"
+    )
 
 
 def train_tokenizer(
@@ -144,6 +179,8 @@ def build_model(
     architecture: Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> PreTrainedModel:
     """Build an untrained model for a tokenizer; the same seed gives the same weights."""
+    if architecture.listed is not None:
+        return _build_listed(architecture.listed, shape, tokenizer, seed=seed)
     defaults = AutoConfig.for_model(architecture.family)
     head_dim = shape.hidden_size // shape.heads
     # Four times the width. A gated network has a third matrix, so two thirds of that, a multiple of eight.
@@ -186,6 +223,51 @@ def build_model(
     if architecture.family == "bert":
         _initialize_bert(hf)
     return hf
+
+
+def _build_listed(
+    kind: small_config.Architecture, shape: ModelShape, tokenizer: PreTrainedTokenizerBase, *, seed: int
+) -> PreTrainedModel:
+    """A model of any listed class from its small configuration, with the class's own initialisation."""
+    try:
+        config = small_config.small_config(
+            kind.model_type,
+            n_blocks=shape.layers,
+            d_model=shape.hidden_size,
+            n_heads=shape.heads,
+            vocab_size=len(tokenizer),
+            n_positions=shape.max_positions,
+        )
+        for part in _text_configs(config):
+            _suit_training(part, shape, tokenizer)
+        return small_config.build(kind, config, seed=seed, perturb=False)
+    except UnsupportedModel as error:
+        raise BadTraining(f"{kind.model_type} cannot be trained on text: {one_line(error)}") from error
+    except Exception as error:  # sizes that do not suit the type, in whatever library
+        raise BadTraining(
+            f"{kind.model_type} cannot be built with {shape.layers} blocks, width {shape.hidden_size} and {shape.heads} "
+            f"heads: {type(error).__name__}: {one_line(error)}; pass {argument('hidden_size')} of 64 or more with 16 "
+            f"or more dimensions a head"
+        ) from error
+
+
+def _text_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """A configuration and all configurations inside it."""
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    parts = [part for part in inner if isinstance(part, PretrainedConfig)]
+    return [config, *(deeper for part in parts for deeper in _text_configs(part))]
+
+
+def _suit_training(config: PretrainedConfig, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The tokenizer's special tokens, no dropout, and windows of half the positions."""
+    for name, value in list(vars(config).items()):
+        is_noise = any(part in name for part in ("dropout", "pdrop", "layerdrop", "drop_path", "jitter"))
+        if is_noise and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif name in ("sliding_window", "attention_chunk_size") and value == small_config.WINDOW:
+            setattr(config, name, max(small_config.WINDOW, shape.max_positions // 2))
+        elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and value is not None:
+            setattr(config, name, getattr(tokenizer, name))
 
 
 @torch.no_grad()

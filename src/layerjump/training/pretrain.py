@@ -9,6 +9,7 @@ The folder is an ordinary Hugging Face checkpoint with `training.json`, which `P
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -33,9 +34,11 @@ from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
 from layerjump.training.data import PackedRows, pack_rows
 from layerjump.training.linearity_profile import Measurements, TrainingMonitor
-from layerjump.training.model import ARCHITECTURES, Architecture, ModelShape, build_model, train_tokenizer
+from layerjump.training.model import Architecture, ModelShape, build_model, find_architecture, train_tokenizer
 from layerjump.training.regularizers import PENALTIES
 from layerjump.training.trainer import PenaltyTrainer, find_checkpoint, remove_training_folder, silence_trainer
+
+logger = logging.getLogger("layerjump")
 
 NO_PENALTY = "none"
 RECORD_FILE, PAGE_FILE = "training.json", "training.html"
@@ -48,7 +51,7 @@ class Recipe(ModelShape):
     """Settings of a pretraining run; the same settings and text give the same model."""
 
     arch: str = "llama"
-    """Name of an architecture: llama, mistral, gpt2 or bert."""
+    """llama, mistral, gpt2, bert, or any causal or image–text model type of transformers."""
     vocab_size: Annotated[int, Field(alias="vocabulary")] = 2048
     length: int = 128
     """Number of tokens in a row."""
@@ -70,7 +73,7 @@ class Recipe(ModelShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         penalties = [NO_PENALTY, *PENALTIES]
-        self._require("arch", self.arch in ARCHITECTURES, f"to be one of {', '.join(ARCHITECTURES)}")
+        find_architecture(self.arch)  # raises for an unknown one
         self._require("penalty", self.penalty in penalties, f"to be one of {', '.join(penalties)}")
         for name in ("steps", "batch_size", "eval_every", "length"):
             self._require(name, getattr(self, name) >= 1, "of 1 or more")
@@ -92,7 +95,7 @@ class Recipe(ModelShape):
 
     @property
     def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.arch]
+        return find_architecture(self.arch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +215,14 @@ def pretrain(
     rows = pack_rows(text.documents, tokenization, recipe.length)
     hf = build_model(recipe.architecture, recipe, tokenizer, seed=recipe.seed)
     model = Model.wrap(hf, tokenizer, name="model")
+    if not (model.masked or model.causal):
+        raise BadTraining(
+            f"expected {argument('arch')} to be a causal model type, got {recipe.arch}, whose states depend on later "
+            f"tokens"
+        )
+    if model.n_blocks != recipe.layers:
+        logger.info("%s needs %d blocks for its kinds of blocks, not %d", recipe.arch, model.n_blocks, recipe.layers)
+        settings = replace(settings, layers=model.n_blocks)
     monitor = TrainingMonitor(model, held_out, eval_every=recipe.eval_every, folder=training_folder)
     log = train_model(hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint)
     if recipe.penalty == NO_PENALTY:
@@ -349,7 +360,7 @@ def model_card(record: PretrainingRecord) -> str:
         for name, after in last.items()
         if name != "step" and (before := first[name]) is not None and after is not None
     )
-    auto = "AutoModelForMaskedLM" if settings.arch == "bert" else "AutoModelForCausalLM"
+    auto = find_architecture(settings.arch).loader
     return f"""---
 library_name: transformers
 tags:

@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from layerjump.errors import BadArtifact, BadTraining, Diverged, argument
 from layerjump.io import read_json, write_json, writing
-from layerjump.models.discovery import discover, task_of
+from layerjump.models.discovery import discover, task_of, vocabulary_size
 from layerjump.models.hooks import Capture
 from layerjump.models.structure import Site
 from layerjump.training.data import IGNORE_INDEX, PackedRows
@@ -144,11 +144,12 @@ class PenaltyTrainer(ResumableTrainer):
         levels: Sequence[int] | None = None,
     ) -> None:
         is_masked = task_of(model) == "masked"
-        compute, vocab_size = ForMaskedLMLoss if is_masked else ForCausalLMLoss, model.config.vocab_size
+        compute = ForMaskedLMLoss if is_masked else ForCausalLMLoss
 
         def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
             # The model's own loss as a mean over all tokens of a batch; BERT's forward pass takes it of a micro-batch.
-            return compute(outputs["logits"], labels, vocab_size, num_items_in_batch=num_items_in_batch)
+            logits = outputs["logits"]
+            return compute(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
 
         super().__init__(
             model, args, compute_loss_func=loss, train_dataset=train_dataset, processing_class=processing_class
@@ -157,7 +158,7 @@ class PenaltyTrainer(ResumableTrainer):
         self._penalty = penalty if penalty_weight else None
         self._penalty_weight, self._penalised_levels = penalty_weight, levels
         self._level_states = LevelStates(model) if self._penalty else None
-        self._loss_limit = DIVERGED_FACTOR * math.log(model.config.vocab_size)
+        self._loss_limit = DIVERGED_FACTOR * math.log(vocabulary_size(model))
         self._n_bad_batches = 0
         self._last_inputs: dict[str, Any] = {}
         self._logged_sums = torch.zeros(3, dtype=torch.float64)
