@@ -11,13 +11,7 @@ import torch
 import transformers
 from pydantic import Field
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from layerjump.errors import BadTraining, UnsupportedModel, argument, one_line
 from layerjump.models import small_config
@@ -245,7 +239,7 @@ def _build_listed(
         raise BadTraining(f"{kind.model_type} cannot be trained on text: {one_line(error)}") from error
     except Exception as error:  # sizes that do not suit the type, in whatever library
         raise BadTraining(
-            f"{kind.model_type} cannot be built with {shape.layers} blocks, width {shape.hidden_size} and {shape.heads} "
+            f"{kind.model_type} cannot be built with {shape.layers} blocks, width {shape.hidden_size}, {shape.heads} "
             f"heads: {type(error).__name__}: {one_line(error)}; pass {argument('hidden_size')} of 64 or more with 16 "
             f"or more dimensions a head"
         ) from error
