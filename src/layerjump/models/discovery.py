@@ -220,6 +220,7 @@ class _Reader:
     def __init__(self, hf: nn.Module, trace: Trace, task: Task, override: Override) -> None:
         self.hf, self.trace, self.task, self.override = hf, trace, task, override
         self._norms: dict[nn.Module, bool] = {}
+        self._linear: dict[nn.Module, bool] = {}
 
     # --- stacks -------------------------------------------------------------------------------------------------
 
@@ -301,7 +302,7 @@ class _Reader:
         """The blocks inside groups of blocks (ALBERT): a group is nothing but a chain of equal modules."""
         inner: list[ModuleCall] = []
         for call in stack.calls:
-            children = [child for child in self.trace.calls if child.parent is call]
+            children = [child for child in self.trace.calls_in(call) if child.parent is call]
             same_type = len({type(child.module) for child in children}) == 1
             if not children or not same_type or not self._is_chain(children):
                 return stack
@@ -357,13 +358,14 @@ class _Reader:
     def _entry(self, stack: _Stack, ids: Value) -> str:
         """The innermost module that reads the tokens and runs all blocks."""
         first, last = stack.calls[0], stack.calls[-1]
+        of_model = self.trace.calls[0].inputs
         around = [call for call in self.trace.calls if call.contains(first) and call.contains(last)]
         with_ids = [
             call.path
             for call in around
             if ids in call.inputs and "input_ids" in inspect.signature(call.module.forward).parameters
             # Nothing that an outer module computed, but for the encoder's states.
-            if self.task == "seq2seq" or not any(v != ids and v in self.trace.dynamic for v in call.inputs)
+            if self.task == "seq2seq" or not any(v in self.trace.dynamic and v not in of_model for v in call.inputs)
         ]
         return with_ids[-1] if with_ids else ""
 
@@ -562,7 +564,7 @@ class _Reader:
 
     def _block(self, call: ModuleCall, layout: Layout, kinds: dict[Any, _BlockPattern]) -> BlockAnatomy:
         bare = BlockAnatomy(call.path, call.index)
-        norms = {inner.module for inner in self.trace.calls if call.contains(inner) and self._is_norm(inner)}
+        norms = {inner.module for inner in self.trace.calls_in(call) if self._is_norm(inner)}
         try:
             steps = self._stream_steps(self._in(call), self._raw_out(call), call.start, norms)
             if steps is None:
@@ -660,6 +662,11 @@ class _Reader:
         if module not in self._norms:
             self._norms[module] = main is not None and is_norm(module, self.trace.tensors[main].shape[-1])
         return self._norms[module]
+
+    def _is_linear(self, module: nn.Module) -> bool:
+        if module not in self._linear:
+            self._linear[module] = is_linear(module)
+        return self._linear[module]
 
     def _read_block(
         self,
@@ -789,7 +796,7 @@ class _Reader:
         used_norms: dict[nn.Module, str] = {}
         counts: dict[str, int] = defaultdict(int)
         phase, phase_stream, phases = 0, -1, list[int]()
-        inside = [call for call in self.trace.calls if block.contains(call)]
+        inside = self.trace.calls_in(block)
         # A norm that parallel parts share is named by the one that mixes positions, whichever is added first.
         in_order = sorted(
             zip(terms, pattern.readings, strict=True), key=lambda pair: (pair[1].stream, not pair[1].mixes)
@@ -831,7 +838,7 @@ class _Reader:
             raw = self._in(term.call) if is_sandwich else term.value
             raw_writers = [c for c in self._writers(raw) if block.contains(c)]
             raw_call = next(iter(self.trace.calls_writing.get(raw, ())), None) if is_sandwich else None
-            output_layer = next((c for c in reversed(raw_writers) if is_linear(c.module)), None)
+            output_layer = next((c for c in reversed(raw_writers) if self._is_linear(c.module)), None)
             norm = pre_norm or (None if is_sandwich else term.post_norm)
             norm_name = None
             if norm is not None:
@@ -919,6 +926,7 @@ class _Reader:
         trace, value = self.trace, self._out(norm)
         family = {value}
         paths: dict[str, None] = {}
+        linear = [call for call in trace.calls_in(block) if self._is_linear(call.module)]
         for index in range(value[1] + 1, block.end):
             node = trace.nodes[index]
             sources = [v for v in node.inputs if v in family]
@@ -927,7 +935,7 @@ class _Reader:
             if node.name in PASSED_ON and trace.tensors[node.outputs[0]].numel() == trace.tensors[value].numel():
                 family.update(node.outputs)
                 continue
-            leaf = next((c for c in trace.calls if is_linear(c.module) and c.start <= index < c.end), None)
+            leaf = next((call for call in linear if call.start <= index < call.end), None)
             if leaf is None or trace.source(self._in(leaf)) != trace.source(value):
                 return None
             paths[leaf.path] = None

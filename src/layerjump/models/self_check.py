@@ -46,10 +46,11 @@ def self_check(model: Model) -> list[Check]:
 
     require_model(model)
     with torch.no_grad(), hooks_as_before(model.hf):
+        checks, states = _states_checks(model)
         return [
-            *_states_checks(model),
+            *checks,
             *(_encoder_checks(model) if model.task == "seq2seq" else ()),
-            _causality(model),
+            _causality(model, states),
             Check(
                 "weights",
                 "every weight between level L and the logits was in the checkpoint",
@@ -113,7 +114,8 @@ def _padded(model: Model, generator: torch.Generator, rows: int, length: int, pa
     return ids, mask
 
 
-def _states_checks(model: Model) -> list[Check]:
+def _states_checks(model: Model) -> tuple[list[Check], dict[Site, Tensor]]:
+    """Compare the states of one pass with each other and with the model's output; the states of the levels too."""
     batch, structure = sample(model), model.structure
     sites = [site for site in structure.sites() if site != FINAL]
     row, position = batch.row, batch.position
@@ -121,16 +123,33 @@ def _states_checks(model: Model) -> list[Check]:
         capture.start(row * batch.input_ids.shape[1] + position, batch.input_ids.shape[1])
         hidden, logits = _hugging_face(model, batch)
         states = capture.take()
+    levels = {Site(level): states[Site(level)] for level in range(structure.n_blocks + 1)}
     checks = [
         _levels_check(model, batch, states, hidden),
+        *(_body_check(model, batch, levels) if structure.anatomy.entry else ()),
         _compare("blocks", "the parts of each block add up to the next level", reassembly(model, states)),
         _compare("inputs", "every part reads the stream or the norm before it", readings(model, states)),
     ]
     if logits is None or structure.degree == "states":
-        return checks
+        return checks, levels
     ours = structure.decode(structure.to_final(states[Site(structure.n_blocks)]))
     fact = "norm and head of level L give the model's logits"
-    return [_compare("logits", fact, [(ours, logits[row, position])]), *checks]
+    return [_compare("logits", fact, [(ours, logits[row, position])]), *checks], levels
+
+
+def _body_check(model: Model, batch: Batch, levels: dict[Site, Tensor]) -> list[Check]:
+    """Compare the levels with those of the inner module that runs when no logits are needed."""
+    body = _run_body(model, batch, list(levels))
+    fact = "the body alone computes the levels that it computes in the whole model"
+    return [_compare("body", fact, [(body[site], states) for site, states in levels.items()])]
+
+
+def _run_body(model: Model, batch: Batch, sites: list[Site]) -> dict[Site, Tensor]:
+    n_positions = batch.input_ids.shape[1]
+    with Capture(model.structure, sites) as capture:
+        capture.start(batch.row * n_positions + batch.position, n_positions)
+        model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+        return capture.take()
 
 
 def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden: Any) -> Check:
@@ -168,7 +187,7 @@ def _encoder_checks(model: Model) -> list[Check]:
         encoder = model.encoder_side()
     except UnsupportedModel as error:
         return [Check("encoder", "the encoder has levels too", None, True, note=str(error))]
-    checks = _states_checks(encoder)
+    checks, _ = _states_checks(encoder)
     return [replace(check, name=f"encoder {check.name}") for check in checks]
 
 
@@ -239,25 +258,18 @@ def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Ten
     return pairs
 
 
-def _causality(model: Model) -> Check:
+def _causality(model: Model, levels: dict[Site, Tensor]) -> Check:
     fact = "changing a later token changes no earlier state"
     if not model.causal:
         note = "not for an encoder" if model.task != "causal" else "this model reads both ways"
         return Check("causality", fact, None, True, note=note)
-    batch = sample(model, rows=1)
+    batch = sample(model)
+    rows, last = torch.arange(len(batch.input_ids)), batch.attention_mask.sum(1).cpu() - 1
     changed = batch.input_ids.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % vocabulary_size(model.hf)
-    sites = [Site(index) for index in range(model.structure.n_blocks + 1)]
-    mask = torch.ones_like(batch.attention_mask)
-    source_mask = None if batch.source_ids is None else torch.ones_like(batch.source_ids)
-    earlier = torch.arange(changed.shape[1] - 1)
-    runs = []
-    with Capture(model.structure, sites) as capture:
-        for ids in (batch.input_ids, changed):
-            capture.start(earlier, changed.shape[1])
-            model.run_body(ids, mask, batch.source_ids, source_mask)
-            runs.append(capture.take())
-    return _compare("causality", fact, [(runs[0][site], runs[1][site]) for site in sites])
+    changed[rows, last] = (changed[rows, last] + 1) % vocabulary_size(model.hf)
+    others = _run_body(model, replace(batch, input_ids=changed), list(levels))
+    earlier = batch.position < last[batch.row]
+    return _compare("causality", fact, [(others[site][earlier], levels[site][earlier]) for site in levels])
 
 
 def _compare(name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:

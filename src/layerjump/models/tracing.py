@@ -66,17 +66,18 @@ class ModuleCall:
     start: int
     """Number of nodes before the call."""
     inputs: list[Value]
+    number: int
+    """Number of calls that began before."""
     outputs: list[Value] = field(default_factory=list)
     raw_outputs: list[Value] = field(default_factory=list)
     """The outputs before hooks that were on the module, such as attached maps, changed them."""
     end: int = -1
+    last: int = -1
+    """Number of the last call that began before this one ended."""
 
     def contains(self, other: ModuleCall) -> bool:
         """Whether the other call was made, directly or not, by this one."""
-        ancestor = other.parent
-        while ancestor is not None and ancestor is not self:
-            ancestor = ancestor.parent
-        return ancestor is self
+        return self.number < other.number <= self.last
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -155,6 +156,10 @@ class Trace(TorchFunctionMode):
         """The operation that wrote a value; None for inputs and weights."""
         return self.nodes[value[1]] if value[1] >= 0 else None
 
+    def calls_in(self, call: ModuleCall) -> list[ModuleCall]:
+        """The calls that a call made, directly or not."""
+        return self.calls[call.number + 1 : call.last + 1]
+
     def main(self, values: Sequence[Value]) -> Value | None:
         """The first value that can be hidden states: floating-point, dynamic, of two dimensions or more."""
         for value in values:
@@ -215,7 +220,8 @@ class Trace(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [self.value(tensor) for tensor in tensors_in((args, kwargs))]
         parent = self._open[-1] if self._open else None
-        call = ModuleCall(module, self._paths[module], self._n_calls[module], parent, len(self.nodes), inputs)
+        n_nodes, n_calls = len(self.nodes), len(self.calls)
+        call = ModuleCall(module, self._paths[module], self._n_calls[module], parent, n_nodes, inputs, n_calls)
         self._n_calls[module] += 1
         self._open.append(call)
         self.calls.append(call)
@@ -229,6 +235,7 @@ class Trace(TorchFunctionMode):
         call = self._open.pop()
         self._record_unseen(call, output)
         call.outputs, call.end = [self.value(tensor) for tensor in tensors_in(output)], len(self.nodes)
+        call.last = len(self.calls) - 1
 
     def _record_unseen(self, call: ModuleCall, output: Any) -> None:
         """Record outputs that no operation in sight wrote, such as those of a scripted function."""
