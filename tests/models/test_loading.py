@@ -248,8 +248,8 @@ def test_a_model_that_fails_the_check_is_refused_with_the_check_named(monkeypatc
     from layerjump.models.discovery import discover
     from layerjump.models.structure import Structure
 
-    def misread(hf):
-        return Structure(hf, replace(discover(hf).anatomy, to_final=()))
+    def misread(hf, **options):
+        return Structure(hf, replace(discover(hf, **options).anatomy, to_final=()))
 
     monkeypatch.setattr(model_module, "discover", misread)
     with pytest.raises(SelfCheckFailed, match="'logits' failed.*difference is"):
@@ -304,7 +304,7 @@ def test_a_padding_token_that_is_none_is_no_obstacle():
 
 def test_an_error_in_the_first_run_is_one_line():
     broken = tiny_model("gpt2", dtype=torch.float32)
-    broken.transformer.wte = torch.nn.Embedding(5, broken.config.n_embd)  # fewer than it says
-    with pytest.raises(BadModel, match="loads, but does not run: IndexError") as caught:
+    broken.lm_head = torch.nn.Linear(5, 5)  # of another width
+    with pytest.raises(BadModel, match="loads, but does not run: RuntimeError") as caught:
         Model.wrap(broken, name="broken")
     one_line(caught.value)
