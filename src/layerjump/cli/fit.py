@@ -54,7 +54,9 @@ def fit(
     tokens: int | None = TOKENS,
     split: str = SPLIT,
     positions: str | None = text_option(
-        None, "Positions to fit on: one, all, sample=8 or 15% (default: all; --pairs all: a sample)."
+        None,
+        "Positions to fit on: one, all, sample=8, 15%, first or last (default: all; --pairs all: a sample; for a "
+        "classifier of texts: the one that it reads).",
     ),
     seed: int = SEED,
     strength: float | None = estimator_option(

@@ -279,8 +279,8 @@ def make_batches(
     # half: rows that are as long as their sources need less padding.)
     ends_at_pick = tokenization.mask is None and not tokenization.both_ways and positions.kind != "all"
     for document, ids in encoded:
-        # `one` is one per document: only the first sequence of a long document is used.
-        end = min(len(ids), text_length) if positions.kind == "one" else len(ids)
+        # Of a long document, only the first sequence is used.
+        end = min(len(ids), text_length) if positions.one_per_document else len(ids)
         for number, start in enumerate(range(0, end, text_length)):
             text = ids[start : start + text_length]
             source, row = ([], tokenization.wrap(text)) if tokenization.start is None else tokenization.halves(text)

@@ -13,17 +13,19 @@ from numpy.typing import NDArray
 
 from layerjump.errors import BadText, argument
 
-Kind = Literal["one", "all", "sample", "share"]
+Kind = Literal["one", "all", "sample", "share", "first", "last"]
 
 MASKED_SHARE = "15%"
 """The default share of positions that are masked in a masked model: the share it was trained with."""
-_NOTATION = re.compile(r"(one|all)|sample=([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
-_EXPECTED = "`one`, `all`, `sample=8` (a number per sequence) or `15%` (a share of each sequence)"
+_NOTATION = re.compile(r"(one|all|first|last)|sample=([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
+_EXPECTED = "`one`, `all`, `sample=8` (a number per sequence), `15%` (a share of each sequence), `first` or `last`"
 
 
 @dataclass(frozen=True)
 class Positions:
-    """How positions are drawn: one per document, all, a number per sequence, or a share of each sequence.
+    """How positions are drawn: one per document, all, a number per sequence, a share of each, or a document's end.
+
+    `first` and `last` are where a classification head reads a document, special tokens included.
 
     `amount` is the number for `sample` and the fraction for `share`. `skip_first` leaves out the first positions of a
     sequence, special tokens included; position 0 is an attention sink, unlike any other. Special tokens around the
@@ -45,14 +47,21 @@ class Positions:
 
     @classmethod
     def parse(cls, text: str, *, skip_first: int = 1, special: bool = False) -> "Positions":
-        """Parse `one`, `all`, `sample=8` or `15%`."""
+        """Parse `one`, `all`, `sample=8`, `15%`, `first` or `last`; the last two skip nothing."""
         match = _NOTATION.fullmatch(text)
         plain, number, percent = match.groups() if match else ("", None, None)
         kind: Any = plain or ("sample" if number else "share")
         amount = float(number or percent or 0) / (100 if percent else 1)
         if not _makes_sense(kind, amount):
             raise BadText(f"expected {argument('positions')} of {_EXPECTED}, got {text!r}")
+        if kind in ("first", "last"):
+            return cls(kind, skip_first=0, special=True)
         return cls(kind, amount, skip_first, special)
+
+    @property
+    def one_per_document(self) -> bool:
+        """Whether only the first sequence of a document is used, at one position."""
+        return self.kind in ("one", "first", "last")
 
     def __str__(self) -> str:
         if self.kind == "sample":
@@ -73,7 +82,9 @@ class Positions:
     def count(self, length: int, n_prefix: int, n_suffix: int) -> int:
         """How many positions `draw` returns for a sequence of this length."""
         eligible = len(self.eligible(length, n_prefix, n_suffix))
-        counts = {"one": 1, "all": eligible, "sample": int(self.amount), "share": max(1, round(self.amount * eligible))}
+        if self.one_per_document:
+            return min(1, eligible)
+        counts = {"all": eligible, "sample": int(self.amount), "share": max(1, round(self.amount * eligible))}
         return min(counts[self.kind], eligible)
 
     def draw(
@@ -85,6 +96,8 @@ class Positions:
         count = self.count(length, n_prefix, n_suffix)
         if count == len(every):
             return every
+        if self.kind in ("first", "last"):
+            return every[:1] if self.kind == "first" else every[-1:]
         # Raw bits: numpy promises that these stay the same in all versions.
         bits = np.random.Philox(np.random.SeedSequence([seed, document, sequence]))
         return np.sort(every[np.argsort(bits.random_raw(len(every)))[:count]])
@@ -93,7 +106,7 @@ class Positions:
 def _makes_sense(kind: str, amount: float) -> bool:
     if kind == "sample":
         return amount >= 1 and float(amount).is_integer()
-    return 0 < amount <= 1 if kind == "share" else kind in ("one", "all") and amount == 0
+    return 0 < amount <= 1 if kind == "share" else kind in ("one", "all", "first", "last") and amount == 0
 
 
 PAPER = Positions("one", skip_first=0, special=True)

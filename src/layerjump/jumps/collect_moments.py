@@ -107,6 +107,8 @@ def plan_run(
     skip_first = 1 if only_levels else 0
     if isinstance(positions, str):
         positions = Positions.parse(positions, skip_first=skip_first, special=not only_levels)
+    elif positions is None and model.pooled is not None:
+        positions = model.prediction_positions
     elif positions is None:
         positions = Positions("all", skip_first=skip_first, special=not only_levels)
         if pairs == "all":

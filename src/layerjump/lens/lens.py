@@ -29,7 +29,6 @@ from layerjump.lens.trajectory import (
     Readout,
     Trajectory,
     compute_stats,
-    token_id,
     tokenize_prompts,
 )
 from layerjump.models.model import Model, capture_states, require_model
@@ -237,7 +236,7 @@ def read_trajectories(
         raise BadText(f"expected at least one level in {argument('levels')}, got none")
     # Before the model runs, so that a site that cannot be decoded is an error at once.
     readouts = {name: tuple(lens.readout(site) for site in sites) for name, lens in lenses.items()}
-    tracked = tuple(dict.fromkeys(token_id(model, token) for token in tokens))
+    tracked = tuple(dict.fromkeys(model.prediction_id(token) for token in tokens))
     query = LensQuery(min(k, model.structure.vocab_size), tracked, jensen_shannon)
     prompts = tokenize_prompts(model, texts, last)
     trajectories: list[dict[str, Trajectory]] = [{} for _ in texts]

@@ -29,7 +29,6 @@ from torch.nn.utils import parametrize
 
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.corpus import Corpus, load_text, split_documents
-from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps, argument, one_line
 from layerjump.io import replace_file, writing
 from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS
@@ -220,7 +219,7 @@ class KLObjective:
         provenance, n_documents = self.jumps.provenance, len(corpus.documents)
         ratio = {"split": provenance.split} if provenance.text_sha256 == corpus.sha256 else {}
         split = split_documents(n_documents, **ratio, seed=provenance.seed)
-        positions = Positions.parse(MASKED_SHARE) if self.model.masked else Positions("all")
+        positions = self.model.prediction_positions
 
         tokenization = self.model.tokenization
 

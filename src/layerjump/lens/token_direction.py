@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layerjump.data.batches import Batch
 from layerjump.errors import BadJumps, BadModel, argument
 from layerjump.jumps.maps import Features, to_affine
-from layerjump.lens.trajectory import BATCH_TOKENS, Prompt, Readout, token_id, tokenize_prompts
+from layerjump.lens.trajectory import BATCH_TOKENS, Prompt, Readout, tokenize_prompts
 from layerjump.metrics.logits import chunks, upcast
 from layerjump.models.hooks import Patch
 from layerjump.models.model import Model, capture_states
@@ -49,7 +49,7 @@ class DirectionAblation:
 def token_direction(model: Model, readout: Readout, token: str | int) -> Tensor:
     """The unit vector at the readout's site along which the logit of a token grows."""
     unembedding = model.structure.unembedding.get_parameter("weight").double()
-    direction = unembedding[token_id(model, token)] - unembedding.mean(0)
+    direction = unembedding[model.prediction_id(token)] - unembedding.mean(0)
     if readout.needs_final_norm:
         weight = norm_weight(model)
         if weight is None:
@@ -81,7 +81,7 @@ def ablate_directions(
 
     The predicted change is the lens' logit for the ablated state, less its logit for the original state.
     """
-    ids = [token_id(model, token) for token in tokens]
+    ids = [model.prediction_id(token) for token in tokens]
     directions = torch.stack([token_direction(model, readout, token) for token in ids])
     predicted, actual = [], []
     for prompt in tokenize_prompts(model, texts):

@@ -159,7 +159,8 @@ class Trajectory:
     @property
     def tokens(self) -> list[str]:
         """The texts of all input tokens, with special tokens."""
-        return self.decode(self.prompt.ids)
+        assert self.model.tokenizer is not None  # a trajectory is made from text
+        return token_texts(self.model.tokenizer, self.prompt.ids)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -185,7 +186,7 @@ class Trajectory:
 
     def track(self, token: str | int) -> TokenTrack:
         """Probability and rank of any token at every level and position."""
-        token = token_id(self.model, token)
+        token = self.model.prediction_id(token)
         tracks = {track.id: track for track in self.tracked}
         return tracks.get(token) or self._recompute(LensQuery(1, (token,))).tracked[0]
 
@@ -210,9 +211,8 @@ class Trajectory:
         return upcast(logits)[0].softmax(-1).cpu()
 
     def decode(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token id."""
-        assert self.model.tokenizer is not None  # a trajectory is made from text
-        return token_texts(self.model.tokenizer, ids)
+        """The text of each predicted token, or the name of each label."""
+        return self.model.prediction_texts(ids)
 
     def _recompute(self, query: LensQuery) -> Trajectory:
         readouts = {self.name: self.readouts}
@@ -306,25 +306,13 @@ class Trajectory:
         )
 
 
-def token_id(model: Model, token: str | int) -> int:
-    """The id of a token, from the id itself or from a text that is one token."""
-    if isinstance(token, str):
-        return model.tokenization.token_id(token)
-    vocab_size = model.structure.vocab_size
-    if not 0 <= token < vocab_size:
-        raise BadText(
-            f"expected a token id from 0 to {vocab_size - 1:,}, got {token}; the vocabulary has {vocab_size:,}"
-        )
-    return token
-
-
 def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list[Prompt]:
     """Tokenize texts and select the positions to read.
 
-    They are all positions of a causal model, and the masked positions of a masked model, or all if none is masked.
-    With `last`, only this many of them, the last ones.
+    They are all positions of a causal model, the masked positions of a masked model, or all if none is masked, and the
+    one position that a classification head reads. With `last`, only this many of them, the last ones.
     """
-    if model.task not in ("causal", "masked"):
+    if model.task not in ("causal", "masked", "classification"):
         raise BadModel(
             f"expected a causal or masked model, got the encoder–decoder {model.name}: one text does not say what "
             f"each side reads; use `lens.evaluate.evaluate_lenses` with batches that hold both"
@@ -344,6 +332,8 @@ def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None
             raise BadText(f"the text {excerpt} has no tokens; pass at least one word")
         masked = tuple(position for position, token in enumerate(ids) if token == mask)
         positions = masked or tuple(range(len(ids)))
+        if model.pooled is not None:
+            positions = positions[:1] if model.pooled == "first" else positions[-1:]
         prompts.append(Prompt(ids, positions if last is None else positions[-last:]))
     return prompts
 

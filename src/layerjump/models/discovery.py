@@ -34,6 +34,7 @@ from layerjump.models.structure import (
     Operation,
     PathStep,
     Point,
+    Pooled,
     Replay,
     Step,
     Structure,
@@ -64,6 +65,11 @@ def discover(
     """
     override = override or OVERRIDES.get(getattr(getattr(hf, "config", None), "model_type", ""), Override())
     task = override.task or task_of(hf)
+    if task == "seq2seq" and type(hf).__name__.endswith("ForSequenceClassification"):
+        raise UnsupportedModel(
+            f"expected a classification head on one stack of blocks, got {type(hf).__name__}, whose encoder and "
+            f"decoder both read the text; wrap the checkpoint's language model or bare encoder instead"
+        )
     if encoder and task != "seq2seq":
         raise UnsupportedModel("expected an encoder–decoder, got a model that has no encoder next to its decoder")
     key = _cache_key(hf, task, encoder) if override == Override() else None
@@ -89,14 +95,16 @@ def _cache_key(hf: nn.Module, task: Task, encoder: bool) -> tuple[type, str] | N
 
 
 def task_of(hf: nn.Module) -> Task:
-    """What a model predicts: the next token, a masked token, or an encoder–decoder's next token."""
+    """What a model predicts: the next token, a masked token, an encoder–decoder's next token, or labels."""
     config = getattr(hf, "config", None)
     forward = inspect.signature(hf.forward).parameters
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in forward:
         return "seq2seq"
     name = type(hf).__name__
-    if name.endswith(("ForMaskedLM", "ForPreTraining", "ForTokenClassification")):
+    if name.endswith(("ForMaskedLM", "ForPreTraining")):
         return "masked"
+    if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        return "classification"
     return "causal"
 
 
@@ -160,7 +168,7 @@ def forward_arguments(
         }
     else:
         arguments = {"input_ids": ids, "attention_mask": mask}
-    if task in ("causal", "seq2seq"):
+    if task in ("causal", "seq2seq") or (task == "classification" and "use_cache" in parameters):
         arguments["use_cache"] = False
     arguments |= options
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -221,6 +229,7 @@ class _Reader:
         self.hf, self.trace, self.task, self.override = hf, trace, task, override
         self._norms: dict[nn.Module, bool] = {}
         self._linear: dict[nn.Module, bool] = {}
+        self._pooled: Pooled | None = None
 
     # --- stacks -------------------------------------------------------------------------------------------------
 
@@ -237,14 +246,16 @@ class _Reader:
         leading = [stack for stack in stacks if self._reaches(stack.calls[-1], target)]
         if not leading:
             raise UnsupportedModel("no chain of blocks leads to the model's output")
-        aligned = [stack for stack in leading if self._layout(stack, output)] or leading
+        # The logits of a whole text have no positions.
+        tokens = ids if self.task == "classification" else output
+        aligned = [stack for stack in leading if self._layout(stack, tokens)] or leading
         largest = max(stack.weight for stack in aligned)
         stack = next(stack for stack in reversed(aligned) if stack.weight >= 0.3 * largest)
-        layout = self._layout(stack, output)
+        layout = self._layout(stack, tokens)
         if layout is None:
             shape = tuple(trace.tensors[self._out(stack.calls[-1])].shape)
             raise UnsupportedModel(
-                f"expected hidden states of (rows, positions, …), got {shape} for {tuple(output.shape[:2])} tokens"
+                f"expected hidden states of (rows, positions, …), got {shape} for {tuple(tokens.shape[:2])} tokens"
             )
         return self._anatomy(stack, layout, target, self._entry(stack, trace.value(ids)))
 
@@ -341,9 +352,9 @@ class _Reader:
     def _reaches(self, call: ModuleCall, target: Value) -> bool:
         return target in self._descendants(self._out(call))
 
-    def _layout(self, stack: _Stack, output: Tensor) -> Layout | None:
+    def _layout(self, stack: _Stack, of_tokens: Tensor) -> Layout | None:
         """How the hidden states of a stack lie in memory; None if they are not one row for each token."""
-        shape, tokens = self.trace.tensors[self._out(stack.calls[-1])].shape, tuple(output.shape[:2])
+        shape, tokens = self.trace.tensors[self._out(stack.calls[-1])].shape, tuple(of_tokens.shape[:2])
         # Some models pad a text to whole windows.
         if shape[0] == tokens[0] and shape[1] >= tokens[1] and len(shape) in (3, 4):
             return "btd" if len(shape) == 3 else "btnd"
@@ -434,9 +445,15 @@ class _Reader:
         trace = self.trace
         after, before = self._descendants(last), self._ancestors(target, last)
         on_path = after & before | {target}
+        if self.task == "classification":
+            anatomy = self._with_pooled_position(anatomy, last, target)
+            if anatomy.no_logits:
+                return anatomy
+            self._pooled = anatomy.pooled
         aside = {
             value
             for index in sorted({value[1] for value in on_path if value[1] >= 0 and value != last})
+            if not self._selects_position(trace.nodes[index])  # it may find the last token in the tokens themselves
             for value in trace.nodes[index].inputs
             if value in trace.dynamic and value not in after and value != last
         }
@@ -456,6 +473,41 @@ class _Reader:
             unembedding_weight=weight,
             from_unembedding=tuple(from_logits),
         )
+
+    def _with_pooled_position(self, anatomy: Anatomy, last: Value, target: Value) -> Anatomy:
+        """Find the position of level L that the labels of a text come from, by the gradient of their logits."""
+        trace = self.trace
+        logits = trace.tensors[target]
+        if logits.shape[-1] < 2:
+            return replace(anatomy, no_logits="its head returns one number, not the logits of labels")
+        if getattr(getattr(self.hf, "config", None), "problem_type", None) == "multi_label_classification":
+            return replace(anatomy, no_logits="its labels do not exclude each other (multi-label classification)")
+        if logits.dim() == 3:
+            return anatomy
+        edge, source = trace.edges.get(target), trace.edges.get(last)
+        if logits.dim() != 2 or edge is None or source is None:
+            return replace(anatomy, no_logits="the position that its labels come from is unknown")
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+        (gradient,) = torch.autograd.grad([edge], [source], [weight], retain_graph=True)
+        by_position = to_rows(gradient, anatomy.layout).reshape(_ROWS, -1, anatomy.d_model)
+        rows, positions = by_position.abs().sum(-1).nonzero(as_tuple=True)
+        read, ends = set(positions.tolist()), {0: "first", _LENGTH - 1: "last"}
+        if len(rows) != _ROWS or len(read) != 1 or not read <= set(ends):
+            places = "no position" if not read else "one position" if len(read) == 1 else f"{len(read)} positions"
+            reason = f"its head reads {places} of {_LENGTH} (a mean, for example); expected the first or the last alone"
+            return replace(anatomy, no_logits=reason)
+        pooled: Any = ends[read.pop()]
+        return replace(anatomy, pooled=pooled)
+
+    def _selects_position(self, node: Node) -> bool:
+        """Whether an operation selects the position of each row that the labels of a text come from."""
+        if self._pooled is None or node.name not in ("getitem", "select") or len(node.outputs) != 1:
+            return False
+        before, after = self.trace.tensors[node.inputs[0]], self.trace.tensors[node.outputs[0]]
+        if before.dim() != 3 or before.shape[:2] != (_ROWS, _LENGTH):
+            return False
+        at = before[:, 0 if self._pooled == "first" else -1]
+        return after.numel() == at.numel() and torch.equal(after.reshape(at.shape), at)
 
     def _unembedding(
         self, on_path: set[Value], last: Value, n_logits: int
@@ -504,8 +556,9 @@ class _Reader:
                 if any(output in wanted for output in trace.nodes[index].outputs)
             ]
             node = trace.nodes[readers[0]] if readers else None
-            if len(readers) == 1 and node is not None and self._is_pure(node, value):
-                if not self._keeps_rows(node, value):
+            selects = node is not None and self._selects_position(node)
+            if len(readers) == 1 and node is not None and (selects or self._is_pure(node, value)):
+                if not selects and not self._keeps_rows(node, value):
                     steps.append(self._operation(node, value))
                 value = next(output for output in node.outputs if output in wanted)
                 continue

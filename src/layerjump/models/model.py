@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerjump.data.batches import Batch
-from layerjump.data.tokenization import Tokenization
-from layerjump.errors import BadModel, NoPredictions
+from layerjump.data.positions import MASKED_SHARE, Positions
+from layerjump.data.tokenization import Tokenization, token_texts
+from layerjump.errors import BadModel, BadText, NoPredictions
 from layerjump.models.bos import needs_bos
 from layerjump.models.discovery import ExtraInputs, discover, forward_arguments
 from layerjump.models.families import Override, reserved_positions, text_config
 from layerjump.models.hooks import Capture
 from layerjump.models.self_check import require_passed
-from layerjump.models.structure import FINAL, Site, Structure, Task
+from layerjump.models.structure import FINAL, Pooled, Site, Structure, Task
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Model:
         name = name or str(getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__)
         structure = discover(hf, extra_inputs=extra_inputs, override=override)
         if structure.degree == "states":
-            no_predictions = no_predictions or f"{name} predicts no tokens: {structure.anatomy.no_logits}"
+            kind = "labels" if structure.task == "classification" else "tokens"
+            no_predictions = no_predictions or f"{name} predicts no {kind}: {structure.anatomy.no_logits}"
         model = cls(hf, structure, name, tokenizer, no_predictions, revision, extra_inputs)
         require_passed(model)
         return model
@@ -84,6 +86,46 @@ class Model:
     @property
     def masked(self) -> bool:
         return self.task == "masked"
+
+    @property
+    def pooled(self) -> Pooled | None:
+        """The one position that the labels of a text come from; None if every position has its own prediction."""
+        return self.structure.anatomy.pooled
+
+    @property
+    def prediction_positions(self) -> Positions:
+        """Where predictions are fitted and scored unless something else is asked for."""
+        if self.pooled is not None:
+            return Positions.parse(self.pooled)
+        return Positions.parse(MASKED_SHARE) if self.masked else Positions("all")
+
+    @cached_property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the labels that a classification model predicts; None for other models."""
+        if self.task != "classification" or self.no_predictions:
+            return None
+        names = getattr(getattr(self.hf, "config", None), "id2label", None) or {}
+        return tuple(str(names.get(index, f"LABEL_{index}")) for index in range(self.structure.vocab_size))
+
+    def prediction_texts(self, ids: Sequence[int]) -> list[str]:
+        """The texts of predictions: of tokens inside a text, or the names of labels."""
+        if self.labels is not None:
+            return [self.labels[index] for index in ids]
+        return token_texts(self.tokenization.tokenizer, ids)
+
+    def prediction_id(self, prediction: str | int) -> int:
+        """The id of a token or label, from the id itself, from a text that is one token, or from a label's name."""
+        labels, size = self.labels, self.structure.vocab_size
+        if isinstance(prediction, str):
+            if labels is None:
+                return self.tokenization.token_id(prediction)
+            if prediction not in labels:
+                raise BadText(f"expected a label of {', '.join(labels)}, got {prediction!r}")
+            return labels.index(prediction)
+        if not 0 <= prediction < size:
+            kind, whole = ("token", "vocabulary") if labels is None else ("label", "model")
+            raise BadText(f"expected a {kind} id from 0 to {size - 1:,}, got {prediction}; the {whole} has {size:,}")
+        return prediction
 
     @property
     def causal(self) -> bool:
@@ -135,7 +177,7 @@ class Model:
             self.tokenizer,
             max_positions=self.max_positions,
             masked=self.masked,
-            both_ways=self.task in ("seq2seq", "encoder"),
+            both_ways=self.task in ("seq2seq", "encoder", "classification"),
             start=self._decoder_start() if self.task == "seq2seq" else None,
         )
         return tokenization.with_bos() if needs_bos(self, tokenization) else tokenization

@@ -132,9 +132,19 @@ def _states_checks(model: Model) -> tuple[list[Check], dict[Site, Tensor]]:
     ]
     if logits is None or structure.degree == "states":
         return checks, levels
-    ours = structure.decode(structure.to_final(states[Site(structure.n_blocks)]))
+    last, theirs = states[Site(structure.n_blocks)], logits
+    if structure.anatomy.pooled is None:
+        theirs = logits[row, position]
+    else:
+        lengths = batch.attention_mask.sum(1).cpu()[row]
+        is_read = position == (0 if structure.anatomy.pooled == "first" else lengths - 1)
+        if structure.anatomy.pooled == "last":
+            # Some models take the last position of a padded row, whatever is there.
+            is_read &= lengths == batch.input_ids.shape[1]
+        last, theirs = last[is_read], logits[row[is_read]]
+    ours = structure.decode(structure.to_final(last))
     fact = "norm and head of level L give the model's logits"
-    return [_compare("logits", fact, [(ours, logits[row, position])]), *checks], levels
+    return [_compare("logits", fact, [(ours, theirs)]), *checks], levels
 
 
 def _body_check(model: Model, batch: Batch, levels: dict[Site, Tensor]) -> list[Check]:
@@ -261,7 +271,7 @@ def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Ten
 def _causality(model: Model, levels: dict[Site, Tensor]) -> Check:
     fact = "changing a later token changes no earlier state"
     if not model.causal:
-        note = "not for an encoder" if model.task != "causal" else "this model reads both ways"
+        note = "this model reads both ways" if model.task in ("causal", "classification") else "not for an encoder"
         return Check("causality", fact, None, True, note=note)
     batch = sample(model)
     rows, last = torch.arange(len(batch.input_ids)), batch.attention_mask.sum(1).cpu() - 1

@@ -82,8 +82,10 @@ FINAL = Site(-1, "final")
 
 Layout = Literal["btd", "tbd", "btnd", "nbtd"]
 """Order of rows (b), positions (t), streams (n) and coordinates (d) in the hidden states as the model holds them."""
-Task = Literal["causal", "masked", "seq2seq", "encoder"]
-"""`encoder` is the encoder of an encoder–decoder by itself."""
+Task = Literal["causal", "masked", "seq2seq", "encoder", "classification"]
+"""`encoder` is the encoder of an encoder–decoder by itself; `classification` predicts labels instead of tokens."""
+Pooled = Literal["first", "last"]
+"""The one position of a text whose state a classification head reads."""
 Degree = Literal["full", "levels", "states"]
 """Levels, predictions and parts are proven; levels and predictions; levels, and no linear head predicts."""
 Constant = float | str | Tensor
@@ -282,6 +284,8 @@ class Anatomy:
     unembedding_weight: str | Tensor | None = None
     """The unembedding's weight (vocabulary, width) where no module holds it: its name, or the product of several."""
     from_unembedding: tuple[PathStep, ...] = ()
+    pooled: Pooled | None = None
+    """The position that the logits come from; None: every position has logits of its own."""
     no_logits: str | None = None
     """Why there is no path to logits."""
     read_logits: Callable[[Any], Tensor] | None = None
@@ -368,13 +372,14 @@ class Structure:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that have a logit."""
+        """The number of tokens, or labels, that have a logit."""
         return int(self.unembedding.get_parameter("weight").shape[0])
 
     def to_final(self, states: Tensor) -> Tensor:
         """From level L to the input of the unembedding."""
-        if self._batched_path:
-            rows = states.reshape(1, -1, states.shape[-1])
+        if self._batched_path or self.anatomy.pooled:
+            # A head that selects a position reads texts of one position each.
+            rows = states.reshape(*((-1, 1) if self.anatomy.pooled else (1, -1)), states.shape[-1])
             final = self._apply(self.final_steps, from_rows(rows, self.anatomy.layout, self.anatomy.n_streams))
             return final.reshape(*states.shape[:-1], final.shape[-1])
         return self._apply(self.final_steps, states)

@@ -140,7 +140,7 @@ class ServedModel:
         """Why this model does not generate text; None if it does."""
         if self.model is None or self.model.task == "causal":
             return None
-        kinds = {"masked": "a masked model", "seq2seq": "an encoder–decoder"}
+        kinds = {"masked": "a masked model", "seq2seq": "an encoder–decoder", "classification": "a classifier"}
         kind = kinds.get(self.model.task, "an encoder")
         return f"{self.name} is {kind}; only decoders generate with early exit"
 

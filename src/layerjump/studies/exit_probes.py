@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
 from layerjump.generation.calibration.search import THRESHOLDS, RuleCandidate, RuleType, fit_probes
@@ -83,7 +82,7 @@ def _calibration_set(setup: Setup, lens: str, part: str) -> CalibrationSet:
     if part == "test":
         batches = setup.test_batches()
     else:
-        positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
+        positions = setup.model.prediction_positions
         batches = setup.batches(picks=MAX_POSITIONS, positions=positions, part=part)
     return build_calibration_set(setup.model, jumps, batches, range(setup.model.n_blocks))
 

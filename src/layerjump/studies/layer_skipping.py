@@ -25,7 +25,6 @@ import plotly.graph_objects as go
 from torch import Tensor
 
 from layerjump.data.batches import Batches
-from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadArtifact
 from layerjump.interventions.patching import Rerun
 from layerjump.jumps.jumps import Jumps
@@ -258,7 +257,7 @@ def run_schedule(rerun: Rerun, schedule: Schedule, jumps: Jumps) -> Tensor:
 
 def _validation_batches(setup: Setup, share: float = 1.0) -> Batches:
     # More than one position a document even in the paper's protocol: these numbers only choose.
-    positions = Positions.parse(MASKED_SHARE) if setup.model.masked else Positions("all")
+    positions = setup.model.prediction_positions
     return small_batches(setup, share, part="validation", positions=positions)
 
 

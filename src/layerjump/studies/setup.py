@@ -199,6 +199,8 @@ class Setup:
     def test_positions(self) -> Positions:
         """Return where predictions are scored: the fitted positions of a masked model, else `one` or `all`."""
         positions = self.settings.positions
+        if self.model.pooled is not None:
+            return self.model.prediction_positions
         if self.settings.paper:
             # One position a sentence by default, the first and special ones included.
             return Positions.parse(positions or "one", skip_first=0, special=True)
@@ -266,7 +268,7 @@ class Setup:
     def few_test_batches(self) -> Batches:
         """Return fewer test positions, for studies that evaluate many maps."""
         # One position a document takes many tokens; the number of positions bounds it well enough.
-        one = self.test_positions().kind == "one"
+        one = self.test_positions().one_per_document
         tokens = None if one else self.settings.variant_tokens
         return self.batches(picks=min(self.settings.test_positions, FEW_POSITIONS), tokens=tokens)
 

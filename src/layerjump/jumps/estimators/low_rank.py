@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from layerjump.data.corpus import Corpus
-from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.errors import BadEstimator, TextTooShort, argument
 from layerjump.jumps.collect_moments import Progress
 from layerjump.jumps.estimators.jacobian import fit_batches, jumps_to_last
@@ -174,7 +173,7 @@ def train_n_njtc(
     rank = njtc_rank(model.d_model) if rank is None else rank
     if not 1 <= rank <= model.d_model:
         raise BadEstimator(f"expected a {argument('rank')} from 1 to {model.d_model}, got {rank}")
-    positions = Positions.parse(MASKED_SHARE) if model.masked else Positions("all")
+    positions = model.prediction_positions
     info, batches = fit_batches(model, text, positions, tokens=tokens, split=split, seed=seed)
     last = Site(model.n_blocks)
     sites = [Site(level) for level in range(model.n_blocks)]

@@ -76,7 +76,8 @@ def top_table(trajectory: Trajectory, row: int = -1) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("level", "", *(escape_token(track.text) for track in trajectory.tracked)):
         table.add_column(Text(name), no_wrap=True)
-    table.add_column("top tokens and their probabilities")
+    kind = "tokens" if trajectory.model.labels is None else "labels"
+    table.add_column(f"top {kind} and their probabilities")
     for level, name in enumerate(trajectory.levels):
         probabilities = trajectory.probability[level, row].tolist()
         tokens = trajectory.decode(trajectory.top[level, row].tolist())
