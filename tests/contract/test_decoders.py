@@ -81,7 +81,7 @@ def decode(model: Model, rule, inputs, steps: int):
     mask = inputs["attention_mask"]
     position = (mask.cumsum(-1) - 1).clamp_min(0)
     padding = None if bool(mask.all()) else mask
-    runner = BlockRunner(HuggingFaceBlocks(model), model.hf.config, padding, position)
+    runner = BlockRunner(model, HuggingFaceBlocks(model), padding, position)
     ids, rows = inputs["input_ids"], torch.ones(len(mask), dtype=torch.bool)
     sequences = Sequences(ids, None, pad=0, eos_tokens=frozenset(), streamer=None)
     decoder = Decoder(model, None, ExitConfig(rule), runner, sequences, None, do_sample=False)

@@ -24,7 +24,7 @@ def test_packed_blocks_and_unembedding_equal_hugging_faces():
         position = (whole.cumsum(-1) - 1).clamp_min(0)
         found = []
         for blocks in (PackedLlamaBlocks(model), HuggingFaceBlocks(model)):
-            runner = BlockRunner(blocks, hf.config, mask, position)
+            runner = BlockRunner(model, blocks, mask, position)
             with torch.no_grad():
                 for length in lengths:
                     states = runner.extend(ids[:, :length])

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from layerjump.errors import BadModel
@@ -77,51 +78,158 @@ class KeysStored(Exception):  # noqa: N818  (a signal, not an error)
     """Raised by a cache in `store_only` mode to leave a block once its keys and values are stored."""
 
 
+class _Buffer:
+    """Tensors (…, tokens, d) side by side in memory that is allocated ahead."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._memory: Tensor | None = None
+
+    def append(self, new: Tensor) -> None:
+        """Write tokens after those that are stored."""
+        start, end = self.length, self.length + new.shape[-2]
+        if self._memory is None or self._memory.shape[-2] < end:
+            capacity = max(end + _SPARE, 0 if self._memory is None else 2 * self._memory.shape[-2])
+            enlarged = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+            if self._memory is not None:
+                enlarged[..., :start, :] = self._memory[..., :start, :]
+            self._memory = enlarged
+        self._memory[..., start:end, :] = new
+        self.length = end
+
+    def read(self, first: int = 0) -> Tensor:
+        """All tokens from `first` on."""
+        assert self._memory is not None, "nothing is stored"
+        return self._memory[..., first : self.length, :]
+
+
+class CacheLayer:
+    """Keys and values of one attention layer, (rows, heads, tokens, d_head), under the names that Hugging Face uses."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        """The sliding window; None: full attention."""
+        self._keys, self._values, self._indexer_keys = _Buffer(), _Buffer(), _Buffer()
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new keys and values; return all that the new tokens' queries may see."""
+        start = self._keys.length
+        self._keys.append(keys)
+        self._values.append(values)
+        return self.read(start)
+
+    def read(self, start: int | None = None) -> tuple[Tensor, Tensor]:
+        """All keys and values, or those that the queries of tokens from `start` on may see."""
+        first = max(0, start - self.window + 1) if self.window and start is not None else 0
+        return self._keys.read(first), self._values.read(first)
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """Append the keys by which sparse attention selects tokens, (…, tokens, d); return all of them."""
+        self._indexer_keys.append(keys)
+        return self._indexer_keys.read()
+
+    update_index = update_indexer
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer stores nothing but keys and values."""
+        return self._indexer_keys.length == 0
+
+    def get_seq_length(self) -> int:
+        """The number of tokens stored."""
+        return self._keys.length
+
+    def rollback(self, length: int) -> None:
+        """Drop every token after the first `length`."""
+        for buffer in (self._keys, self._values, self._indexer_keys):
+            buffer.length = min(buffer.length, length)
+
+
 class KVCache:
     """The `past_key_values` of a Hugging Face block: the block calls `update` and attends to what that returns."""
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        self.windows = list(windows)
-        """The sliding window of each block; None: full attention."""
-        self.lengths = [0] * len(self.windows)
-        """The number of tokens stored for each block."""
+    def __init__(self, n_blocks: int, windows: Sequence[int | None]) -> None:
+        self.layers = [CacheLayer(window) for window in windows]
+        """The attention layers: usually block i has layer i; blocks with two attentions have two, others none."""
+        self.lengths = [0] * n_blocks
+        """The number of tokens that have entered each block."""
+        self.shared = _SharedStates(self)
+        """Keys and values that later blocks read too (Gemma 3n)."""
         self.store_only = False
         """Whether `update` raises `KeysStored` instead of returning."""
-        self._buffers: list[list[Tensor]] = [[] for _ in self.windows]
-        """Keys and values of each block, (rows, heads, capacity, d_head); none before the first token."""
+        self.updated: list[int] = []
+        """The layers that were updated since the last `begin`."""
+        self.start = 0
+        """The number of tokens that had entered the block that runs."""
 
-    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append a block's new keys and values, (rows, heads, tokens, d_head); return all its queries may see."""
-        start = self.lengths[index]
-        end = start + keys.shape[-2]
-        buffers = self._buffers[index]
-        if not buffers or buffers[0].shape[2] < end:
-            capacity = max(end + _SPARE, 2 * buffers[0].shape[2] if buffers else 0)
-            enlarged = [new.new_empty((*new.shape[:2], capacity, new.shape[3])) for new in (keys, values)]
-            for buffer, old in zip(enlarged, buffers, strict=False):
-                buffer[:, :, :start] = old[:, :, :start]
-            self._buffers[index] = buffers = enlarged
-        for buffer, new in zip(buffers, (keys, values), strict=True):
-            buffer[:, :, start:end] = new
-        self.lengths[index] = end
+    def begin(self, block: int, *, store_only: bool = False) -> None:
+        """A block, counted from 0, is about to run."""
+        self.start, self.updated, self.store_only = self.lengths[block], [], store_only
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values, (rows, heads, tokens, d_head); return all its queries may see."""
+        visible = self.layers[layer_idx].append(keys, values)
+        self.updated.append(layer_idx)
         if self.store_only:
             raise KeysStored
-        window = self.windows[index]
-        first = max(0, start - window + 1) if window else 0
-        return buffers[0][:, :, first:end], buffers[1][:, :, first:end]
+        return visible
 
-    def get(self, index: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a block that has stored some."""
-        keys, values = self._buffers[index]
-        return keys[:, :, : self.lengths[index]], values[:, :, : self.lengths[index]]
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """Append the keys by which sparse attention selects tokens, (rows, tokens, d); return all of them."""
+        return self.layers[layer_idx].update_indexer(keys)
+
+    def get(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer that has stored some."""
+        return self.layers[layer_idx].read()
 
     def rollback(self, length: int) -> None:
         """Drop every token after the first `length`, in every block."""
-        self.lengths = [min(stored, length) for stored in self.lengths]
+        self.lengths = [min(entered, length) for entered in self.lengths]
+        for layer in self.layers:
+            layer.rollback(length)
 
-    def get_seq_length(self, index: int = 0) -> int:
-        """The number of tokens stored for a block, under the name that Hugging Face calls."""
-        return self.lengths[index]
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of tokens stored in a layer, under the name that Hugging Face calls."""
+        return self.layers[layer_idx].get_seq_length()
+
+
+class _SharedStates(UserDict[Any, Any]):
+    """Keys and values that a block leaves for later ones, read from the cache: a later block may have queued tokens
+    that the block with the keys has run on long ago.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        super().__setitem__(key, self._cache.updated[-1])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._cache.layers[super().__getitem__(key)].read(self._cache.start)
+
+
+def _windows(model: Model) -> list[int | None]:
+    """The sliding window of each attention layer, or None, as Hugging Face's own cache has them."""
+    layers: list[Any] = DynamicCache(config=model.text_config).layers
+    return [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in layers]
+
+
+def prompt_positions(model: Model, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """The positions of a prompt as `generate` of Hugging Face makes them, counted without padding on the left.
+
+    They are (rows, T), or (axes, rows, T) for a model whose positions have several axes.
+    """
+    attended = torch.ones_like(ids) if mask is None else mask
+    prepare = getattr(model.hf, "_prepare_position_ids_for_generation", None)
+    if prepare is not None and takes_positions(model.hf):
+        positions: Tensor = prepare(ids, {"attention_mask": attended})
+        return positions
+    return (attended.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(module.forward).parameters
 
 
 class Blocks(Protocol):
@@ -140,11 +248,11 @@ class Blocks(Protocol):
 class BlockRunner:
     """Runs the blocks of a growing batch of sequences, each block when a step needs it."""
 
-    def __init__(self, blocks: Blocks, config: Any, mask: Tensor | None, positions: Tensor) -> None:
+    def __init__(self, model: Model, blocks: Blocks, mask: Tensor | None, positions: Tensor) -> None:
+        """`mask` and `positions` are those of the prompt, (rows, T); positions of several axes (axes, rows, T)."""
         self._blocks = blocks
-        layers: list[Any] = DynamicCache(config=config).layers  # Hugging Face's own cache knows each block's window
-        self.cache = KVCache([layer.sliding_window if layer.is_sliding else None for layer in layers])
-        self.n_blocks = len(self.cache.lengths)
+        self.n_blocks = model.n_blocks
+        self.cache = KVCache(model.n_blocks, _windows(model))
         self._queues: list[Tensor | None] = [None] * self.n_blocks
         """States at level l that block l + 1 has not run on, (rows, tokens, d_model)."""
         self._mask, self._positions = mask, positions
@@ -155,18 +263,19 @@ class BlockRunner:
     @property
     def positions(self) -> Tensor:
         """The newest token's position in every row, counted without padding."""
-        return self._positions[:, self.length - 1]
+        positions = self._positions if self._positions.dim() == 2 else self._positions[0]
+        return positions[:, self.length - 1]
 
     def extend(self, ids: Tensor) -> Tensor:
         """Enter the sequences with their new tokens, ids (rows, T); the new tokens' states at level 0."""
         self.length = length = ids.shape[1]
-        while self._positions.shape[1] < length:
-            self._positions = torch.cat([self._positions, self._positions[:, -1:] + 1], 1)
+        while self._positions.shape[-1] < length:
+            self._positions = torch.cat([self._positions, self._positions[..., -1:] + 1], -1)
         if self._mask is not None and self._mask.shape[1] < length:
             new = self._mask.new_ones(len(self._mask), length - self._mask.shape[1])
             self._mask = torch.cat([self._mask, new], 1)
         mask = None if self._mask is None else self._mask[:, :length]
-        states = self._blocks.embed(ids, mask, self._positions[:, :length], self.cache)
+        states = self._blocks.embed(ids, mask, self._positions[..., :length], self.cache)
         self._queues[0] = states
         return states
 
@@ -204,9 +313,12 @@ class HuggingFaceBlocks:
         self._structure = model.structure
         self._blocks = model.structure.blocks
         self._config = model.text_config
-        self._takes_positions = "position_ids" in inspect.signature(self._stack.forward).parameters
+        # Hugging Face's `generate` passes positions to the models that take them.
+        self._takes_positions = takes_positions(self._stack) and takes_positions(model.hf)
         self._calls: dict[int, list[Call]] = {}
         """The calls of all blocks, by the number of tokens that a block has stored."""
+        self._layers: dict[int, list[int]] = {}
+        """The cache layers that each block updates."""
 
     @torch.no_grad()
     def embed(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
@@ -215,27 +327,44 @@ class HuggingFaceBlocks:
         return self._record_calls(cache.lengths[0])
 
     def run(self, index: int, states: Tensor) -> Tensor:
-        stored = self._cache.lengths[index]
-        if stored not in self._calls:
-            self._record_calls(stored)
-        return self._calls[stored][index].repeat(self._blocks[index], states)
+        cache = self._cache
+        cache.begin(index)
+        output = self._call(index).repeat(self._blocks[index], states)
+        cache.lengths[index] += states.shape[1]
+        self._layers[index] = list(cache.updated)
+        return output
 
     def store(self, index: int, states: Tensor) -> None:
-        self._cache.store_only = True
-        try:
+        # Only of a block that is known to have one plain attention; any other runs as a whole.
+        layers = [self._cache.layers[layer] for layer in self._layers.get(index, ())]
+        if len(layers) != 1 or not layers[0].is_plain:
             self.run(index, states)
+            return
+        self._cache.begin(index, store_only=True)
+        try:
+            self._call(index).repeat(self._blocks[index], states)
         except KeysStored:
+            self._cache.lengths[index] += states.shape[1]
             return
         finally:
             self._cache.store_only = False
         raise BadModel(f"block {index + 1} did not pass its keys and values to the cache")
 
+    def _call(self, index: int) -> Call:
+        """The call of a block on the tokens that have not entered it."""
+        stored = self._cache.lengths[index]
+        if stored not in self._calls:
+            self._record_calls(stored)
+        return self._calls[stored][index]
+
     def _record_calls(self, stored: int) -> Tensor:
         """Record every block's call for the tokens after the first `stored`; the states at level 0."""
-        # An empty cache that reports `stored` tokens for every block.
+        # An empty cache that reports `stored` tokens for every layer.
         placeholder = DynamicCache(config=self._config)
         layers: list[Any] = placeholder.layers
         for layer in layers:
+            if hasattr(layer, "recurrent_states"):
+                raise BadModel("its blocks keep a recurrent state")
             if layer.is_sliding:
                 layer.cumulative_length = stored
             elif stored:
@@ -244,18 +373,23 @@ class HuggingFaceBlocks:
                 layer.is_initialized = True
         inputs: dict[str, Any] = {"input_ids": self._ids[:, stored:], "attention_mask": self._mask}
         if self._takes_positions:
-            inputs["position_ids"] = self._positions[:, stored:]
+            inputs["position_ids"] = self._positions[..., stored:].contiguous()
         with intercept_calls(self._structure) as calls:
             self._stack(**inputs, past_key_values=placeholder, use_cache=True)
+        if not any(value is placeholder for call in calls for value in (*call.args, *call.kwargs.values())):
+            raise BadModel("its blocks take no cache of keys and values")
 
-        def with_real_cache(value: Any) -> Any:
-            return self._cache if value is placeholder else value
+        def replace_cache(value: Any) -> Any:
+            if value is placeholder:
+                return self._cache
+            # A dictionary through which blocks share keys and values.
+            return self._cache.shared if isinstance(value, (dict, UserDict)) and not value else value
 
         self._calls[stored] = [
             replace(
                 call,
-                args=tuple(map(with_real_cache, call.args)),
-                kwargs={name: with_real_cache(value) for name, value in call.kwargs.items()},
+                args=tuple(map(replace_cache, call.args)),
+                kwargs={name: replace_cache(value) for name, value in call.kwargs.items()},
             )
             for call in calls
         ]

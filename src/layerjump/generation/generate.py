@@ -18,7 +18,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerjump.data.chat_template import warn_of_plain_text
 from layerjump.errors import BadExit, argument
-from layerjump.generation.block_runner import BlockRunner, Counts
+from layerjump.generation.block_runner import BlockRunner, Counts, prompt_positions
+from layerjump.generation.exit_check import require_exits
 from layerjump.generation.loop import CacheKind, Decoder, Sequences
 from layerjump.generation.packed_llama import choose_blocks
 from layerjump.generation.rules import ExitConfig, Rule, checked_levels
@@ -175,11 +176,11 @@ class EarlyExit:
         mask = model_kwargs.get("attention_mask")
         if mask is not None and bool(mask.all()):
             mask = None  # attention without a mask is faster
+        require_exits(self.model, padded=mask is not None)
         positions = model_kwargs.get("position_ids")
         if positions is None:  # families without a position_ids argument
-            attended = torch.ones_like(input_ids) if mask is None else mask
-            positions = (attended.long().cumsum(-1) - 1).clamp_min(0)
-        runner = BlockRunner(choose_blocks(self.model), self.model.text_config, mask, positions)
+            positions = prompt_positions(self.model, input_ids, mask)
+        runner = BlockRunner(self.model, choose_blocks(self.model), mask, positions)
         do_sample = bool(config.do_sample)
         decoder = Decoder(
             self.model, self.jumps, self._config, runner, sequences, logits_processor, do_sample=do_sample
@@ -205,6 +206,7 @@ class EarlyExit:
         if self.jumps is not None:
             check_model(self.jumps, model, allow_other_weights=self.jumps.used_on is not None)
             self.jumps.to(model.device)
+        require_exits(model)
         self.model = model
 
 

@@ -171,6 +171,7 @@ class PackedLlamaBlocks:
         # x cos + rotate_half(x) sin, with the signs of rotate_half in the sine table.
         rotated = torch.addcmul(unrotated * cos, unrotated.roll(self._head_dim // 2, -1), sin)
         keys, values = self._cache.update(rotated[:, self._n_queries :], heads[:, self._n_rotated :], index)
+        self._cache.lengths[index] += states.shape[1]
         return rotated[:, : self._n_queries], keys, values, mask
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

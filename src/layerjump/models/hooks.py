@@ -338,13 +338,11 @@ def intercept_calls(structure: Structure) -> Iterator[list[Call]]:
     calls: list[Call] = []
     places = []
     try:
-        for index, (block, anatomy) in enumerate(zip(structure.blocks, structure.anatomy.blocks, strict=True), start=1):
-            path, _, name = anatomy.path.rpartition(".")
-            parent = structure.module(path)
+        for path, block in {a.path: b for a, b in zip(structure.anatomy.blocks, structure.blocks, strict=True)}.items():
+            parent_path, _, name = path.rpartition(".")
+            parent = structure.module(parent_path)
             places.append((parent, name, block))
-            parent._modules[name] = _CallRecorder(
-                calls, block, structure.anatomy.layout, is_last=index == structure.n_blocks
-            )
+            parent._modules[name] = _CallRecorder(calls, block, structure.anatomy.layout, structure.n_blocks)
         with suppress(_AllCalled):
             yield calls
     finally:
@@ -359,10 +357,10 @@ class _AllCalled(Exception):  # noqa: N818  (a signal, not an error)
 class _CallRecorder(nn.Module):
     """Records a block's call in its place, and hands the states on unchanged."""
 
-    def __init__(self, calls: list[Call], block: nn.Module, layout: Layout, *, is_last: bool) -> None:
+    def __init__(self, calls: list[Call], block: nn.Module, layout: Layout, n_calls: int) -> None:
         super().__init__()
         # In a list, so that the block does not become a sub-module.
-        self._calls, self._block, self._layout, self._is_last = calls, [block], layout, is_last
+        self._calls, self._block, self._layout, self._n_calls = calls, [block], layout, n_calls
 
     def __getattr__(self, name: str) -> Any:
         # Some models ask a block for its attention type before they call it.
@@ -373,7 +371,7 @@ class _CallRecorder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
         self._calls.append(Call.of(args, kwargs, self._layout))
-        if self._is_last:
+        if len(self._calls) == self._n_calls:
             raise _AllCalled
         # A tuple, because some families take a block's first output; others hand the tuple to the next block as its
         # states, which `hidden_input` unpacks.

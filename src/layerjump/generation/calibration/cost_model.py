@@ -10,7 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from layerjump.generation.block_runner import BlockRunner
+from layerjump.generation.block_runner import BlockRunner, prompt_positions
+from layerjump.generation.exit_check import require_exits
 from layerjump.generation.packed_llama import choose_blocks, pack_unembedding
 from layerjump.generation.probes import Probe
 from layerjump.generation.rules import LevelReading, Shortlist
@@ -64,9 +65,11 @@ class Costs(FileRecord):
 @torch.no_grad()
 def measure_costs(model: Model, jumps: Jumps | None, shortlist: Shortlist | None = None) -> Costs:
     """Time the parts of a decode step in turns; the medians."""
+    require_exits(model)
     context = max(1, min(_CONTEXT, model.max_positions - _JOINT_TOKENS))
-    runner = BlockRunner(choose_blocks(model), model.text_config, None, torch.arange(context)[None])
     ids = torch.full((1, context + _JOINT_TOKENS), 1, device=model.device)
+    positions = prompt_positions(model, ids[:, :context], None)
+    runner = BlockRunner(model, choose_blocks(model), None, positions)
     _run_all_blocks(runner, ids[:, :context])
     lens = Lens(pack_unembedding(model), jumps)
     level = min(lens.levels, key=lambda level: abs(level - model.n_blocks // 2))
