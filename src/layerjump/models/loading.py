@@ -77,8 +77,8 @@ def _load_checkpoint(
 ) -> Model:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     name = str(source)
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    options |= {"trust_remote_code": True} if trust_remote_code else {}
+    # Always stated: transformers would ask on the terminal otherwise.
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
     path = _resolve(name, options)
     with quiet_transformers():
         config = _attempt(name, lambda: AutoConfig.from_pretrained(path, **options))
@@ -132,6 +132,11 @@ def _attempt(name: str, action: Any) -> Any:
             raise ModelNotFound(
                 f"{name} is neither a local folder nor a model on the hub ({one_line(error)}); {hint} the name and the "
                 f"network, or pass a local folder"
+            ) from error
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise BadModel(
+                f"{name} brings code of its own, which is not run unless you allow it; read it, then pass "
+                f"{argument('trust_remote_code')}"
             ) from error
         raise BadModel(f"{name} cannot be loaded: {type(error).__name__}: {one_line(error, 300)}") from error
 
