@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from layerjump.errors import one_line
 from layerjump.models.architectures import TABLE, Support, render_table
-from layerjump.models.self_check import self_check
+from layerjump.models.self_check import prove
 from layerjump.models.small_config import NOT_RUNNABLE, Architecture, list_architectures, small_model
 from layerjump.models.structure import Write
 
@@ -75,13 +75,9 @@ def examine(architecture: Architecture) -> Support:
     if reason := NOT_RUNNABLE.get(architecture.model_type):
         return Support(architecture.task, architecture.model_type, "refused", "", reason)
     try:
-        model = small_model(architecture)
-        failed = [check for check in self_check(model) if not check.passed]
+        model = prove(small_model(architecture))
     except Exception as error:  # the model's own code; a refusal either way
         return Support(architecture.task, architecture.model_type, "refused", "", one_line(error, 160))
-    if failed:
-        facts = "; ".join(f"not proven: {check.fact} ({check.difference:.2g})" for check in failed)
-        return Support(architecture.task, architecture.model_type, "refused", "", facts)
     anatomy = model.structure.anatomy
     kinds = Counter(" ".join(_label(write) for write in block.writes) for block in anatomy.blocks if block.writes)
     problems = sorted({block.problem for block in anatomy.blocks if block.problem})

@@ -16,6 +16,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from layerjump.errors import BadModel, UnsupportedModel, one_line
-from layerjump.models.families import OVERRIDES, Override
+from layerjump.errors import BadModel, NoPredictions, UnsupportedModel, one_line
+from layerjump.models.families import OVERRIDES, Override, input_embeddings
 from layerjump.models.structure import (
     Anatomy,
     BlockAnatomy,
@@ -119,12 +120,8 @@ def example_tokens(hf: nn.Module, rows: int, length: int, *, seed: int = 0) -> T
 
 def vocabulary_size(hf: nn.Module) -> int:
     """The number of tokens that a model can read."""
-    embed = getattr(hf, "get_input_embeddings", None)
-    try:
-        table = embed() if embed else None
-    except NotImplementedError:
-        table = None
-    if isinstance(table, nn.Module) and isinstance(getattr(table, "weight", None), Tensor):
+    table = input_embeddings(hf)
+    if table is not None and isinstance(getattr(table, "weight", None), Tensor):
         return int(table.get_parameter("weight").shape[0])
     config = getattr(hf, "config", None)
     for settings in (config, getattr(config, "text_config", None)):
@@ -175,6 +172,8 @@ def forward_arguments(
     if "input_ids" not in parameters and not takes_all and task != "seq2seq":
         first = next(iter(parameters))
         arguments[first] = arguments.pop("input_ids")
+    if task == "seq2seq" and "input_ids" not in parameters:  # its encoder reads images or sound
+        arguments = {name: value for name, value in arguments.items() if name not in ("input_ids", "attention_mask")}
     return {name: value for name, value in arguments.items() if name in parameters or takes_all}
 
 
@@ -257,7 +256,23 @@ class _Reader:
             raise UnsupportedModel(
                 f"expected hidden states of (rows, positions, …), got {shape} for {tuple(tokens.shape[:2])} tokens"
             )
-        return self._anatomy(stack, layout, target, self._entry(stack, trace.value(ids)))
+        anatomy = self._anatomy(stack, layout, target, self._entry(stack, trace.value(ids)))
+        self._require_positions(stack, anatomy, output)
+        return anatomy
+
+    def _require_positions(self, stack: _Stack, anatomy: Anatomy, output: Tensor) -> None:
+        """Raise `UnsupportedModel` if the states have more positions than the text, and not just padding after it."""
+        states = to_rows(self.trace.tensors[self._out(stack.calls[-1])], anatomy.layout).detach()
+        if states.dim() != 3 or states.shape[1] == output.shape[1]:
+            return
+        structure = Structure(self.hf, anatomy)
+        with suppress(RuntimeError, NoPredictions), torch.no_grad():
+            logits = structure.decode(structure.to_final(states[:, : output.shape[1]]))
+            if logits.shape == output.shape and torch.allclose(logits, output, rtol=1e-3, atol=1e-3):
+                return
+        raise UnsupportedModel(
+            f"expected hidden states of one position a token, got {states.shape[1]} for {output.shape[1]} tokens"
+        )
 
     def encoder(self) -> Anatomy:
         """The anatomy of the encoder of an encoder–decoder; it has no path to logits."""

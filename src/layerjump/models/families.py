@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from layerjump.errors import UnsupportedModel, argument
@@ -79,10 +79,20 @@ def text_config(hf: nn.Module) -> Any:
         return config
 
 
+def input_embeddings(hf: nn.Module) -> nn.Module | None:
+    """The token embedding of a Hugging Face model; None where the model does not name it."""
+    if not isinstance(hf, PreTrainedModel):
+        return None
+    try:
+        return hf.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
 def reserved_positions(hf: nn.Module) -> int:
     """Rows of the position table that no token can use: a table with a padding row begins to count after it."""
     size = getattr(getattr(hf, "config", None), "max_position_embeddings", None)
-    tokens = getattr(hf, "get_input_embeddings", lambda: None)()
+    tokens = input_embeddings(hf)
     tables = [module for module in hf.modules() if isinstance(module, nn.Embedding) and module is not tokens]
     paddings = [table.padding_idx for table in tables if table.num_embeddings == size]
     return next((padding + 1 for padding in paddings if padding is not None), 0)

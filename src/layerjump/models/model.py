@@ -20,7 +20,7 @@ from layerjump.models.bos import needs_bos
 from layerjump.models.discovery import ExtraInputs, discover, forward_arguments
 from layerjump.models.families import Override, reserved_positions, text_config
 from layerjump.models.hooks import Capture
-from layerjump.models.self_check import require_passed
+from layerjump.models.self_check import prove
 from layerjump.models.structure import FINAL, Pooled, Site, Structure, Task
 
 
@@ -68,8 +68,7 @@ class Model:
             kind = "labels" if structure.task == "classification" else "tokens"
             no_predictions = no_predictions or f"{name} predicts no {kind}: {structure.anatomy.no_logits}"
         model = cls(hf, structure, name, tokenizer, no_predictions, revision, extra_inputs)
-        require_passed(model)
-        return model
+        return prove(model)
 
     @property
     def n_blocks(self) -> int:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch
-from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, UnsupportedModel, one_line
+from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
 from layerjump.models.discovery import main_output, vocabulary_size
 from layerjump.models.hooks import Capture, apply_attached
-from layerjump.models.structure import FINAL, Site, Structure, to_rows
+from layerjump.models.structure import FINAL, Site, Structure, to_rows, without_parts
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
@@ -61,20 +61,18 @@ def self_check(model: Model) -> list[Check]:
         ]
 
 
-def require_passed(model: Model) -> None:
-    """Raise `SelfCheckFailed` with the first check whose difference is too large.
+def prove(model: Model) -> Model:
+    """Return the model with the parts that the self-check proves; `SelfCheckFailed` if levels or logits are wrong.
 
-    A missing unembedding does not count: all but predictions works, and those raise `NoPredictions`.
+    Parts that do not add up are left out, and the degree of the structure is `levels`. A missing unembedding does not
+    count: all but predictions works, and those raise `NoPredictions`.
     """
-    try:
-        checks = self_check(model)
-    except LayerjumpError:
-        raise
-    except Exception as error:  # a model that loads may still not run
-        raise BadModel(
-            f"{model.name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and "
-            "its weights do not belong together"
-        ) from error
+    checks = _run(model)
+    wrong_parts = [check for check in checks if not check.passed and check.name in ("blocks", "inputs")]
+    if wrong_parts and model.structure.degree == "full":
+        fact, difference = wrong_parts[0].fact, wrong_parts[0].difference
+        model = replace(model, structure=without_parts(model.structure, f"not proven: {fact} ({difference:.2g})"))
+        checks = _run(model)
     for check in checks:
         if not check.passed and check.difference is not None:
             raise SelfCheckFailed(
@@ -82,6 +80,19 @@ def require_passed(model: Model) -> None:
                 f"{check.difference:.2g}. The structure that discovery found does not describe this model; please "
                 f"report it, or describe the model by an override (docs/families.md)."
             )
+    return model
+
+
+def _run(model: Model) -> list[Check]:
+    try:
+        return self_check(model)
+    except LayerjumpError:
+        raise
+    except Exception as error:  # a model that loads may still not run
+        raise BadModel(
+            f"{model.name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and "
+            "its weights do not belong together"
+        ) from error
 
 
 def sample(model: Model, *, rows: int = 2, length: int = 12) -> Batch:
@@ -195,7 +206,7 @@ def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden
 def _encoder_checks(model: Model) -> list[Check]:
     try:
         encoder = model.encoder_side()
-    except UnsupportedModel as error:
+    except LayerjumpError as error:
         return [Check("encoder", "the encoder has levels too", None, True, note=str(error))]
     checks, _ = _states_checks(encoder)
     return [replace(check, name=f"encoder {check.name}") for check in checks]

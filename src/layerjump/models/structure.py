@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -308,7 +308,7 @@ class Structure:
 
     def __init__(self, hf: nn.Module, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
-        self._hf = hf
+        self.hf = hf
         self.blocks: list[nn.Module] = [hf.get_submodule(block.path) for block in anatomy.blocks]
         self.n_blocks = len(self.blocks)
         self.d_model = anatomy.d_model
@@ -351,7 +351,7 @@ class Structure:
 
     def _find_unembedding(self) -> nn.Module | None:
         if self.anatomy.unembedding is not None:
-            return self._hf.get_submodule(self.anatomy.unembedding)
+            return self.hf.get_submodule(self.anatomy.unembedding)
         if self.anatomy.unembedding_weight is None:
             return None
         weight = self.constant(self.anatomy.unembedding_weight)
@@ -362,12 +362,12 @@ class Structure:
 
     def _named(self, name: str) -> Tensor:
         path, _, attribute = name.rpartition(".")
-        tensor: Tensor = getattr(self._hf.get_submodule(path), attribute)
+        tensor: Tensor = getattr(self.hf.get_submodule(path), attribute)
         return tensor
 
     def _callable(self, step: PathStep) -> Callable[[Tensor], Tensor]:
         if isinstance(step, ModuleStep):
-            return self._hf.get_submodule(step.path)
+            return self.hf.get_submodule(step.path)
         return step if isinstance(step, Replay) else _BoundOperation(step, self._named)
 
     @property
@@ -424,7 +424,7 @@ class Structure:
         if not 1 <= site.index <= self.n_blocks or site.part not in self._points[site.index - 1]:
             raise BadModel(self._no_such_site(site))
         point = self._points[site.index - 1][site.part]
-        return Tap(self._hf.get_submodule(point.path), point.side, point.call, point.layout)
+        return Tap(self.hf.get_submodule(point.path), point.side, point.call, point.layout)
 
     def width(self, site: Site) -> int:
         """The width of the states at a site."""
@@ -448,7 +448,7 @@ class Structure:
 
     def module(self, path: str) -> nn.Module:
         """The module at a path of the model."""
-        return self._hf.get_submodule(path)
+        return self.hf.get_submodule(path)
 
 
 @dataclass(frozen=True)
@@ -510,6 +510,13 @@ def can_restrict(structure: Structure) -> bool:
     return type(structure.unembedding) is nn.Linear and all(
         isinstance(step, Operation) and step.is_elementwise for step in steps
     )
+
+
+def without_parts(structure: Structure, problem: str) -> Structure:
+    """The same structure of levels alone, with the reason why the parts of its blocks are left out."""
+    anatomy = structure.anatomy
+    blocks = tuple(BlockAnatomy(block.path, block.call, problem=problem) for block in anatomy.blocks)
+    return Structure(structure.hf, replace(anatomy, blocks=blocks))
 
 
 def with_unembedding(structure: Structure, unembedding: nn.Linear) -> Structure:
