@@ -59,8 +59,9 @@ def test_version():
 
 def test_families_lists_the_table():
     rows = json.loads(run("families", "--json").stdout)
-    assert {"gpt2", "llama", "bert", "albert", "t5", "bart"} <= {row["family"] for row in rows}
-    assert len(rows) == 24
+    assert {"gpt2", "llama", "bert", "albert", "t5", "bart"} <= {row["model_type"] for row in rows}
+    assert len(rows) == 364
+    assert sum(row["degree"] == "full" for row in rows) >= 335
     assert "gemma3_text" in run("families", env=_wide()).stdout
 
 

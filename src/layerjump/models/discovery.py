@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from layerjump.errors import BadModel, NoPredictions, UnsupportedModel, one_line
-from layerjump.models.families import OVERRIDES, Override, input_embeddings
+from layerjump.models.families import OVERRIDES, Override, input_embeddings, text_config
 from layerjump.models.structure import (
     Anatomy,
     BlockAnatomy,
@@ -120,14 +120,12 @@ def example_tokens(hf: nn.Module, rows: int, length: int, *, seed: int = 0) -> T
 
 def vocabulary_size(hf: nn.Module) -> int:
     """The number of tokens that a model can read."""
-    table = input_embeddings(hf)
-    if table is not None and isinstance(getattr(table, "weight", None), Tensor):
-        return int(table.get_parameter("weight").shape[0])
-    config = getattr(hf, "config", None)
-    for settings in (config, getattr(config, "text_config", None)):
-        if isinstance(size := getattr(settings, "vocab_size", None), int):
-            return size
-    tables = [module.num_embeddings for module in hf.modules() if isinstance(module, nn.Embedding)]
+    if isinstance(size := getattr(text_config(hf), "vocab_size", None), int):
+        return size
+    tables = [table.num_embeddings for table in hf.modules() if isinstance(table, nn.Embedding)]
+    embedding = input_embeddings(hf)
+    if embedding is not None and isinstance(getattr(embedding, "weight", None), Tensor):
+        return int(embedding.get_parameter("weight").shape[0])
     if not tables:
         raise UnsupportedModel("expected a model that reads tokens, got one without a token embedding")
     return max(tables)
