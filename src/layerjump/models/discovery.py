@@ -41,6 +41,8 @@ from layerjump.models.structure import (
     Structure,
     Task,
     Write,
+    from_rows,
+    n_streams,
     to_rows,
 )
 from layerjump.models.tracing import PASSED_ON, ModuleCall, Node, Trace, Value
@@ -186,7 +188,7 @@ def _trace_and_read(
     source_mask = None if source is None else torch.ones_like(source)
     extra = {} if extra_inputs is None else extra_inputs(ids if source is None else source)
     arguments = forward_arguments(hf, task, ids, mask, source, source_mask, **extra)
-    training = hf.training
+    in_training = [module for module in hf.modules() if module.training]
     hf.eval()
     try:
         trace = Trace(hf, lambda: hf(**arguments), [ids] if source is None else [ids, source])
@@ -197,7 +199,8 @@ def _trace_and_read(
             f"weights do not belong together, or it needs more than tokens"
         ) from error
     finally:
-        hf.train(training)
+        for module in in_training:
+            module.training = True
     reader = _Reader(hf, trace, task, override)
     anatomy = reader.encoder() if encoder else reader.decoder(ids)
     # An inner module would not take the further arguments.
@@ -422,23 +425,21 @@ class _Reader:
 
     def _is_causal(self, first: Value, last: Value, layout: Layout) -> bool:
         """Whether the last level depends on no later position of level 0; without gradients, the self-check tells."""
-        trace = self.trace
+        trace, middle = self.trace, _LENGTH // 2
         edge, source = trace.edges.get(last), trace.edges.get(first)
         if edge is None or source is None:
             return True
-        weight = torch.zeros_like(trace.tensors[last])
-        to_rows(weight, layout)[-1, 0].fill_(1.0)
-        middle = _LENGTH // 2
-        if layout in ("btd", "tbd") and weight.dim() == 3:
-            (weight if layout == "btd" else weight.transpose(0, 1))[-1, middle] = torch.randn(
-                weight.shape[-1], generator=torch.Generator().manual_seed(0)
-            )
-        try:
-            (gradient,) = torch.autograd.grad([edge], [source], [weight], retain_graph=True)
-        except Exception:  # a kernel without gradient
+        states = trace.tensors[last]
+        weight = torch.zeros_like(to_rows(states, layout))
+        if weight.dim() != 3:
             return True
-        later = to_rows(gradient, layout)
-        return later.dim() != 3 or not bool(later[-1, middle + 1 : _LENGTH].any())
+        weight[-1, middle].normal_(generator=torch.Generator(weight.device).manual_seed(0))
+        try:
+            rows = from_rows(weight, layout, n_streams(states, layout))
+            (gradient,) = torch.autograd.grad([edge], [source], [rows], retain_graph=True)
+        except RuntimeError:  # a kernel without gradient
+            return True
+        return not bool(to_rows(gradient, layout)[-1, middle + 1 : _LENGTH].any())
 
     def _reads_past_the_stream(self, call: ModuleCall) -> bool:
         trace, stream = self.trace, self.trace.source(self._in(call))
@@ -714,7 +715,8 @@ class _Reader:
             if not torch.equal(rows, rows[:1].expand_as(rows)):
                 raise _NotAModule("a constant of the block differs from position to position")
             return rows[0].clone()
-        return float(operand)
+        # A number computed from weights is this model's alone: as a tensor it keeps the anatomy out of the cache.
+        return operand.detach().clone() if isinstance(operand, Tensor) else float(operand)
 
     def _tensor(self, constant: Constant) -> Tensor | float:
         if not isinstance(constant, str):
@@ -836,7 +838,9 @@ class _Reader:
         for position in (-1, -2):
             weight = torch.zeros_like(trace.tensors[value])
             try:
-                weight.view(_ROWS, _LENGTH, -1)[-1, position].normal_(generator=torch.Generator().manual_seed(0))
+                weight.view(_ROWS, _LENGTH, -1)[-1, position].normal_(
+                    generator=torch.Generator(weight.device).manual_seed(0)
+                )
                 (gradient,) = torch.autograd.grad([edge], [source], [weight], retain_graph=True, allow_unused=True)
                 gradient = gradient.reshape(_ROWS, _LENGTH, -1).clone()
             except Exception:  # no gradient, or another layout
