@@ -79,6 +79,35 @@ def test_an_override_names_the_list_of_blocks():
         discover(Plain(), override=Override(blocks="heads"))
 
 
+class Body(Plain):
+    """Reads the tokens, but is told more than its defaults by the model around it."""
+
+    def forward(self, input_ids: Tensor, gain: float = 1.0) -> Tensor:  # type: ignore[override]
+        x = gain * (self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1])))
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class Around(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.body, self.gain = Body(), gain
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.body.head(self.body(input_ids, self.gain))
+
+
+@pytest.mark.parametrize(("gain", "entry"), [(1.0, "body"), (0.5, "")])
+def test_a_body_runs_alone_only_if_it_computes_the_same_levels(gain, entry):
+    model = Model.wrap(Around(gain))
+    assert model.structure.anatomy.entry == entry
+    batch = sample(model)
+    (states,) = capture_states(model, [batch], [3], logits=True)
+    theirs = model.hf(batch.input_ids)[batch.row, batch.position]
+    assert torch.allclose(states.logits, theirs, atol=1e-5)
+
+
 def test_a_model_without_blocks_is_refused_with_the_reason():
     bag = nn.Sequential(nn.Embedding(61, 16), nn.Linear(16, 61))
     with pytest.raises(LayerjumpError, match="no chain of blocks"):

@@ -264,7 +264,7 @@ class _Reader:
     def _require_positions(self, stack: _Stack, anatomy: Anatomy, output: Tensor) -> None:
         """Raise `UnsupportedModel` if the states have more positions than the text, and not just padding after it."""
         states = to_rows(self.trace.tensors[self._out(stack.calls[-1])], anatomy.layout).detach()
-        if states.dim() != 3 or states.shape[1] == output.shape[1]:
+        if self.task == "classification" or states.dim() != 3 or states.shape[1] == output.shape[1]:
             return
         structure = Structure(self.hf, anatomy)
         with suppress(RuntimeError, NoPredictions), torch.no_grad():

@@ -19,7 +19,7 @@ from layerjump.data.batches import Batch
 from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
 from layerjump.models.discovery import main_output, vocabulary_size
 from layerjump.models.hooks import Capture, apply_attached
-from layerjump.models.structure import FINAL, Site, Structure, to_rows, without_parts
+from layerjump.models.structure import FINAL, Site, Structure, as_a_whole, to_rows, without_parts
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
@@ -46,11 +46,11 @@ def self_check(model: Model) -> list[Check]:
 
     require_model(model)
     with torch.no_grad(), hooks_as_before(model.hf):
-        checks, states = _states_checks(model)
+        checks, levels = _states_checks(model)
         return [
             *checks,
             *(_encoder_checks(model) if model.task == "seq2seq" else ()),
-            _causality(model, states),
+            *_body_checks(model, levels),
             Check(
                 "weights",
                 "every weight between level L and the logits was in the checkpoint",
@@ -64,10 +64,14 @@ def self_check(model: Model) -> list[Check]:
 def prove(model: Model) -> Model:
     """Return the model with the parts that the self-check proves; `SelfCheckFailed` if levels or logits are wrong.
 
+    A body that computes other levels by itself is not used: the model runs as a whole.
     Parts that do not add up are left out, and the degree of the structure is `levels`. A missing unembedding does not
     count: all but predictions works, and those raise `NoPredictions`.
     """
     checks = _run(model)
+    if any(check.name == "body" and not check.passed for check in checks):
+        model = replace(model, structure=as_a_whole(model.structure))
+        checks = _run(model)
     wrong_parts = [check for check in checks if not check.passed and check.name in ("blocks", "inputs")]
     if wrong_parts and model.structure.degree == "full":
         fact, difference = wrong_parts[0].fact, wrong_parts[0].difference
@@ -137,7 +141,6 @@ def _states_checks(model: Model) -> tuple[list[Check], dict[Site, Tensor]]:
     levels = {Site(level): states[Site(level)] for level in range(structure.n_blocks + 1)}
     checks = [
         _levels_check(model, batch, states, hidden),
-        *(_body_check(model, batch, levels) if structure.anatomy.entry else ()),
         _compare("blocks", "the parts of each block add up to the next level", reassembly(model, states)),
         _compare("inputs", "every part reads the stream or the norm before it", readings(model, states)),
     ]
@@ -156,21 +159,6 @@ def _states_checks(model: Model) -> tuple[list[Check], dict[Site, Tensor]]:
     ours = structure.decode(structure.to_final(last))
     fact = "norm and head of level L give the model's logits"
     return [_compare("logits", fact, [(ours, theirs)]), *checks], levels
-
-
-def _body_check(model: Model, batch: Batch, levels: dict[Site, Tensor]) -> list[Check]:
-    """Compare the levels with those of the inner module that runs when no logits are needed."""
-    body = _run_body(model, batch, list(levels))
-    fact = "the body alone computes the levels that it computes in the whole model"
-    return [_compare("body", fact, [(body[site], states) for site, states in levels.items()])]
-
-
-def _run_body(model: Model, batch: Batch, sites: list[Site]) -> dict[Site, Tensor]:
-    n_positions = batch.input_ids.shape[1]
-    with Capture(model.structure, sites) as capture:
-        capture.start(batch.row * n_positions + batch.position, n_positions)
-        model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
-        return capture.take()
 
 
 def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden: Any) -> Check:
@@ -208,7 +196,8 @@ def _encoder_checks(model: Model) -> list[Check]:
         encoder = model.encoder_side()
     except LayerjumpError as error:
         return [Check("encoder", "the encoder has levels too", None, True, note=str(error))]
-    checks, _ = _states_checks(encoder)
+    checks, levels = _states_checks(encoder)
+    checks.append(_body_check(encoder, levels))
     return [replace(check, name=f"encoder {check.name}") for check in checks]
 
 
@@ -279,18 +268,52 @@ def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Ten
     return pairs
 
 
-def _causality(model: Model, levels: dict[Site, Tensor]) -> Check:
+_BODY = "the body alone computes the levels that it computes in the whole model"
+
+
+def _body_checks(model: Model, levels: dict[Site, Tensor]) -> list[Check]:
+    """Compare the levels with those of the body alone, and with those of rows whose last token is another.
+
+    One pass of the body on the changed rows proves both where all is well.
+    """
     fact = "changing a later token changes no earlier state"
+    is_inner = bool(model.structure.anatomy.entry)
     if not model.causal:
         note = "this model reads both ways" if model.task in ("causal", "classification") else "not for an encoder"
-        return Check("causality", fact, None, True, note=note)
+        same_levels = [_body_check(model, levels)] if is_inner else []
+        return [*same_levels, Check("causality", fact, None, True, note=note)]
     batch = sample(model)
     rows, last = torch.arange(len(batch.input_ids)), batch.attention_mask.sum(1).cpu() - 1
     changed = batch.input_ids.clone()
     changed[rows, last] = (changed[rows, last] + 1) % vocabulary_size(model.hf)
-    others = _run_body(model, replace(batch, input_ids=changed), list(levels))
+    try:
+        others = _run_body(model, replace(batch, input_ids=changed), list(levels))
+    except Exception as error:  # the model's own code
+        if not is_inner:
+            raise
+        return [Check("body", _BODY, math.inf, False, note=one_line(error))]
     earlier = batch.position < last[batch.row]
-    return _compare("causality", fact, [(others[site][earlier], levels[site][earlier]) for site in levels])
+    causality = _compare("causality", fact, [(others[site][earlier], levels[site][earlier]) for site in levels])
+    if not is_inner:
+        return [causality]
+    body = replace(causality, name="body", fact=_BODY) if causality.passed else _body_check(model, levels)
+    return [body, causality]
+
+
+def _body_check(model: Model, levels: dict[Site, Tensor]) -> Check:
+    try:
+        body = _run_body(model, sample(model), list(levels))
+    except Exception as error:  # the model's own code
+        return Check("body", _BODY, math.inf, False, note=one_line(error))
+    return _compare("body", _BODY, [(body[site], states) for site, states in levels.items()])
+
+
+def _run_body(model: Model, batch: Batch, sites: list[Site]) -> dict[Site, Tensor]:
+    n_positions = batch.input_ids.shape[1]
+    with Capture(model.structure, sites) as capture:
+        capture.start(batch.row * n_positions + batch.position, n_positions)
+        model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+        return capture.take()
 
 
 def _compare(name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:

@@ -519,6 +519,11 @@ def without_parts(structure: Structure, problem: str) -> Structure:
     return Structure(structure.hf, replace(anatomy, blocks=blocks))
 
 
+def as_a_whole(structure: Structure) -> Structure:
+    """The same structure, but the whole model runs for its levels, not an inner module."""
+    return Structure(structure.hf, replace(structure.anatomy, entry=""))
+
+
 def with_unembedding(structure: Structure, unembedding: nn.Linear) -> Structure:
     """The same structure with another unembedding."""
     changed = copy(structure)
