@@ -1,8 +1,9 @@
 """Cut documents into sequences, and group sequences of similar length into batches."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,8 @@ class Batch:
     source_mask: Tensor | None = None
     sequence: Tensor | None = None
     """(picks,) int64: the number of the pick's sequence in its document; None: each document is one sequence."""
+    extra_inputs: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """Further arguments of the model's `forward`, such as the pixels of images; they go before those above."""
 
     @property
     def n_tokens(self) -> int:

@@ -96,7 +96,9 @@ class Rerun:
         self.batch = batch
         last = Site(model.n_blocks)
         with torch.no_grad(), record_calls(model.structure) as self._calls, Capture(model.structure, [last]) as capture:
-            model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+            model.run_body(
+                batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask, batch.extra_inputs
+            )
         self.levels = [call.states for call in self._calls] + [capture.take()[last]]
         """(rows, positions, d_model) at levels 0 to L."""
 

@@ -2,6 +2,7 @@
 
 lens = Lens(model, jumps)             # without jumps: the logit lens
 trajectory = lens("The capital of")   # every position at every level
+lens("<image> What is it?", images=[image])  # an image–text model with a processor
 lens.between(5, 20)("The capital of")      # level 5 mapped to level 20, then decoded from there
 lens.direction(" Paris", 20)          # the direction at level 20 that the lens decodes as " Paris"
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from layerjump.data.batches import Batch
 from layerjump.data.chat_template import warn_of_plain_text
-from layerjump.errors import BadJumps, BadText, argument
+from layerjump.errors import BadJumps, BadModel, BadText, LayerjumpError, argument, one_line
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
+from layerjump.lens.image_prompts import as_list, process_images, prompt_from_inputs
 from layerjump.lens.token_direction import DirectionAblation, ablate_directions, token_direction
 from layerjump.lens.trajectory import (
     BATCH_TOKENS,
     LensQuery,
+    Prompt,
     PromptStates,
     Readout,
     Trajectory,
@@ -62,33 +65,78 @@ class Lens:
 
     @overload
     def __call__(
-        self, text: str, k: int = 10, levels: Sites | None = None, tokens: Tokens = (), jensen_shannon: bool = False
-    ) -> Trajectory: ...
-
-    @overload
-    def __call__(
-        self, text: Texts, k: int = 10, levels: Sites | None = None, tokens: Tokens = (), jensen_shannon: bool = False
-    ) -> list[Trajectory]: ...
-
-    def __call__(
         self,
-        text: str | Texts,
+        text: str,
         k: int = 10,
         levels: Sites | None = None,
         tokens: Tokens = (),
         jensen_shannon: bool = False,
+        *,
+        images: Any = None,
+    ) -> Trajectory: ...
+
+    @overload
+    def __call__(
+        self,
+        text: Texts,
+        k: int = 10,
+        levels: Sites | None = None,
+        tokens: Tokens = (),
+        jensen_shannon: bool = False,
+        *,
+        images: Sequence[Any] | None = None,
+    ) -> list[Trajectory]: ...
+
+    @overload
+    def __call__(
+        self,
+        text: None = None,
+        k: int = 10,
+        levels: Sites | None = None,
+        tokens: Tokens = (),
+        jensen_shannon: bool = False,
+        *,
+        inputs: Mapping[str, Any],
+    ) -> Trajectory: ...
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        text: str | Texts | None = None,
+        k: int = 10,
+        levels: Sites | None = None,
+        tokens: Tokens = (),
+        jensen_shannon: bool = False,
+        *,
+        images: Any = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Trajectory | list[Trajectory]:
         """Return the trajectory of a text, or a list with one for each of several texts.
 
         It holds the `k` most probable tokens, entropy, KL and more at every position and level. `levels` selects
         levels or other sites (default: all levels that have a jump). `tokens` are tracked: their probability and
         rank are recorded too. `jensen_shannon` adds the Jensen–Shannon divergence from the model.
+
+        `images` are those of the text, in order: PIL images or arrays, for a model with a processor. For several
+        texts, a list with the images of each. Instead of a text, `inputs` are the arguments of the model's `forward`
+        for one text: `input_ids` and, say, `pixel_values`.
         """
-        lenses, texts = {self.name: self}, [text] if isinstance(text, str) else text
-        by_lens = read_trajectories(lenses, texts, k=k, levels=levels, tokens=tokens, jensen_shannon=jensen_shannon)
+        reading = _Reading.of({self.name: self}, k, levels, tokens, jensen_shannon)
+        if inputs is not None:
+            if text is not None or images is not None:
+                raise BadText(f"expected {argument('inputs')} alone, got them with a text or images; pass either")
+            (trajectories,) = reading.read([prompt_from_inputs(self.model, inputs)])
+            return trajectories[self.name]
+        if text is None:
+            raise BadText(f"expected {argument('text')} or {argument('inputs')}, got neither")
+        texts = [text] if isinstance(text, str) else text
+        if images is None:
+            prompts = tokenize_prompts(self.model, texts)
+        else:
+            prompts = process_images(self.model, texts, [images] if isinstance(text, str) else as_list(images))
+        by_text = [trajectories[self.name] for trajectories in reading.read(prompts)]
         warn_of_plain_text(self.model.name, self.model.tokenizer, texts, stacklevel=2)
-        trajectories = [trajectories[self.name] for trajectories in by_lens]
-        return trajectories[0] if isinstance(text, str) else trajectories
+        return by_text[0] if isinstance(text, str) else by_text
 
     @property
     def name(self) -> str:
@@ -225,46 +273,101 @@ def read_trajectories(
     The options are those of `Lens.__call__`. `last` reads only this many positions, the last ones of each text; the
     model still runs the whole text. Without `levels`, the levels are those that every lens can decode.
     """
-    if k < 1:
-        raise BadText(f"expected {argument('k')} of 1 or more, got {k}")
-    model = next(iter(lenses.values())).model
-    if levels is None:
-        sites = tuple(sorted(set.intersection(*(set(lens.default_sites) for lens in lenses.values()))))
-    else:
-        sites = tuple(dict.fromkeys(Site.parse(site) for site in levels))
-    if not sites:
-        raise BadText(f"expected at least one level in {argument('levels')}, got none")
-    # Before the model runs, so that a site that cannot be decoded is an error at once.
-    readouts = {name: tuple(lens.readout(site) for site in sites) for name, lens in lenses.items()}
-    tracked = tuple(dict.fromkeys(model.prediction_id(token) for token in tokens))
-    query = LensQuery(min(k, model.structure.vocab_size), tracked, jensen_shannon)
-    prompts = tokenize_prompts(model, texts, last)
-    trajectories: list[dict[str, Trajectory]] = [{} for _ in texts]
-    last_level = Site(model.n_blocks)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
-    while order:
-        # Prompts of similar length run together, in a batch whose picks are the positions to read.
-        size = 1
-        while size < len(order) and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS:
-            size += 1
-        indices, order = order[:size], order[size:]
-        rows = [torch.tensor(prompts[index].ids) for index in indices]
-        ids = pad_sequence(rows, batch_first=True, padding_value=model.tokenization.pad)
+    reading = _Reading.of(lenses, k, levels, tokens, jensen_shannon)
+    return reading.read(tokenize_prompts(reading.model, texts, last))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What to read of prompts through several lenses of one model."""
+
+    model: Model
+    lenses: Mapping[str, Lens]
+    sites: tuple[Site, ...]
+    readouts: Mapping[str, tuple[Readout, ...]]
+    query: LensQuery
+
+    @classmethod
+    def of(
+        cls, lenses: Mapping[str, Lens], k: int, levels: Sites | None, tokens: Tokens, jensen_shannon: bool
+    ) -> _Reading:
+        if k < 1:
+            raise BadText(f"expected {argument('k')} of 1 or more, got {k}")
+        model = next(iter(lenses.values())).model
+        if levels is None:
+            sites = tuple(sorted(set.intersection(*(set(lens.default_sites) for lens in lenses.values()))))
+        else:
+            sites = tuple(dict.fromkeys(Site.parse(site) for site in levels))
+        if not sites:
+            raise BadText(f"expected at least one level in {argument('levels')}, got none")
+        # Before the model runs, so that a site that cannot be decoded is an error at once.
+        readouts = {name: tuple(lens.readout(site) for site in sites) for name, lens in lenses.items()}
+        tracked = tuple(dict.fromkeys(model.prediction_id(token) for token in tokens))
+        query = LensQuery(min(k, model.structure.vocab_size), tracked, jensen_shannon)
+        return cls(model, lenses, sites, readouts, query)
+
+    def read(self, prompts: Sequence[Prompt]) -> list[dict[str, Trajectory]]:
+        trajectories: list[dict[str, Trajectory]] = [{} for _ in prompts]
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
+        while order:
+            # Prompts of similar length run together; one with inputs of its own runs alone.
+            size = 1
+            while (
+                size < len(order)
+                and (size + 1) * len(prompts[order[size]].ids) <= BATCH_TOKENS
+                and all(prompts[index].inputs is None for index in order[: size + 1])
+            ):
+                size += 1
+            indices, order = order[:size], order[size:]
+            for index, states in zip(indices, self._run([prompts[index] for index in indices]), strict=True):
+                model_top, stats = compute_stats(self.model, self.readouts, states, self.query)
+                for name, lens in self.lenses.items():
+                    trajectories[index][name] = Trajectory(
+                        model=self.model,
+                        name=name,
+                        first_fitted_position=lens.first_fitted_position,
+                        readouts=self.readouts[name],
+                        prompt=prompts[index],
+                        states=states,
+                        query=self.query,
+                        model_top=model_top,
+                        stats=stats[name],
+                    )
+        return trajectories
+
+    def _run(self, prompts: list[Prompt]) -> list[PromptStates]:
+        """The states of prompts that run together, in a batch whose picks are the positions to read."""
+        model, last_level = self.model, Site(self.model.n_blocks)
+        rows = [torch.tensor(prompt.ids) for prompt in prompts]
+        pad = model.tokenization.pad if len(rows) > 1 else 0
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        counts = [len(prompts[index].positions) for index in indices]
-        row = torch.arange(size).repeat_interleave(torch.tensor(counts))
-        position = torch.tensor([position for index in indices for position in prompts[index].positions])
-        batch = Batch(ids, mask, row, position, row, ids[row, position])
-        (captured,) = capture_states(model, [batch], [*sites, last_level])
-        by_prompt = zip(*(captured[site].split(counts) for site in (*sites, last_level)), strict=True)
-        for index, (*at_sites, at_last) in zip(indices, by_prompt, strict=True):
-            prompt = prompts[index]
-            targets = torch.tensor([*prompt.ids[1:], -1] if model.causal else [-1] * len(prompt.ids))
-            states = PromptStates(sites, tuple(at_sites), at_last, targets[list(prompt.positions)])
-            model_top, stats = compute_stats(model, readouts, states, query)
-            for name, lens in lenses.items():
-                start = lens.first_fitted_position
-                trajectories[index][name] = Trajectory(
-                    model, name, start, readouts[name], prompt, states, query, model_top, stats[name]
-                )
-    return trajectories
+        counts = [len(prompt.positions) for prompt in prompts]
+        row = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts))
+        position = torch.tensor([position for prompt in prompts for position in prompt.positions])
+        batch = Batch(ids, mask, row, position, row, ids[row, position], extra_inputs=prompts[0].inputs)
+        try:
+            (captured,) = capture_states(model, [batch], [*self.sites, last_level])
+        except LayerjumpError:
+            raise
+        except Exception as error:
+            if batch.extra_inputs is None:
+                raise
+            raise BadModel(
+                f"{model.name} does not run with the inputs {', '.join(batch.extra_inputs)}: {type(error).__name__}: "
+                f"{one_line(error)}; pass what its forward takes"
+            ) from error
+        by_prompt = zip(*(captured[site].split(counts) for site in (*self.sites, last_level)), strict=True)
+        return [
+            PromptStates(self.sites, tuple(at_sites), at_last, _targets(model, prompt))
+            for prompt, (*at_sites, at_last) in zip(prompts, by_prompt, strict=True)
+        ]
+
+
+def _targets(model: Model, prompt: Prompt) -> Tensor:
+    """The next token at each position that is read; −1 where there is none, or a placeholder of an image."""
+    following = [-1] * len(prompt.ids)
+    if model.causal:
+        images = set(prompt.image_positions)
+        following = [-1 if i + 1 in images else token for i, token in enumerate(prompt.ids[1:])] + [-1]
+    return torch.tensor(following)[list(prompt.positions)]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from layerjump.data.tokenization import token_texts
 from layerjump.errors import BadModel, BadText
 from layerjump.io import write_text
 from layerjump.jumps.maps import apply_map
@@ -87,6 +86,10 @@ class Prompt:
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
+    image_positions: tuple[int, ...] = ()
+    """The positions at which the states of images stand in place of tokens."""
+    inputs: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    """The other arguments of the model's `forward`, such as pixels; None for a text alone."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +161,18 @@ class Trajectory:
 
     @property
     def tokens(self) -> list[str]:
-        """The texts of all input tokens, with special tokens."""
-        assert self.model.tokenizer is not None  # a trajectory is made from text
-        return token_texts(self.model.tokenizer, self.prompt.ids)
+        """The texts of all input tokens, with special tokens; their ids if the model has no tokenizer."""
+        return self.model.token_texts(self.prompt.ids)
 
     @property
     def positions(self) -> tuple[int, ...]:
         """The positions of the input tokens that were read."""
         return self.prompt.positions
+
+    @property
+    def image_positions(self) -> tuple[int, ...]:
+        """The positions of the placeholders of images, such as `<image>`; none in a text alone."""
+        return self.prompt.image_positions
 
     @property
     def settled_level(self) -> Tensor:
@@ -315,7 +322,7 @@ def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None
     if model.task not in ("causal", "masked", "classification"):
         raise BadModel(
             f"expected a causal or masked model, got the encoder–decoder {model.name}: one text does not say what "
-            f"each side reads; use `lens.evaluate.evaluate_lenses` with batches that hold both"
+            f"each side reads; pass `inputs` with both, or use `lens.evaluate.evaluate_lenses` with batches"
         )
     tokenization = model.tokenization
     mask = tokenization.mask if model.masked else None

@@ -167,6 +167,8 @@ def forward_arguments(
         arguments = {"input_ids": ids, "attention_mask": mask}
     if task in ("causal", "seq2seq") or (task == "classification" and "use_cache" in parameters):
         arguments["use_cache"] = False
+    if task == "seq2seq" and "input_ids" not in parameters:  # its encoder reads no tokens (Whisper)
+        del arguments["input_ids"], arguments["attention_mask"]
     arguments |= options
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if "input_ids" not in parameters and not takes_all and task != "seq2seq":
@@ -196,7 +198,7 @@ def _trace_and_read(
         name = getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__
         raise BadModel(
             f"{name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and its "
-            f"weights do not belong together, or it needs more than tokens"
+            f"weights do not belong together, or it needs more than tokens: Model.wrap(…, extra_inputs=…)"
         ) from error
     finally:
         for module in in_training:

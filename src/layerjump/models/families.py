@@ -54,6 +54,11 @@ def auto_class(config: Any) -> str:
         known = {entry for value in classes.values() for entry in ([value] if isinstance(value, str) else value)}
         if known & set(config.architectures or ()):
             return name
+    if {*modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values()} & set(config.architectures or ()):
+        raise UnsupportedModel(
+            f"expected a model that reads text, got the speech model {config.architectures[0]}, which reads sound; "
+            f"load it with transformers and wrap it: lj.Model.wrap(hf, tokenizer, extra_inputs=...)"
+        )
     is_encoder = not getattr(config, "is_decoder", False)
     language_models = {
         "AutoModelForSeq2SeqLM": getattr(config, "is_encoder_decoder", False),

@@ -162,14 +162,18 @@ class Capture(Hooks):
         self._buffers: dict[Site, Tensor] = {}
         self._rows: Tensor | None = None
         self._n_positions = 0
+        self._is_exact = False
         self._states: dict[Site, Tensor] = {}
         self._stops_early = False
         super().__init__(self._sites_at, entries=entries)
 
-    def start(self, rows: Tensor | None = None, n_positions: int = 0) -> None:
-        """Begin a forward pass; `n_positions` of a row of tokens tells padding that the model adds (Longformer)."""
+    def start(self, rows: Tensor | None = None, n_positions: int = 0, *, is_exact: bool = False) -> None:
+        """Begin a forward pass; `n_positions` of a row of tokens tells padding that the model adds (Longformer).
+
+        `is_exact`: more states than tokens are an error, because what is added may stand before the tokens (images).
+        """
         super().start()
-        self._rows, self._n_positions, self._states = rows, n_positions, {}
+        self._rows, self._n_positions, self._states, self._is_exact = rows, n_positions, {}, is_exact
 
     def take(self) -> dict[Site, Tensor]:
         """Hand over the states of the last forward pass, and let go of them."""
@@ -187,12 +191,15 @@ class Capture(Hooks):
         """Run a batch no further than the last of the sites; return the states of its picked positions."""
         # Row and position become one index: some modules see (batch · positions, d), most (batch, positions, d).
         n_positions = batch.input_ids.shape[1]
-        self.start(batch.row * n_positions + batch.position, n_positions)
+        has_more = batch.extra_inputs is not None
+        self.start(batch.row * n_positions + batch.position, n_positions, is_exact=has_more)
         # accelerate moves weights to and from a device around each module: those passes must run to their end.
         self._stops_early = not hasattr(model.hf, "hf_device_map")
         try:
             with suppress(_AllCaptured):
-                model.run_body(batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask)
+                model.run_body(
+                    batch.input_ids, batch.attention_mask, batch.source_ids, batch.source_mask, batch.extra_inputs
+                )
         finally:
             self._stops_early = False
         return self.take()
@@ -209,6 +216,11 @@ class Capture(Hooks):
         # Always a copy: Falcon adds to its feed-forward output in place afterwards.
         rows = self._rows.to(states.device)
         if states.dim() == 3 and self._n_positions not in (0, states.shape[1]):
+            if self._is_exact:
+                raise BadModel(
+                    f"expected a hidden state for each of the {self._n_positions} tokens, got {states.shape[1]}: "
+                    f"this model adds positions of its own for images, so no token can be told; read text alone"
+                )
             rows = rows // self._n_positions * states.shape[1] + rows % self._n_positions
         states = states.reshape(-1, states.shape[-1])
         if len(rows) > self._buffer_rows:

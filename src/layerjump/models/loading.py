@@ -18,7 +18,15 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
 from layerjump.models import default_model
@@ -91,10 +99,19 @@ def _load_checkpoint(
             ),
         )
         tokenizer = _load_tokenizer(path, options)
+        processor, no_processor = _load_processor(path, auto_class(config), options)
     no_predictions = _missing_weights(name, hf, report["missing_keys"])
     if device_map is None:
         hf = _attempt(name, lambda: hf.to(device))
-    return Model.wrap(hf, tokenizer, name=name, no_predictions=no_predictions, revision=revision)
+    return Model.wrap(
+        hf,
+        tokenizer,
+        name=name,
+        no_predictions=no_predictions,
+        revision=revision,
+        processor=processor,
+        no_processor=no_processor,
+    )
 
 
 def _resolve(name: str, options: dict[str, Any]) -> str:
@@ -166,6 +183,26 @@ def _load_tokenizer(path: str, options: dict[str, Any]) -> PreTrainedTokenizerBa
         return None  # many checkpoints have none; `Model.tokenization` raises when text is first used
     # Without tokenizer files, transformers may return a tokenizer that has no words.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def _load_processor(path: str, loader: str, options: dict[str, Any]) -> tuple[ProcessorMixin | None, str | None]:
+    """The processor of a checkpoint that has one, or why it cannot be loaded; text needs none."""
+    folder = Path(path)
+    if folder.is_dir():
+        has_one = any((folder / name).is_file() for name in _PROCESSOR_FILES)
+    else:
+        has_one = loader == "AutoModelForImageTextToText"
+    if not has_one:
+        return None, None
+    try:
+        processor = AutoProcessor.from_pretrained(path, **options)
+    except Exception as error:  # such as a missing library of images
+        return None, one_line(error)
+    # Without a processor of its type, transformers returns a tokenizer or an image processor.
+    return (processor, None) if isinstance(processor, ProcessorMixin) else (None, None)
 
 
 def _missing_weights(name: str, hf: PreTrainedModel, missing: Any) -> str | None:

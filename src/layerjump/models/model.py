@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from layerjump.data.batches import Batch
 from layerjump.data.positions import MASKED_SHARE, Positions
 from layerjump.data.tokenization import Tokenization, token_texts
-from layerjump.errors import BadModel, BadText, NoPredictions
+from layerjump.errors import BadModel, BadText, NoPredictions, UnsupportedModel
 from layerjump.models.bos import needs_bos
 from layerjump.models.discovery import ExtraInputs, discover, forward_arguments
 from layerjump.models.families import Override, reserved_positions, text_config
@@ -37,6 +37,10 @@ class Model:
     revision: str | None = None
     extra_inputs: ExtraInputs | None = None
     """Makes further arguments of the forward pass, for a model that does not run on tokens alone."""
+    processor: ProcessorMixin | None = None
+    """Makes the model's inputs of a text with images; None if there is none."""
+    no_processor: str | None = None
+    """Why the checkpoint's processor could not be loaded; None if it was, or if there is none."""
 
     @classmethod
     def wrap(
@@ -49,6 +53,8 @@ class Model:
         revision: str | None = None,
         extra_inputs: ExtraInputs | None = None,
         override: Override | None = None,
+        processor: ProcessorMixin | None = None,
+        no_processor: str | None = None,
     ) -> Model:
         """Wrap a model that is in memory, discover its structure and run the self-check.
 
@@ -60,6 +66,8 @@ class Model:
             revision: Revision of the checkpoint.
             extra_inputs: Makes further arguments of `forward` from token ids, such as an image's pixels.
             override: What discovery cannot find by itself.
+            processor: Makes the model's inputs of a text with images; its tokenizer is the default for `tokenizer`.
+            no_processor: Why there is no processor, for the message when images are passed.
         """
         hf.eval()
         name = name or str(getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__)
@@ -67,7 +75,8 @@ class Model:
         if structure.degree == "states":
             kind = "labels" if structure.task == "classification" else "tokens"
             no_predictions = no_predictions or f"{name} predicts no {kind}: {structure.anatomy.no_logits}"
-        model = cls(hf, structure, name, tokenizer, no_predictions, revision, extra_inputs)
+        tokenizer = tokenizer or getattr(processor, "tokenizer", None)
+        model = cls(hf, structure, name, tokenizer, no_predictions, revision, extra_inputs, processor, no_processor)
         return prove(model)
 
     @property
@@ -110,7 +119,11 @@ class Model:
         """The texts of predictions: of tokens inside a text, or the names of labels."""
         if self.labels is not None:
             return [self.labels[index] for index in ids]
-        return token_texts(self.tokenization.tokenizer, ids)
+        return self.token_texts(ids)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The texts of tokens inside a text; their ids if the model has no tokenizer."""
+        return list(map(str, ids)) if self.tokenizer is None else token_texts(self.tokenizer, ids)
 
     def prediction_id(self, prediction: str | int) -> int:
         """The id of a token or label, from the id itself, from a text that is one token, or from a label's name."""
@@ -183,6 +196,10 @@ class Model:
 
     def encoder_side(self) -> Model:
         """The encoder of an encoder–decoder as a model: the same weights, the encoder's blocks and levels."""
+        if self.task == "seq2seq" and "input_ids" not in inspect.signature(self.hf.forward).parameters:
+            raise UnsupportedModel(
+                f"expected an encoder that reads tokens, got {self.name}, whose encoder reads none; use the decoder"
+            )
         return replace(
             self,
             structure=discover(self.hf, encoder=True),
@@ -196,11 +213,17 @@ class Model:
         attention_mask: Tensor,
         source_ids: Tensor | None = None,
         source_mask: Tensor | None = None,
+        extra_inputs: Mapping[str, Any] | None = None,
     ) -> None:
         """Run everything except the unembedding; hooks capture the states.
 
-        The encoder of an encoder–decoder reads the source, its decoder the inputs.
+        The encoder of an encoder–decoder reads the source, its decoder the inputs. With `extra_inputs`, further
+        arguments of `forward` such as pixels, the whole model runs, because its inner modules do not take them.
         """
+        if extra_inputs is not None:
+            batch = Batch(input_ids, attention_mask, input_ids, input_ids, input_ids, input_ids)
+            self.run_whole(replace(batch, source_ids=source_ids, source_mask=source_mask, extra_inputs=extra_inputs))
+            return
         if self.task == "seq2seq":
             if source_ids is None or source_mask is None:
                 raise BadModel(f"{self.name} is an encoder–decoder; pass source_ids and source_mask for its encoder")
@@ -243,8 +266,17 @@ class Model:
         mask, source_mask = masks
         source = None if batch.source_ids is None else batch.source_ids.to(self.device)
         ids = batch.input_ids.to(self.device)
-        options |= {} if self.extra_inputs is None else self.extra_inputs(ids if source is None else source)
+        if batch.extra_inputs is not None:
+            options |= {name: self._moved(value) for name, value in batch.extra_inputs.items()}
+        elif self.extra_inputs is not None:
+            options |= self.extra_inputs(ids if source is None else source)
         return self.hf(**forward_arguments(self.hf, self.task, ids, mask, source, source_mask, **options))
+
+    def _moved(self, value: Any) -> Any:
+        """An argument on the model's device, and in its precision if it is no whole number."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self.device, self.dtype) if value.is_floating_point() else value.to(self.device)
 
     def _mask(self, mask: Tensor) -> Tensor | None:
         return None if bool(mask.all()) else mask.to(self.device)
