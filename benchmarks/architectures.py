@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +24,9 @@ from misreadings import MISREADINGS, is_accepted
 from transformers.utils import logging
 
 from layerjump.errors import one_line
-from layerjump.models.architectures import TABLE, Support, render_table
+from layerjump.models.architectures import TABLE, Support, describe, render_table
 from layerjump.models.self_check import prove
 from layerjump.models.small_config import NOT_RUNNABLE, Architecture, list_architectures, small_model
-from layerjump.models.structure import Write
 
 MISREAD_TYPES = ("llama", "gpt2", "gptj", "gemma2", "granite", "qwen3_moe", "falcon_h1", "bert")
 
@@ -78,18 +78,7 @@ def examine(architecture: Architecture) -> Support:
         model = prove(small_model(architecture))
     except Exception as error:  # the model's own code; a refusal either way
         return Support(architecture.task, architecture.model_type, "refused", "", one_line(error, 160))
-    anatomy = model.structure.anatomy
-    kinds = Counter(" ".join(_label(write) for write in block.writes) for block in anatomy.blocks if block.writes)
-    problems = sorted({block.problem for block in anatomy.blocks if block.problem})
-    both_ways = ["reads both ways"] if model.task == "causal" and not model.causal else []
-    notes = [*problems, *anatomy.notes, *both_ways, *([anatomy.no_logits] if anatomy.no_logits else [])]
-    return Support(
-        architecture.task, architecture.model_type, model.structure.degree, ", ".join(kinds), "; ".join(notes)
-    )
-
-
-def _label(write: Write) -> str:
-    return f"{write.name} (experts)" if write.is_routed else write.name
+    return replace(describe(model), task=architecture.task, model_type=architecture.model_type)
 
 
 def _is_misread(architecture: Architecture) -> bool:

@@ -11,6 +11,7 @@ from helpers.cli import run
 from helpers.tiny_models import tiny_model
 
 import layerjump
+from layerjump.models.small_config import list_architectures, small_model
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,38 @@ def test_families_lists_the_table():
     assert "gemma3_text" in run("families", env=_wide()).stdout
 
 
+def test_families_prints_the_degrees_that_it_lists():
+    rows = json.loads(run("families", "--json").stdout)
+    printed = run("families", env=_wide()).stdout
+    counts = {degree: sum(row["degree"] == degree for row in rows) for degree in ("full", "levels", "refused")}
+    assert sum(counts.values()) == len(rows)
+    assert f"{counts['full']} full, {counts['levels']} levels, {counts['refused']} refused" in printed
+    assert all(row["note"] for row in rows if row["degree"] != "full")
+    (reformer,) = [row for row in rows if row["model_type"] == "reformer" and row["task"] == "causal"]
+    assert reformer["degree"] == "refused"
+    assert reformer["note"] in printed
+
+
 def test_families_checks_one_model(folder):
-    rows = json.loads(run("families", str(folder), "--json").stdout)
-    assert {row["check"] for row in rows} >= {"logits", "levels", "blocks", "inputs", "causality", "weights"}
-    assert all(row["passed"] is True for row in rows)
+    result = json.loads(run("families", str(folder), "--json").stdout)
+    assert {row["check"] for row in result["checks"]} >= {"logits", "levels", "body", "blocks", "inputs", "causality"}
+    assert all(row["passed"] is True for row in result["checks"])
+    assert (result["task"], result["model_type"], result["degree"]) == ("causal", "gpt2", "full")
+    assert (result["parts"], result["note"]) == ("attn ffn", "")
+    assert {"attn.in", "heads", "attn.out", "mid", "ffn.out"} <= set(result["sites"])
+    printed = run("families", str(folder), env=_wide()).stdout
+    assert "Self-check" in printed
+    assert "attn ffn" in printed
+    assert "ln1.in ln1.out attn.in heads attn.out mid" in printed
+
+
+def test_families_prints_the_note_of_a_model_whose_blocks_read_more_than_the_stream(tmp_path):
+    architecture = next(a for a in list_architectures() if str(a) == "causal:gemma4_text")
+    small_model(architecture).hf.save_pretrained(tmp_path / "gemma4")
+    result = json.loads(run("families", str(tmp_path / "gemma4"), "--json").stdout)
+    assert (result["degree"], result["parts"]) == ("full", "attn ffn aside")
+    assert result["note"].startswith("blocks read more than the stream")
+    assert "aside.out" in result["sites"]
 
 
 @pytest.mark.parametrize("model", ["nobody/nothing", "./no-such-folder"])

@@ -27,7 +27,7 @@ def test_it_writes_a_checkpoint_that_other_commands_load(model, tmp_path):
     assert record["distilled"]["steps"] == 2
     assert json.loads((folder / "config.json").read_text())["n_layer"] == 3
     checked = run("families", str(folder), "--json")
-    assert all(row["passed"] for row in json.loads(checked.stdout))
+    assert all(row["passed"] for row in json.loads(checked.stdout)["checks"])
     again = run("prune", model, "--drop", "1", *SMALL, "-o", str(folder))
     assert again.returncode == 1
     assert again.stderr.count("\n") == 1

@@ -46,7 +46,7 @@ def test_every_command_takes_a_model_with_attached_maps(data_folder, tmp_path, m
 
     small, gpt2 = "--text pydoc --tokens 3000", data_folder / "tiny-gpt2"
     run(f"prune {gpt2} --drop 1 --criterion deepest --method linear {small} -o {folder}")
-    assert all(check["passed"] for check in json.loads(run(f"families {folder} --json")))
+    assert all(check["passed"] for check in json.loads(run(f"families {folder} --json"))["checks"])
     run(f"fit {folder} {small} -o {jumps}")
     (trajectory,) = json.loads(run(f"lens {folder} def --jumps {jumps} --json"))
     model, base = lj.load(folder), lj.load(f"{folder}/base")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
 
 from layerjump.cli._options import LoadModel, loads_model
-from layerjump.cli._output import JSON, print_table
+from layerjump.cli._output import JSON, print_json, print_table
 
 
 @loads_model()
@@ -22,18 +23,22 @@ def families(
     """List the architectures of transformers and how far each is supported, or prove one model's structure.
 
     [bold]layerjump families[/]                    all architectures, with their degree of support
-    [bold]layerjump families smollm2[/]            load the bundled model and run the self-check
+    [bold]layerjump families smollm2[/]            degree, parts and self-check of one model
     [bold]layerjump families ./my-bert --json[/]
     """
-    if model is None:
-        from layerjump.models.architectures import read_table
+    from layerjump.models.architectures import describe, read_table
 
-        print_table("Architectures", [vars(row) for row in read_table()], as_json=as_json)
+    if model is None:
+        rows = read_table()
+        counts = Counter(row.degree for row in rows)
+        title = f"{len(rows)} architectures: {', '.join(f'{counts[degree]} {degree}' for degree in sorted(counts))}"
+        print_table(title, [vars(row) for row in rows], as_json=as_json)
         return
     from layerjump.models.self_check import self_check
 
     loaded = load(model)
-    rows = [
+    support = describe(loaded)
+    checks = [
         {
             "check": check.name,
             "fact": check.fact,
@@ -43,4 +48,11 @@ def families(
         }
         for check in self_check(loaded)
     ]
-    print_table(repr(loaded), rows, as_json=as_json)
+    # A block has one part of a name; blocks of several kinds have different parts.
+    sites = list(dict.fromkeys(site.part for site in loaded.structure.sites() if not site.between_blocks))
+    if as_json:
+        print_json({"model": loaded.name, **vars(support), "sites": sites, "checks": checks})
+        return
+    summary = {"degree": support.degree, "parts": support.parts or None, "note": support.note or None}
+    print_table(repr(loaded), [summary | {"sites of a block": " ".join(sites) or None}])
+    print_table("Self-check", checks)
