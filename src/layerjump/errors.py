@@ -22,7 +22,7 @@ class ModelNotFound(BadModel):
 
 
 class UnsupportedModel(BadModel):
-    """The model's family is not in the table of `models/families.py`."""
+    """Discovery does not find the structure of the model; the message says what is missing."""
 
 
 class SelfCheckFailed(BadModel):

@@ -1,7 +1,7 @@
 """Prove at load that the captured states are those that the model computes with.
 
-The captured parts of every block must add up to the next level, in the order that the family's row says, and level L
-must lead to the model's own logits.
+The captured parts of every block must add up to the next level, in the order that discovery found, and level L must
+lead to the model's own logits.
 """
 
 from __future__ import annotations

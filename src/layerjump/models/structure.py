@@ -8,6 +8,8 @@ A site names a point in the network where hidden states can be captured or patch
     5.heads       the attention heads' outputs, side by   5.attn_raw   attention's output before its post-norm
                   side: the output projection's input     5.ffn_raw    likewise of the feed-forward
     5.xattn.in …  cross-attention and its norm lnx        5.mid2       the stream after cross-attention is added
+    5.mixer.in …  a mixer of positions without softmax:   5.moe.router the scores of the experts
+                  state space, linear attention, …        5.moe.out    the output of the experts
     final         the input of the unembedding
 
 Level l is `blocks.{l-1}.hook_resid_post` in TransformerLens and `hidden_states[l]` in Hugging Face (but level L is
