@@ -18,8 +18,7 @@ from layerjump.pruning.surgery import (
     cannot_drop,
     cannot_fold,
     cannot_rotate,
-    ffn_output_layer,
-    fold_output_map,
+    folded_output,
     transform_stream,
     without_blocks,
 )
@@ -90,12 +89,12 @@ def test_a_folded_map_maps_the_feed_forward_output(model):
         pytest.skip(cannot_fold(model))
     copy, batch = without_blocks(model, []), sample(model)
     weight, shift = torch.randn(32, 32, dtype=torch.float64), torch.randn(32, dtype=torch.float64)
-    layer = ffn_output_layer(copy, 2)
-    biased = getattr(layer, "bias", None) is not None
-    fold_output_map(layer, weight, shift if biased else None)
+    _, weights, _ = folded_output(copy, 2)
+    biased = weights.bias is not None
+    weights.fold(weight, shift if biased else None)
     if not biased:
         with pytest.raises(BadModel, match="no bias"):
-            fold_output_map(layer, torch.eye(32, dtype=torch.float64), shift)
+            weights.fold(torch.eye(32, dtype=torch.float64), shift)
     (before,) = capture_states(model, [batch], ["2.ffn.out", 2])
     (after,) = capture_states(copy, [batch], ["2.ffn.out", 2])
     expected = before["2.ffn.out"] @ weight.T + (shift if biased else 0)

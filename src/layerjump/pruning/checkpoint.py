@@ -7,21 +7,25 @@ checkpoint in `base/` and jumps next to it; `layerjump.load` puts them together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from layerjump import __version__
-from layerjump.errors import BadArtifact, WrongModel
+from layerjump.errors import BadArtifact, BadPruning, WrongModel, one_line
 from layerjump.io import read_json, replace_folder, write_json, write_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.jumps.serialization import Record, read_record
+from layerjump.models.discovery import main_output
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.hooks import attach_map
 from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
+from layerjump.models.self_check import TOLERANCE, sample
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import Distillation, LossComparison, Pruned, on_disk
 from layerjump.pruning.replace import METHODS, level_after_pruning
@@ -122,10 +126,11 @@ def save(pruned: Pruned, folder: Path, *, force: bool = False) -> None:
     """Write a pruned model, its card and its record into a new folder (`force`: or over an existing one)."""
 
     def write(new_folder: Path) -> None:
-        if pruned.jumps is None:
-            save_checkpoint(pruned.model, new_folder)
-        else:
-            save_checkpoint(pruned.model, new_folder / BASE)
+        try:
+            save_checkpoint(pruned.model, new_folder if pruned.jumps is None else new_folder / BASE)
+        except ValueError as error:  # a configuration checks itself
+            raise _not_described(pruned.model, f"it cannot be saved ({one_line(error)})") from error
+        if pruned.jumps is not None:
             pruned.jumps.save_pretrained(new_folder)
             weights = fingerprint(pruned.model.hf, attached=False)
             header = LinearHeader(cuts=list(pruned.spans), fingerprint=weights)
@@ -133,6 +138,7 @@ def save(pruned: Pruned, folder: Path, *, force: bool = False) -> None:
         record = PruningRecord.of(pruned)
         write_json(new_folder / RECORD_FILE, record.to_json())
         write_text(new_folder / "README.md", model_card(record))
+        _require_same_logits(pruned.model, new_folder, is_linear=pruned.jumps is not None)
 
     replace_folder(folder.expanduser(), write, force=force)
 
@@ -143,6 +149,42 @@ def save_checkpoint(model: Model, folder: Path) -> None:
         model.hf.save_pretrained(folder)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _require_same_logits(model: Model, folder: Path, *, is_linear: bool) -> None:
+    """Raise `BadPruning` if a saved checkpoint does not give the model's logits.
+
+    A configuration that computes the kind of a block from its number may not be able to describe the remaining blocks.
+    """
+    if type(model.hf).__module__.startswith("transformers_modules"):  # code that is not in the folder
+        return
+    batch = sample(model)
+    problem = ""
+    try:
+        with quiet_transformers():
+            hf = type(model.hf).from_pretrained(folder / BASE if is_linear else folder, dtype=model.dtype)
+        saved = replace(model, hf=hf.to(model.device).eval())
+        weights = model.hf.state_dict()
+        if not all(torch.equal(weight, weights[name]) for name, weight in hf.state_dict().items()):
+            problem = "other weights"
+        if not is_linear:  # its maps are not in the checkpoint
+            read = model.structure.anatomy.read_logits or main_output
+            ours, theirs = (read(each.run_whole(batch)) for each in (model, saved))
+            # Not equal to the last bit: results may depend on where a tensor lies in memory.
+            difference = 0.0 if ours is None or theirs is None else float((ours - theirs).abs().max() / ours.abs().max())
+            if not difference <= TOLERANCE[model.dtype]:
+                problem = f"logits that differ by {difference:.2g} of the largest"
+    except Exception as error:  # of whichever library, for sizes that do not fit
+        problem = f"an error ({type(error).__name__}: {one_line(error)})"
+    if problem:
+        raise _not_described(model, f"a model loaded from the saved checkpoint gives {problem}")
+
+
+def _not_described(model: Model, reason: str) -> BadPruning:
+    return BadPruning(
+        f"the configuration of {model.model_type} does not describe the remaining blocks: {reason}; drop other blocks"
+    )
 
 
 def load_linear(folder: Path, load_base: Callable[[Path], Model]) -> Model:

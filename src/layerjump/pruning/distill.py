@@ -26,7 +26,7 @@ from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.pruning.prune import CalibrationData, Distillation, Pruned, with_test_loss
 from layerjump.pruning.replace import FOLDING_METHODS, level_after_pruning
-from layerjump.pruning.surgery import ffn_output_layer
+from layerjump.pruning.surgery import folded_output
 from layerjump.training.trainer import ResumableTrainer, find_checkpoint, silence_trainer
 
 
@@ -124,7 +124,8 @@ class DistillationModule(nn.Module):
             trained += pruned.jumps.parameters()
         elif pruned.method in FOLDING_METHODS:
             for source, _ in pruned.spans:
-                trained += ffn_output_layer(pruned.model, level_after_pruning(source, pruned.spans)).parameters()
+                _, weights, _ = folded_output(pruned.model, level_after_pruning(source, pruned.spans))
+                trained += weights.parameters()
         if not trained:
             raise BadPruning(
                 f"{pruned.method} has no replacement to train; train all weights, or prune with another method"

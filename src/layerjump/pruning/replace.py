@@ -3,7 +3,8 @@
 Spans are fitted in order. The source of each is the state in the model whose earlier spans are replaced already, the
 target the original model's state on the same tokens, so that a replacement corrects the error of earlier ones.
 
-Folded maps. Level i is y + m: the residual stream y after attention plus the feed-forward output m of block i.
+Folded maps. Level i is y + m: the residual stream y after attention plus the feed-forward output m of block i (where a
+block has no feed-forward, the output of its last part; a mixture of experts is folded into all its experts).
 Blocks i + 1 to j are dropped, and h is level j. ReplaceMe (arXiv 2505.02819) replaces h by y + T m, T by least squares.
 Norms are invariant to scale, and RMSNorms to rotation, so all later blocks can be transformed exactly (`edit_model`),
 and it suffices that y + T m is near c Q h for some scale c and rotation Q. We minimise Σ ‖a y + A m − Q h‖² / ‖h‖ over
@@ -37,8 +38,7 @@ from layerjump.pruning.surgery import (
     can_scale,
     cannot_fold,
     cannot_rotate,
-    ffn_output_layer,
-    fold_output_map,
+    folded_output,
     transform_stream,
 )
 
@@ -100,7 +100,7 @@ def fit_replacements(
     transforms: list[StreamTransform] = []
     for source, target in spans if method != "remove" else ():
         level = level_after_pruning(source, spans)
-        sites = [Site(level)] if method == "linear" else [Site(level), Site(level, "ffn.out")]
+        sites = [Site(level)] if method == "linear" else [Site(level), Site(level, folded_output(pruned, level)[0])]
         is_first = (source, target) == spans[0]
         pairs = _paired_states(model, pruned, batches, sites, Site(target), is_first=is_first)
         if method == "linear":
@@ -151,15 +151,18 @@ def _fit_folded(
     pairs: PairedStates, pruned: Model, level: int, method: str, before: StreamTransform
 ) -> StreamTransform:
     """Fold a map into the block below a level, and a transform of the stream into the blocks above it."""
-    layer, is_replaceme = ffn_output_layer(pruned, level), method == "replaceme"
-    bias = getattr(layer, "bias", None) is not None
+    _, weights, gain = folded_output(pruned, level)
+    is_replaceme, bias = method == "replaceme", weights.bias is not None
     moments = Moments(PAIRS, reservoir=0, products=product_dtype(pruned))
-    for (states, ffn_out), targets in pairs:
+    for (states, output), targets in pairs:
+        ffn_out = output * gain.to(output)
         moments.add(fold_rows(ffn_out, states - ffn_out, targets, bias=bias, weighted=not is_replaceme))
     fit_scale = not is_replaceme and can_scale(pruned)
     folded = solve_fold(moments, bias=bias, fit_scale=fit_scale, fit_rotation=method == "rotation")
-    fold_output_map(layer, folded.weight, folded.bias)
-    if not is_replaceme:
+    # The map is of what reaches the next level, gain · output.
+    shift = None if folded.bias is None else folded.bias / gain
+    weights.fold(folded.weight * gain / gain[:, None], shift)
+    if not is_replaceme and (fit_scale or folded.rotation is not None):
         # Blocks after an earlier span are transformed already; only the difference remains.
         rotation = folded.rotation
         if rotation is not None and before.rotation is not None:

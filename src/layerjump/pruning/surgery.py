@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from layerjump.errors import BadModel
+from layerjump.errors import BadModel, LayerjumpError, one_line
 from layerjump.models.discovery import discover, is_norm, is_rms_norm
+from layerjump.models.families import text_config
 from layerjump.models.model import Model
 from layerjump.models.structure import Write, norm_factors
+from layerjump.pruning.block_config import select_blocks
+from layerjump.pruning.output_weights import OutputWeights, output_weights
 
-PER_BLOCK_CONFIG = ("layer_types", "attention_layers")
-"""Configuration lists with an entry for each block."""
-BLOCK_INDEX_NAMES = ("layer_idx", "layer_id")
+BLOCK_INDEX_NAMES = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
 """Attributes with a module's block index, which selects its layer of the KV cache."""
 
 
@@ -38,23 +41,35 @@ def cannot_drop(model: Model) -> str | None:
         )
     if model.structure.block_list is None:
         return f"the blocks of {model_type} form groups that share weights, so none can be dropped; pass another model"
+    if any(block.call for block in model.structure.anatomy.blocks):
+        return f"the blocks of {model_type} run several times, so none can be dropped; pass another model"
     return None
 
 
 def cannot_fold(model: Model) -> str | None:
-    """Return why no map can be folded into this model's feed-forward output, or None if one can be."""
+    """Return why no map can be folded into the outputs of this model's blocks, or None if one can be."""
     model_type = model.model_type
     if model.task != "causal":
         return f"blocks of a {model.task} model do not add the feed-forward output to the stream unchanged"
+    if any(block.call for block in model.structure.anatomy.blocks):
+        return f"the blocks of {model_type} run several times, and a folded map would act each time"
     for block in range(1, model.n_blocks + 1):
-        write = _ffn_write(model, block)
+        write = folded_write(model, block)
         if write is None:
             return f"the parts of {model_type} blocks are unknown, so no map can be folded into them"
-        if write.is_normed_after:
-            return f"in {model_type} blocks a norm follows the feed-forward output: no map can be folded through a norm"
-        if write.output_layer is None:
-            return f"the feed-forward of block {block} of {model_type} does not end in one linear layer"
+        if write.is_normed_after or _gain(model, block, write) is None:
+            return (
+                f"in {model_type} blocks a norm follows the {_NAMES[write.role]} output: no map can be folded through "
+                f"a norm"
+            )
+        try:
+            output_weights(model, block, write)
+        except BadModel as error:
+            return str(error)
     return None
+
+
+_NAMES = {"ffn": "feed-forward", "attn": "attention", "mixer": "mixer", "xattn": "cross-attention", "aside": "last"}
 
 
 def cannot_rotate(model: Model) -> str | None:
@@ -80,9 +95,24 @@ def cannot_rotate(model: Model) -> str | None:
 
 
 def can_scale(model: Model) -> bool:
-    """Return whether a norm precedes the unembedding, so that the scale of the last level has no effect."""
+    """Return whether a scale of the residual stream has no effect if all that is added to it has the same scale.
+
+    Every part and the unembedding must read the stream through a norm.
+    """
     steps = model.structure.final_steps
-    return bool(steps) and isinstance(steps[0], nn.Module) and is_norm(steps[0], model.d_model)
+    if not steps or not isinstance(steps[0], nn.Module) or not is_norm(steps[0], model.d_model):
+        return False
+    for block, anatomy in enumerate(model.structure.anatomy.blocks, start=1):
+        if any(step.kind in ("shift", "norm") for step in anatomy.steps):
+            return False
+        for write in anatomy.writes:
+            if not write.norm_first or write.is_normed_after or write.role == "aside":
+                return False
+            try:
+                output_weights(model, block, write)
+            except BadModel:
+                return False
+    return True
 
 
 @torch.no_grad()
@@ -93,22 +123,20 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
     remaining = [block for block in range(1, model.n_blocks + 1) if block not in set(dropped)]
     # Dropped blocks are not copied.
     placeholders: dict[int, Any] = {id(model.structure.blocks[block - 1]): nn.Identity() for block in dropped}
+    # States that a module keeps from its last forward pass are no parameters, and only those can be copied.
+    states = [value for module in model.hf.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    placeholders |= {id(state): state.detach().clone() for state in states if not state.is_leaf}
     hf = copy.deepcopy(model.hf, placeholders)
     modules = [hf.get_submodule(anatomy.path) for anatomy in model.structure.anatomy.blocks]
     path, _, name = (model.structure.block_list or "").rpartition(".")
     setattr(hf.get_submodule(path), name, nn.ModuleList(modules[old - 1] for old in remaining))
 
-    config = hf.config
-    config.num_hidden_layers = len(remaining)
-    for name in PER_BLOCK_CONFIG:
-        values = getattr(config, name, None)
-        if values is not None and len(values) == model.n_blocks:
-            setattr(config, name, [values[block - 1] for block in remaining])
-    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's form of attention_layers
-        config.attention_types = [[list(config.attention_layers), 1]]
-    n_full = getattr(config, "max_window_layers", None)
-    if n_full is not None:  # the first blocks have full attention
-        config.max_window_layers = sum(block <= n_full for block in remaining)
+    config = text_config(hf)
+    try:
+        if isinstance(config, PretrainedConfig) and dropped:
+            select_blocks(config, remaining, model.n_blocks)
+    except Exception as error:  # a configuration checks itself
+        raise _cannot_do_without(model, dropped, error) from error
 
     for new, old in enumerate(remaining, start=1):
         for module in modules[old - 1].modules():
@@ -122,21 +150,57 @@ def without_blocks(model: Model, dropped: Collection[int]) -> Model:
             attention.c_attn.weight[:, queries] *= new / old
             attention.c_attn.bias[queries] *= new / old
             attention.scaling *= old / new
-    return Model(hf, discover(hf), model.name, model.tokenizer, model.no_predictions, model.revision)
+    try:
+        structure = discover(hf, extra_inputs=model.extra_inputs)
+    except LayerjumpError as error:
+        raise _cannot_do_without(model, dropped, error) from error
+    return replace(model, hf=hf, structure=structure)
 
 
-def _ffn_write(model: Model, block: int) -> Write | None:
-    """Return the feed-forward's write of a block, or its last one where it has no feed-forward."""
+def _cannot_do_without(model: Model, dropped: Collection[int], error: Exception) -> BadModel:
+    blocks = ", ".join(map(str, sorted(dropped)))
+    return BadModel(
+        f"{model.model_type} does not run without block {blocks}, on which other blocks depend: "
+        f"{one_line(error.__cause__ or error)}; drop other blocks"
+    )
+
+
+def folded_write(model: Model, block: int) -> Write | None:
+    """The write of a block that maps are folded into: its feed-forward's, or the last one where it has none.
+
+    Nothing else in the block reads it.
+    """
     writes = model.structure.writes(block)
+    last_phase = max((write.phase for write in writes), default=0)
+    writes = tuple(write for write in writes if write.phase == last_phase)
     return next((write for write in writes if write.role == "ffn"), writes[-1] if writes else None)
 
 
-def ffn_output_layer(model: Model, block: int) -> nn.Module:
-    """Return the output layer of a block's feed-forward network; blocks count from 1."""
-    write = _ffn_write(model, block)
-    assert write is not None
-    assert write.output_layer is not None
-    return model.structure.module(write.output_layer)
+def folded_output(model: Model, block: int) -> tuple[str, OutputWeights, Tensor]:
+    """The part of a block that maps are folded into: its output's site, its weights, and its gain.
+
+    The block's output is the rest of the stream plus gain · the part's output; the gain is one for each coordinate.
+    """
+    write = folded_write(model, block)
+    gain = None if write is None else _gain(model, block, write)
+    if write is None or gain is None:
+        raise BadModel(cannot_fold(model) or f"no map can be folded into block {block}")
+    return f"{write.name}.out", output_weights(model, block, write), gain
+
+
+@torch.no_grad()
+def _gain(model: Model, block: int, write: Write) -> Tensor | None:
+    """What multiplies each coordinate of a part's output on its way to the next level; None if that is no factor."""
+    steps = model.structure.anatomy.blocks[block - 1].steps
+    index = next(n for n, step in enumerate(steps) if step.kind == "add" and step.name == write.name)
+    gain = torch.ones(model.d_model, dtype=torch.float64)
+    for step in steps[index:]:
+        if step.kind == "norm":
+            return None
+        if step.kind == "mul" or step is steps[index]:
+            factor = model.structure.constant(step.factor)
+            gain = gain * (factor.double().cpu().reshape(-1) if isinstance(factor, Tensor) else factor)
+    return gain if bool(gain.ne(0).all()) else None
 
 
 def _layers_reading_norms(model: Model, block: int) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -146,20 +210,6 @@ def _layers_reading_norms(model: Model, block: int) -> Iterator[tuple[nn.Module,
     readers = {points[f"{w.norm}.in"].path: w.linear_readers or () for w in structure.writes(block)}
     for norm, paths in readers.items():
         yield structure.module(norm), [structure.module(path) for path in paths]
-
-
-@torch.no_grad()
-def fold_output_map(layer: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Fold a map T, c of a layer's output into the layer: W becomes T W, and its bias b becomes T b + c."""
-    matrix = _weight_matrix(layer)
-    weight = weight.to(matrix.device).double()
-    matrix.copy_(weight @ matrix.double())
-    layer_bias = getattr(layer, "bias", None)
-    if layer_bias is not None:
-        mapped = weight @ layer_bias.double()
-        layer_bias.copy_(mapped if bias is None else mapped + bias.to(mapped))
-    elif bias is not None:
-        raise BadModel("a map with a bias cannot be folded into a layer that has no bias")
 
 
 @torch.no_grad()
@@ -182,9 +232,7 @@ def transform_stream(model: Model, level: int, rotation: Tensor | None, scale: f
     matrix = identity if rotation is None else rotation.double().cpu()
     for block in range(level + 1, model.n_blocks + 1):
         for write in model.structure.writes(block):
-            if write.output_layer is None:
-                raise BadModel(f"the {write.name} of block {block} does not end in a linear layer that can be scaled")
-            fold_output_map(model.structure.module(write.output_layer), scale * matrix)
+            output_weights(model, block, write).fold(scale * matrix)
         if rotation is not None:
             for norm, layers in _layers_reading_norms(model, block):
                 norm_weight = absorb_norm_weight(norm)

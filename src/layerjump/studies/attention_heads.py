@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args
 from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.cost_estimate import site_width
 from layerjump.jumps.maps import Affine, to_affine, to_module
+from layerjump.models.model import Model
 from layerjump.models.structure import Site
 from layerjump.studies.display import Panel, draw_heat_map, mean, number
 from layerjump.studies.model_comparison import Variants, announce_cost, small_batches
@@ -58,22 +59,32 @@ def cannot_run(setup: Setup) -> str | None:
     model = setup.model
     if model.no_predictions:
         return model.no_predictions
-    width, heads = site_width(model, Site(1, "heads")), model.text_config.num_attention_heads
-    if width % heads:
-        return f"the input of the output projection has width {width}, not a multiple of {heads} heads"
+    blocks, heads = _blocks_with_heads(model), model.text_config.num_attention_heads
+    if not blocks:
+        return f"the blocks of {model.model_type} have no attention whose heads are known"
+    for block in blocks:
+        if (width := site_width(model, Site(block, "heads"))) % heads:
+            return f"the input of the output projection has width {width}, not a multiple of {heads} heads"
     return None
+
+
+def _blocks_with_heads(model: Model) -> list[int]:
+    """All blocks, but for a hybrid of attention and other mixers."""
+    present = set(model.structure.sites())
+    return [block for block in range(1, model.n_blocks + 1) if Site(block, "heads") in present]
 
 
 def run(setup: Setup) -> Result[Tables, Headline]:
     """Replace every head in three ways, and rank the heads."""
     model, batches = setup.model, small_batches(setup, TOKEN_SHARE)
-    pairs = ",".join(f"{block}.attn.in:{block}.heads" for block in range(1, model.n_blocks + 1))
+    blocks = _blocks_with_heads(model)
+    pairs = ",".join(f"{block}.attn.in:{block}.heads" for block in blocks)
     jumps = setup.all_position_jumps("affine", pairs)
     moments, n_heads = setup.all_position_moments(pairs).fit, int(model.text_config.num_attention_heads)
-    size = site_width(model, Site(1, "heads")) // n_heads
     changes: dict[tuple[int, int, Replacement], Change] = {}
-    for block in range(1, model.n_blocks + 1):
+    for block in blocks:
         site = Site(block, "heads")
+        size = site_width(model, site) // n_heads
         jump, means = to_affine(jumps[Site(block, "attn.in"), site]), moments.mean(site)
         for head in range(1, n_heads + 1):
             columns = slice((head - 1) * size, head * size)  # of the head, in the input of the output projection

@@ -20,7 +20,7 @@ map reads what its norm reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -51,6 +51,7 @@ NORMS = ("ln1", "lnx", "ln2")
 JUMP, IDENTITY = "jump to last", "identity"
 NAMES = {
     "attn": "attention",
+    "mixer": "mixer",
     "xattn": "cross-attention",
     "ffn": "feed-forward",
     "norms": "norms",
@@ -144,7 +145,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     }
     parts = unique(row.part for row in why)
     headline = Headline(
-        most_tolerant=max((part for part in precision if part in PARTS), key=precision.__getitem__),
+        most_tolerant=max((part for part in precision if part in PARTS), key=precision.__getitem__, default=None),
         mean_p1={part.replace(" ", "_"): value for part, value in precision.items()},
         map_over_mean_kl={part: _kl_ratio(why, part, lambda row: row.kl_mean) for part in parts},
         map_over_noise_kl={part: _kl_ratio(why, part, lambda row: row.kl_noise) for part in parts},
@@ -170,7 +171,8 @@ def changes_from_maps(model: Model, jumps: Jumps, part: str) -> Changes:
 
 def _replace_suffix(setup: Setup, jumps: Jumps, levels: Sequence[int]) -> tuple[list[SuffixRow], Cost]:
     model, batches = setup.model, small_batches(setup)
-    parts = [part for part in PARTS if submodule_pairs(model, 1, part)]
+    blocks = range(1, model.n_blocks + 1)
+    parts = [part for part in PARTS if any(submodule_pairs(model, block, part) for block in blocks)]
     lenses = {JUMP: setup.lenses()[setup.settings.estimators[0]], IDENTITY: setup.lenses()[IDENTITY]}
     cost = announce_cost(
         "submodules, from a level on",
@@ -205,26 +207,27 @@ def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[list[BlockRow], list
     """Run each replacement in each block; return the scores, what explains them, notes and the cost."""
     model, n_blocks = setup.model, setup.model.n_blocks
     batches, moments = small_batches(setup, BLOCK_SHARE), setup.all_position_moments("submodules").fit
-    sites = set(model.structure.sites())
-    parts = [part for part in SUBMODULES if Site(1, f"{part}.in") in sites]
-    norms = [part for part in parts if part in NORMS]
+    # Blocks of a hybrid differ: some have attention, others a mixer, or no feed-forward.
+    sites, blocks = set(model.structure.sites()), range(1, n_blocks + 1)
+    parts_of = {block: [part for part in SUBMODULES if Site(block, f"{part}.in") in sites] for block in blocks}
+    parts = [part for part in SUBMODULES if any(part in parts_of[block] for block in blocks)]
+    norms_of = {block: [part for part in parts_of[block] if part in NORMS] for block in blocks}
     changes: dict[tuple[Replacement, str, int], Changes] = {}
-    for block in range(1, n_blocks + 1):
-        for index, part in enumerate(parts):
+    for block in blocks:
+        for part in parts_of[block]:
             pair = _pair(block, part)
             changes["map", part, block] = {pair: replace_by_map(jumps[pair])}
             changes["mean", part, block] = {pair: replace_by_constant(moments.mean(pair[1]))}
-            changes["noise", part, block] = {pair: add_noise(jumps[pair], seed=10 * block + index)}
-        if len(norms) > 1:
-            pairs = [_pair(block, part) for part in norms]
+            changes["noise", part, block] = {pair: add_noise(jumps[pair], seed=10 * block + parts.index(part))}
+        if len(norms_of[block]) > 1:
+            pairs = [_pair(block, part) for part in norms_of[block]]
             changes["map", "norms", block] = {pair: replace_by_map(jumps[pair]) for pair in pairs}
-    per_block = len(changes) // n_blocks
     cost = announce_cost(
         "submodules, one block at a time",
         model,
         batches,
-        block_runs=per_block * n_blocks * (n_blocks + 1) // 2,
-        unembeddings=per_block * n_blocks + 1,
+        block_runs=sum(n_blocks - block + 1 for _, _, block in changes),
+        unembeddings=len(changes) + 1,
     )
     variants = Variants(model)
     for rerun in variants.reruns(batches, setup.progress):
@@ -232,40 +235,39 @@ def _replace_one_block(setup: Setup, jumps: Jumps) -> tuple[list[BlockRow], list
             states = rerun.from_level(block - 1, changes=change)
             variants.add((replacement, part, block), rerun.pick(states))
 
-    variant_of = {part: part for part in parts if part not in NORMS}
-    if norms:
-        variant_of["norms"] = norms[0] if len(norms) == 1 else "norms"
+    others = [(part, block, part) for part in parts if part not in NORMS for block in blocks if part in parts_of[block]]
+    norms = [("norms", block, "norms" if names[1:] else names[0]) for block, names in norms_of.items() if names]
     one_block = [
-        BlockRow(part, block, variants.scores(("map", variant, block)))
-        for part, variant in variant_of.items()
-        for block in range(1, n_blocks + 1)
+        BlockRow(part, block, variants.scores(("map", variant, block))) for part, block, variant in (*others, *norms)
     ]
     mass, note = attention_mass(model, batches)
-    why, sizes = [], _relative_norms(model, batches, parts)
+    why, sizes = [], _relative_norms(model, batches, parts_of)
     for part in parts:
-        for block in range(1, n_blocks + 1):
+        for block in (block for block in blocks if part in parts_of[block]):
             r2 = jumps.info[_pair(block, part)].r2 or (math.nan, math.nan)
-            on_self, on_sink = mass[block - 1] if mass and part == "attn" else (None, None)
+            on_self, on_sink = mass[block] if mass and part == "attn" else (None, None)
             kl = [variants.mean_kl((replacement, part, block)) for replacement in ("map", "mean", "noise")]
             why.append(WhyRow(part, block, *r2, sizes[part, block], on_self, on_sink, *kl))
     return one_block, why, [note] if note else [], cost
 
 
 @torch.no_grad()
-def _relative_norms(model: Model, batches: Batches, parts: Sequence[str]) -> dict[tuple[str, int], float]:
+def _relative_norms(
+    model: Model, batches: Batches, parts_of: Mapping[int, Sequence[str]]
+) -> dict[tuple[str, int], float]:
     """Return the mean over positions of ‖output of a sub-module‖ / ‖residual stream that it reads or writes‖."""
-    kinds = {site.part for site in model.structure.sites()}
-    after_attention = next((part for part in ("mid2", "mid") if part in kinds), None)
+    present = set(model.structure.sites())
 
     def stream(part: str, block: int) -> Site:
-        if after_attention and part in ("ln2", "ffn"):
-            return Site(block, after_attention)
-        return Site(block, "mid") if part in ("lnx", "xattn") else Site(block - 1)
+        writes = model.structure.writes(block)
+        phase = next(write.phase for write in writes if part in (write.name, write.norm))
+        site = Site(block, "mid" if phase == 1 else f"mid{phase}")
+        return site if phase and site in present else Site(block - 1)
 
     compared = {
         (part, block): (_pair(block, part)[1], stream(part, block))
+        for block, parts in parts_of.items()
         for part in parts
-        for block in range(1, model.n_blocks + 1)
     }
     sites = sorted({site for pair in compared.values() for site in pair})
     totals, n = dict.fromkeys(compared, 0.0), 0
@@ -286,33 +288,37 @@ class AttentionMass(NamedTuple):
 
 
 @torch.no_grad()
-def attention_mass(model: Model, batches: Batches) -> tuple[list[AttentionMass] | None, str | None]:
-    """Return the attention mass of every block, or None and the reason why the model does not expose its weights.
+def attention_mass(model: Model, batches: Batches) -> tuple[dict[int, AttentionMass] | None, str | None]:
+    """Return the attention mass of blocks with attention, or None and why the model does not expose its weights.
 
     Fused kernels do not return weights, so the model runs with eager attention meanwhile, and only if that leaves its
     hidden states as they are.
     """
-    totals, n = torch.zeros(model.n_blocks, 2, dtype=torch.float64), 0
+    present = set(model.structure.sites())
+    blocks = [block for block in range(1, model.n_blocks + 1) if Site(block, "attn.in") in present]
+    if not blocks:
+        return None, "Attention mass is not shown: the model has no attention."
+    totals, n = torch.zeros(len(blocks), 2, dtype=torch.float64), 0
     attention = model.hf.config._attn_implementation
     for batch in batches:
-        exact, _ = _run_with_mass(model, batch)
+        exact, _ = _run_with_mass(model, batch, blocks)
         with quiet_transformers():
             try:
                 model.hf.set_attn_implementation("eager")
-                states, mass = _run_with_mass(model, batch)
+                states, mass = _run_with_mass(model, batch, blocks)
             finally:
                 model.hf.set_attn_implementation(attention)
         difference = (states - exact).abs().max() / exact.abs().max().clamp_min(1e-30)
         if difference > TOLERANCE[exact.dtype]:
             return None, "Attention mass is not shown: eager attention changes the hidden states."
-        if len(mass) != model.n_blocks:
+        if len(mass) != len(blocks):
             return None, "Attention mass is not shown: the model does not return its weights."
         totals += torch.stack(mass) * batch.n_picks
         n += batch.n_picks
-    return [AttentionMass(*block) for block in (totals / n).tolist()], None
+    return {block: AttentionMass(*mass) for block, mass in zip(blocks, (totals / n).tolist(), strict=True)}, None
 
 
-def _run_with_mass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+def _run_with_mass(model: Model, batch: Batch, blocks: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """Return level L of the picks and, for each block that returns weights, the mass on self and on the sink."""
     masses: list[Tensor] = []
 
@@ -326,7 +332,7 @@ def _run_with_mass(model: Model, batch: Batch) -> tuple[Tensor, list[Tensor]]:
             masses.append(torch.stack([on_self, of_picks[:, 0].mean()]).cpu())
 
     last = Site(model.n_blocks)
-    taps = [model.structure.tap(Site(block, "attn.in")) for block in range(1, model.n_blocks + 1)]
+    taps = [model.structure.tap(Site(block, "attn.in")) for block in blocks]
     attention = {tap.module for tap in taps}
     with watch_outputs(attention, add_mass), Capture(model.structure, [last]) as capture:
         return capture.run(model, batch)[last], masses
