@@ -43,6 +43,13 @@ def select_blocks(config: PretrainedConfig, remaining: Sequence[int], n_blocks: 
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo's form of attention_layers
         config.attention_types = [[list(config.attention_layers), 1]]
     targets = {name: [entries[block - 1] for block in remaining] for name, entries in derived.items()}
+    for name, value in values.items():
+        # A pattern that repeats, such as RecurrentGemma's block_types, is spelled out.
+        if isinstance(value, (list, tuple)) and 0 < len(value) < n_blocks:
+            repeated = [value[index % len(value)] for index in range(n_blocks)]
+            same = [target for other, target in targets.items() if derived[other] == repeated]
+            if same:
+                setattr(config, name, type(value)(same[0]))
     for name in periods:
         _fit_period(config, name, targets, n_blocks)
 
@@ -51,9 +58,6 @@ def _selected(name: str, value: Any, remaining: Sequence[int], n_blocks: int) ->
     """The value of the remaining blocks; None where it does not depend on them."""
     if _NOT_OF_BLOCKS.search(name):
         return None
-    if isinstance(value, dict) and value and "layer" in name and all(str(key).isdecimal() for key in value):
-        new = {block - 1: index for index, block in enumerate(remaining)}
-        return {type(key)(new[int(key)]): entry for key, entry in value.items() if int(key) in new}
     if isinstance(value, dict):
         inner = {key: _selected(str(key), entry, remaining, n_blocks) for key, entry in value.items()}
         changed = {key: entry for key, entry in inner.items() if entry is not None}
