@@ -78,7 +78,9 @@ def test_all_experts_are_mapped_and_the_router_is_not():
     model = build("qwen2_moe")
     write = next(write for write in model.structure.writes(2) if write.is_routed)
     names = {id(parameter): name for name, parameter in model.hf.named_parameters()}
-    written = {names[id(weight)].rpartition("mlp.")[2]: axis for weight, axis in output_weights(model, 2, write).weights}
+    written = {
+        names[id(weight)].rpartition("mlp.")[2]: axis for weight, axis in output_weights(model, 2, write).weights
+    }
     assert written == {"experts.down_proj": 1, "shared_expert.down_proj.weight": 0}
 
 

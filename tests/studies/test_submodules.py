@@ -125,7 +125,9 @@ def test_attention_mass_equals_output_attentions(gpt2, data_folder):
         for row, position in zip(batch.row, batch.position, strict=True):
             weights = torch.stack([layer[row, :, position] for layer in output.attentions]).mean(1)
             on_self, on_sink, n = on_self + weights[:, position], on_sink + weights[:, 0], n + 1
-    assert torch.allclose(torch.tensor(list(mass.values())), torch.stack([on_self / n, on_sink / n], 1).double().float())
+    assert torch.allclose(
+        torch.tensor(list(mass.values())), torch.stack([on_self / n, on_sink / n], 1).double().float()
+    )
 
 
 def test_maps_fitted_with_position_0_keep_the_sink(gpt2):

@@ -173,7 +173,9 @@ def _require_same_logits(model: Model, folder: Path, *, is_linear: bool) -> None
             ours, theirs = (read(each.run_whole(batch)) for each in (model, saved))
             # Not equal to the last bit: results may depend on where a tensor lies in memory, and a model of float64
             # may hold buffers of float32.
-            difference = 0.0 if ours is None or theirs is None else float((ours - theirs).abs().max() / ours.abs().max())
+            difference = (
+                0.0 if ours is None or theirs is None else float((ours - theirs).abs().max() / ours.abs().max())
+            )
             if not difference <= max(TOLERANCE[model.dtype], TOLERANCE[torch.float32]):
                 problem = f"logits that differ by {difference:.2g} of the largest"
     except Exception as error:  # of whichever library, for sizes that do not fit

@@ -34,13 +34,7 @@ from layerjump.models.hooks import attach_map
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import Pair, Site
 from layerjump.pruning.select import Span, blocks_in_spans
-from layerjump.pruning.surgery import (
-    can_scale,
-    cannot_fold,
-    cannot_rotate,
-    folded_output,
-    transform_stream,
-)
+from layerjump.pruning.surgery import can_scale, cannot_fold, cannot_rotate, folded_output, transform_stream
 
 METHODS = {
     "remove": "nothing",
