@@ -122,6 +122,7 @@ def measure(model_type: str, folder: Path, *, steps: int, tokens: int, seed: int
 def verify_generation(model: Path, jumps: Path) -> bool | str:
     """Compare verified early exit with Hugging Face's own greedy text."""
     loaded = lj.load(model)
+    hf: Any = loaded.hf
     try:
         texts = [
             _run(
@@ -136,7 +137,7 @@ def verify_generation(model: Path, jumps: Path) -> bool | str:
     for prompt, ours in zip(PROMPTS, texts, strict=True):
         inputs = loaded.tokenization.generation_inputs([prompt])
         with torch.no_grad():
-            plain = loaded.hf.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
+            plain = hf.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
         new = plain[0, inputs["input_ids"].shape[1] :]
         same.append(new.tolist() == ours["texts"][0]["ids"])
     return all(same)

@@ -163,7 +163,7 @@ def _require_same_logits(model: Model, folder: Path, *, is_linear: bool) -> None
     problem = ""
     try:
         with quiet_transformers():
-            hf = type(model.hf).from_pretrained(folder / BASE if is_linear else folder, dtype=model.dtype)
+            hf: Any = type(model.hf).from_pretrained(folder / BASE if is_linear else folder, dtype=model.dtype)
         saved = replace(model, hf=hf.to(model.device).eval())
         weights = model.hf.state_dict()
         if not all(torch.equal(weight, weights[name]) for name, weight in hf.state_dict().items()):

@@ -37,14 +37,14 @@ _ROWS = 32
 class OutputWeights:
     """The parameters that write a part's output, each with its axis of output coordinates."""
 
-    weights: tuple[tuple[Tensor, int], ...]
-    bias: Tensor | None = None
+    weights: tuple[tuple[nn.Parameter, int], ...]
+    bias: nn.Parameter | None = None
     """The one of them that is added to every output as it is; None if there is none."""
 
     @classmethod
     def of_layer(cls, layer: nn.Module) -> OutputWeights:
         """Those of one linear layer."""
-        bias: Tensor | None = getattr(layer, "bias", None)
+        bias: nn.Parameter | None = getattr(layer, "bias", None)
         weight = (layer.get_parameter("weight"), 1 if isinstance(layer, Conv1D) else 0)
         return cls((weight,) if bias is None else (weight, (bias, 0)), bias)
 
@@ -59,7 +59,7 @@ class OutputWeights:
                 raise BadModel("a map with a bias cannot be folded into a layer that has no bias")
             self.bias.copy_(self.bias.double() + bias.to(self.bias.device).double())
 
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter, _ in self.weights]
 
 
@@ -102,7 +102,7 @@ def _find(model: Model, block: int, write: Write) -> tuple[tuple[str, int], ...]
         return float((first - second).abs().max()) <= tolerance * scale
 
     shared = _shared_parameters(model)
-    chosen: list[tuple[str, Tensor, int]] = []
+    chosen: list[tuple[str, nn.Parameter, int]] = []
     for name, parameter in module.named_parameters():
         axes = [axis for axis, size in enumerate(parameter.shape) if size == width]
         if not axes or parameter.dim() > 3 or not parameter.is_floating_point():
