@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from layerjump.data.corpus import split_documents as split_documents
     from layerjump.data.positions import Positions as Positions
     from layerjump.generation.calibration.calibrate import calibrate as calibrate
+    from layerjump.generation.classify import calibrate_classifier as calibrate_classifier
+    from layerjump.generation.classify import classify as classify
     from layerjump.generation.generate import early_exit as early_exit
     from layerjump.generation.generate import generate as generate
     from layerjump.interventions.linearize import linearize as linearize
@@ -82,6 +84,8 @@ _HOME = {
     "Trajectory": "lens.trajectory",
     "make_batches": "data.batches",
     "calibrate": "generation.calibration.calibrate",
+    "calibrate_classifier": "generation.classify",
+    "classify": "generation.classify",
     "collect_moments": "jumps.collect_moments",
     "early_exit": "generation.generate",
     "export_lens": "jumps.convert",

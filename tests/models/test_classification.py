@@ -5,65 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers import tokenizers
-from transformers import BertConfig, BertForSequenceClassification
+from helpers.classifiers import FAMILIES, LABELS, LAST, numbers, small_classifier, wrapped
 
 import layerjump as lj
 from layerjump.data.batches import Batch, make_batches
-from layerjump.data.corpus import Corpus, load_text
+from layerjump.data.corpus import load_text
 from layerjump.data.positions import Positions
 from layerjump.errors import BadText, NoPredictions, UnsupportedModel
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.models.loading import load
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
-
-LABELS = ("news", "story", "law")
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # so that labels differ from text to text
-    "pad_token_id": 1,
-}
-FAMILIES = {
-    "Bert": {},
-    "Roberta": {},
-    "XLMRoberta": {},
-    "DistilBert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
-    "Electra": {"embedding_size": 16},
-    "DebertaV2": {"relative_attention": True, "position_buckets": 8, "pos_att_type": "c2p|p2c"},
-    "Albert": {"embedding_size": 16},
-    "ModernBert": {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3},
-    "XLNet": {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 64},
-    "GPT2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 2, "eos_token_id": 3},
-    "Llama": {},
-}
-LAST = {"XLNet", "GPT2", "Llama"}
-
-
-def small_classifier(family: str, head: str = "Sequence", **more: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    settings = {**SIZES, **FAMILIES[family], "id2label": dict(enumerate(LABELS)), **more}
-    if "n_head" in FAMILIES[family] or "n_heads" in FAMILIES[family]:  # these name their sizes themselves
-        unknown = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        unknown += ("max_position_embeddings",) if family == "XLNet" else ()
-        settings = {name: value for name, value in settings.items() if name not in unknown}
-    config = getattr(transformers, f"{family}Config")(**settings)
-    return getattr(transformers, f"{family}For{head}Classification")(config)
-
-
-def bert(**more: object) -> Model:
-    settings = {**SIZES, "vocab_size": 1100, "id2label": dict(enumerate(LABELS)), **more}
-    torch.manual_seed(0)
-    return Model.wrap(BertForSequenceClassification(BertConfig(**settings)), tokenizers.bert(limit=60), name="bert")
-
-
-def numbers(count: int) -> Corpus:
-    return load_text([" ".join(str((i * 7 + j * j) % 900) for j in range(5 + i % 20)) for i in range(count)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +29,7 @@ def test_the_head_of_a_text_is_read_at_one_position(family):
     assert checks["logits"].difference is not None
     # Other texts, and other lengths, than discovery and the self-check have seen.
     for seed, length in ((1, 5), (2, 17)):
-        ids = torch.randint(4, 128, (4, length), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(4, 1100, (4, length), generator=torch.Generator().manual_seed(seed))
         row = torch.arange(4)
         position = torch.zeros_like(row) if model.pooled == "first" else torch.full_like(row, length - 1)
         batch = Batch(ids, torch.ones_like(ids), row, position, row, ids[row, position])
@@ -130,7 +82,7 @@ def test_an_encoder_decoder_with_a_classification_head_is_refused():
 
 
 def test_a_saved_classifier_loads_with_its_head(tmp_path):
-    made = bert()
+    made = wrapped("Bert")
     made.hf.save_pretrained(tmp_path)
     made.tokenizer.save_pretrained(tmp_path)
     model = load(tmp_path, device="cpu")
@@ -140,7 +92,7 @@ def test_a_saved_classifier_loads_with_its_head(tmp_path):
 
 
 def test_the_lens_names_labels_at_the_position_of_the_head():
-    model = bert()
+    model = wrapped("Bert")
     text = "5 6 7 8"
     trajectory = lj.Lens(model)(text, tokens=["law"])
     assert trajectory.positions == (0,)
@@ -160,7 +112,7 @@ def test_the_lens_names_labels_at_the_position_of_the_head():
 
 
 def test_the_lens_of_a_token_head_reads_every_token():
-    model = Model.wrap(small_classifier("Bert", "Token", vocab_size=1100), tokenizers.bert(limit=60), name="tagger")
+    model = wrapped("Bert", "Token")
     trajectory = lj.Lens(model)("5 6 7")
     assert trajectory.positions == (0, 1, 2, 3, 4)
     assert set(trajectory.decode(trajectory.top[0, :, 0].tolist())) <= set(LABELS)
@@ -168,7 +120,7 @@ def test_the_lens_of_a_token_head_reads_every_token():
 
 @pytest.mark.parametrize("estimator", ["mat", "ridge", "calibrated"])
 def test_jumps_are_fitted_and_scored_where_the_head_reads(estimator):
-    model, text = bert(), numbers(500)
+    model, text = wrapped("Bert"), numbers(500)
     jumps = lj.fit(model, text, estimator=estimator)
     assert (jumps.provenance.positions, jumps.provenance.n_fit) == ("first", 400)
     test = lj.split_documents(500).test
@@ -183,7 +135,7 @@ def test_jumps_are_fitted_and_scored_where_the_head_reads(estimator):
 
 
 def test_first_and_last_are_one_position_of_a_document():
-    tokenization, text = bert().tokenization, load_text(["1 2 3", " ".join(["4"] * 100)])
+    tokenization, text = wrapped("Bert").tokenization, load_text(["1 2 3", " ".join(["4"] * 100)])
     for kind, expected in (("first", {0}), ("last", {4, 59})):
         batches = list(make_batches(text, tokenization, Positions.parse(kind)))
         assert {position for batch in batches for position in batch.position.tolist()} == expected

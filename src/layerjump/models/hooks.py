@@ -342,8 +342,10 @@ def record_calls(structure: Structure) -> Iterator[list[Call]]:
 
 
 @contextmanager
-def intercept_calls(structure: Structure) -> Iterator[list[Call]]:
+def intercept_calls(structure: Structure, n_outputs: int = 1) -> Iterator[list[Call]]:
     """Record how a model would call its blocks, once each, without running them or what follows them.
+
+    `n_outputs` is how many values the caller of a block expects; all but the states are None.
 
     Blocks are swapped for recorders rather than hooked, so that hooks on the blocks do not run either.
     """
@@ -354,7 +356,7 @@ def intercept_calls(structure: Structure) -> Iterator[list[Call]]:
             parent_path, _, name = path.rpartition(".")
             parent = structure.module(parent_path)
             places.append((parent, name, block))
-            parent._modules[name] = _CallRecorder(calls, block, structure.anatomy.layout, structure.n_blocks)
+            parent._modules[name] = _CallRecorder(calls, block, structure.anatomy.layout, structure.n_blocks, n_outputs)
         with suppress(_AllCalled):
             yield calls
     finally:
@@ -369,10 +371,11 @@ class _AllCalled(Exception):  # noqa: N818  (a signal, not an error)
 class _CallRecorder(nn.Module):
     """Records a block's call in its place, and hands the states on unchanged."""
 
-    def __init__(self, calls: list[Call], block: nn.Module, layout: Layout, n_calls: int) -> None:
+    def __init__(self, calls: list[Call], block: nn.Module, layout: Layout, n_calls: int, n_outputs: int) -> None:
         super().__init__()
         # In a list, so that the block does not become a sub-module.
-        self._calls, self._block, self._layout, self._n_calls = calls, [block], layout, n_calls
+        self._calls, self._block, self._layout = calls, [block], layout
+        self._n_calls, self._n_outputs = n_calls, n_outputs
 
     def __getattr__(self, name: str) -> Any:
         # Some models ask a block for its attention type before they call it.
@@ -381,10 +384,10 @@ class _CallRecorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_block"][0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         self._calls.append(Call.of(args, kwargs, self._layout))
         if len(self._calls) == self._n_calls:
             raise _AllCalled
         # A tuple, because some families take a block's first output; others hand the tuple to the next block as its
         # states, which `hidden_input` unpacks.
-        return (hidden_input(args, kwargs),)
+        return (hidden_input(args, kwargs), *[None] * (self._n_outputs - 1))

@@ -142,7 +142,7 @@ def calibrate(
         costs=costs,
         selection_cost={name: cost / full_cost for name, (_, cost) in searched.items()},
         verified_cost=drafts.cost / full_cost,
-        test=_test_result(candidate, threshold, sets.test, costs, n_blocks, seed),
+        test=held_out_result(candidate, threshold, sets.test, costs, n_blocks, seed),
         probe_curves=probe_curves,
     )
     verified_exit = drafts.candidate.exit_config(drafts.threshold, drafts.min_acceptance)
@@ -186,9 +186,10 @@ def calibration_curve(probability: Tensor, correct: Tensor, bins: int = 10) -> l
     ]
 
 
-def _test_result(
+def held_out_result(
     candidate: RuleCandidate, threshold: float | None, test: CalibrationSet, costs: Costs, n_blocks: int, seed: int
 ) -> HeldOutResult:
+    """What a rule does on documents that nothing was chosen on; without a threshold, nothing exits."""
     if threshold is None:
         candidate, threshold = RuleCandidate(candidate.rule_type, (), candidate.probes), 0.5
     replay = candidate.replay(test, n_blocks)(threshold)
