@@ -4,7 +4,7 @@ Trains a small BERT from scratch to tell which of five texts a sentence comes fr
 abstracts, children's stories; all in `../shared/text`). Jumps are fitted and the exit rule is calibrated on sentences
 that the classifier was not trained on, and all numbers are of a third set of sentences.
 
-    python benchmarks/classification.py            # 6 blocks of width 128, about five minutes on one core
+    python benchmarks/classification.py            # 6 blocks of width 128, about six minutes of one core
     python benchmarks/classification.py --quick    # 4 blocks of width 64, within two minutes
 """
 
