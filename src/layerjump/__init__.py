@@ -10,7 +10,7 @@
 Packages, in the order in which data flows (each imports only from earlier ones):
 
     data/           documents, tokenization, positions, batches
-    models/         one Hugging Face model: loading, structure, self-check, hidden states
+    models/         one model: loading, discovery of its structure, self-check, hidden states
     metrics/        statistics of logits, loss, linearity, intervals, timing
     jumps/          linear maps: second moments, estimators, scores, files
     lens/           predictions from hidden levels
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from layerjump.lens.lens import Lens as Lens
     from layerjump.lens.refine import refine as refine
     from layerjump.lens.trajectory import Trajectory as Trajectory
+    from layerjump.models.families import Override as Override
     from layerjump.models.loading import load as load
     from layerjump.models.model import Model as Model
     from layerjump.models.model import capture_states as capture_states
@@ -79,6 +80,7 @@ _HOME = {
     "Lens": "lens.lens",
     "Model": "models.model",
     "Moments": "jumps.moments",
+    "Override": "models.families",
     "Positions": "data.positions",
     "Site": "models.structure",
     "Trajectory": "lens.trajectory",

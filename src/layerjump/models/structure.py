@@ -40,7 +40,7 @@ BLOCK_PARTS = (
 )
 """The parts that blocks commonly have, in the order of computation."""
 _PART = re.compile(
-    r"(ln1|ln2|lnx|ln_\w+|(attn|mixer|xattn|ffn|aside)\d*)\.(in|out)|(attn|mixer|xattn|ffn)\d*_raw|mid\d*|"
+    r"(ln1|ln2|lnx|ln_\w+|(attn|mixer|xattn|ffn|aside)\d*)\.(in|out)|(attn|mixer|xattn|ffn|aside)\d*_raw|mid\d*|"
     r"heads\d*|moe\.(router|out)"
 )
 
