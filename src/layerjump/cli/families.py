@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Annotated
 
@@ -48,6 +49,19 @@ def families(
         }
         for check in self_check(loaded)
     ]
+    if loaded.task == "causal" and not loaded.no_predictions:
+        from layerjump.generation.exit_check import check_exits
+
+        exits = check_exits(loaded)
+        checks.append(
+            {
+                "check": "early exit",
+                "fact": "blocks run one by one with a KV cache give the model's logits",
+                "difference": exits.difference if math.isfinite(exits.difference) else None,
+                "passed": exits.problem is None,
+                "note": exits.problem or (exits.padding_problem and f"with padding: {exits.padding_problem}") or "",
+            }
+        )
     # A block has one part of a name; blocks of several kinds have different parts.
     sites = list(dict.fromkeys(site.part for site in loaded.structure.sites() if not site.between_blocks))
     if as_json:

@@ -60,8 +60,8 @@ def require_exits(model: Model, *, padded: bool = False) -> None:
     check = check_exits(model)
     if check.problem is not None:
         raise BadExit(
-            f"{model.name} cannot exit early: {check.problem}; generate without early exit (model.hf.generate), or use "
-            f"lens, fit and studies, which work"
+            f"{model.name} cannot exit early: {check.problem}; generate without early exit, by Hugging Face's own "
+            f"model.generate, or use lens, fit and studies, which work"
         )
     if padded and check.padding_problem is not None:
         raise BadExit(

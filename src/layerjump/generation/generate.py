@@ -106,6 +106,8 @@ def generate(
         prompts = model.tokenization.generation_inputs(texts)
         warn_of_plain_text(model.name, model.tokenizer, texts, stacklevel=2)
         generation.setdefault("pad_token_id", model.tokenization.pad)
+    if "generation_config" not in generation:
+        generation.setdefault("use_cache", True)  # off in some configurations (MPT)
     custom_generate = EarlyExit(
         jumps, exit, verify=verify, cache=cache, max_draft_tokens=max_draft_tokens, streamer=streamer
     )

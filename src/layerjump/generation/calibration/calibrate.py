@@ -28,6 +28,7 @@ from layerjump.generation.calibration.cost_model import Costs, measure_costs
 from layerjump.generation.calibration.dataset import ByRole, CalibrationSet
 from layerjump.generation.calibration.search import THRESHOLDS, RuleCandidate, RuleType
 from layerjump.generation.calibration.serialization import Calibration, CalibrationReport, CurvePoint, HeldOutResult
+from layerjump.generation.exit_check import require_exits
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
@@ -68,6 +69,7 @@ def calibrate(
             f"{argument('rule_types')} must be one or more of {', '.join(RULE_TYPES)}, got "
             f"{', '.join(rule_types) or 'none'}"
         )
+    require_exits(model)
     unseen = dataset.unseen_documents(jumps, text)[:documents]
     roles = dataset.split_documents_by_role(unseen, seed)
     needed = math.ceil(math.log(1 - confidence) / math.log(target))

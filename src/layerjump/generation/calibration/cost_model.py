@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from layerjump.generation.block_runner import BlockRunner, prompt_positions
-from layerjump.generation.exit_check import require_exits
 from layerjump.generation.packed_llama import choose_blocks, pack_unembedding
 from layerjump.generation.probes import Probe
 from layerjump.generation.rules import LevelReading, Shortlist
@@ -65,7 +64,6 @@ class Costs(FileRecord):
 @torch.no_grad()
 def measure_costs(model: Model, jumps: Jumps | None, shortlist: Shortlist | None = None) -> Costs:
     """Time the parts of a decode step in turns; the medians."""
-    require_exits(model)
     context = max(1, min(_CONTEXT, model.max_positions - _JOINT_TOKENS))
     ids = torch.full((1, context + _JOINT_TOKENS), 1, device=model.device)
     positions = prompt_positions(model, ids[:, :context], None)
