@@ -74,6 +74,9 @@ def _check(model: Model) -> ExitCheck:
     if model.extra_inputs is not None:
         problem = "it reads further inputs besides tokens, and early exit passes tokens alone"
         return ExitCheck(math.inf, math.inf, problem, problem)
+    if model.task == "seq2seq":
+        problem = "its decoder reads the states of an encoder"
+        return ExitCheck(math.inf, math.inf, problem, problem)
     if not model.causal:
         problem = "its states depend on later tokens, so those of earlier tokens cannot be kept"
         return ExitCheck(math.inf, math.inf, problem, problem)
