@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
 from layerjump.data.batches import Batches
-from layerjump.errors import TooLarge, argument
+from layerjump.errors import TooLarge, UnsupportedModel, argument
 from layerjump.jumps.moments import Moments
 from layerjump.models.model import Model
 from layerjump.models.structure import FINAL, Site
@@ -62,7 +63,8 @@ def estimate_cost(model: Model, moments: Moments, batches: Mapping[str, Batches]
     encoded = sum(split.n_source_tokens for split in batches.values())
     model_flops = 2.0 * _weights(model) * (tokens - encoded)
     if encoded:
-        model_flops += 2.0 * _weights(model.encoder_side()) * encoded
+        with suppress(UnsupportedModel):  # an encoder that reads no tokens (Whisper)
+            model_flops += 2.0 * _weights(model.encoder_side()) * encoded
     max_rows = max((int(split.max_picks) for split in batches.values()), default=0)
     return CostEstimate(
         sums_bytes=len(batches) * (8 * entries + 4 * sampled),
