@@ -135,7 +135,7 @@ class Lens:
         else:
             prompts = process_images(self.model, texts, [images] if isinstance(text, str) else as_list(images))
         by_text = [trajectories[self.name] for trajectories in reading.read(prompts)]
-        warn_of_plain_text(self.model.name, self.model.tokenizer, texts, stacklevel=2)
+        warn_of_plain_text(self.model.name, self.model.tokenizer, texts, stacklevel=3)
         return by_text[0] if isinstance(text, str) else by_text
 
     @property
