@@ -43,8 +43,8 @@ KINDS = {
     "image-text": "gemma3",
 }
 """Kind → model type: experts; convolutions and attention in turns; attention beside a state-space mixer; attention and
-feed-forward in parallel (of cohere's logits 1/16 is taken, so that it learns slowly); norms before and after each part; a factor of all that is added; a text stack beside an image
-encoder."""
+feed-forward in parallel (the second multiplies its logits by 1/16, and learns slowly); norms before and after each
+part; a factor of all that is added; a text stack beside an image encoder."""
 QUICK = ("moe", "hybrid")
 PROMPTS = ("Once upon a time there was a", "The little dog wanted to")
 LEVELS = 4
