@@ -115,7 +115,7 @@ def test_a_bad_model_is_one_line_and_exit_code_1(model):
     [
         (["--estimator", "magic"], "no estimator 'magic'"),
         (["--pairs", "0-3"], "pairs to-last, to-final, predictions"),
-        (["--positions", "some"], "(a share of each sequence), got 'some'"),
+        (["--positions", "some"], "got 'some'"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
         (["--split", "50/50"], "50/50"),
         (["--tokens", "999999999"], "expected 889,628,923 tokens"),
