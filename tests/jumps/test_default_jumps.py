@@ -23,7 +23,9 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(data_folder):
-    return lj.load(data_folder / "tiny-gpt2")
+    model = lj.load(data_folder / "tiny-gpt2")
+    assert model.tokenization  # its first use runs the model, to measure whether it needs BOS
+    return model
 
 
 @pytest.fixture

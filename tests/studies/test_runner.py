@@ -155,7 +155,7 @@ def command(monkeypatch, *arguments) -> int:
         (["magic"], "no study 'magic'"),
         (["--estimators", "mat,magic"], "no estimator 'magic'"),
         (["--protocol", "theirs"], "got 'theirs'"),
-        (["--positions", "some"], "(a share of each sequence), got 'some'"),
+        (["--positions", "some"], "got 'some'"),
         (["--target", "95"], "at most 1"),
         (["--split", "90/10/0"], "leaves no test documents"),
         (["--protocol", "paper"], "10,000 documents for --split 9000/0/1000, got 30"),
