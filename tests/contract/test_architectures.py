@@ -49,7 +49,7 @@ def run_levels(model: Model, batch: Batch) -> dict[Site, torch.Tensor]:
 
 
 def test_every_example_is_an_architecture_of_transformers():
-    assert len(CASES) >= 75 - 15
+    assert len(CASES) >= 60
     listed = {(a.task, a.model_type) for a in list_architectures()}
     assert [(t, name) for t, names in EXAMPLES.items() for name in names if (t, name) not in listed] == []
 

@@ -102,9 +102,9 @@ def fit(
         closed_form |= {"refine": refine, "save_moments": save_moments, "from_moments": from_moments}
         _refuse_closed_form_options(estimator, closed_form)
         loaded, corpus = _load(load, model, text, column)
-        given = {name: value for name, value in (("tokens", tokens), ("rank", rank)) if value}
+        sizes = {name: value for name, value in (("tokens", tokens), ("rank", rank)) if value}
         with progress_bar("backward passes") as update:
-            jumps = row.load()(loaded, corpus, **given, split=split, seed=seed, progress=update)
+            jumps = row.load()(loaded, corpus, **sizes, split=split, seed=seed, progress=update)
         _write(jumps, output, None, as_json=as_json)
         return
     row.check_settings(Settings(**settings))

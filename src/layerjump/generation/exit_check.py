@@ -87,7 +87,7 @@ def _check(model: Model) -> ExitCheck:
 
 
 def _try(model: Model, *, padded: bool) -> tuple[float, str | None]:
-    """The difference, and why it is no proof; None if it is."""
+    """The largest difference, and the reason why the proof fails; None if it holds."""
     try:
         difference, tolerance = _difference(model, padded=padded)
     except LayerjumpError as error:

@@ -48,7 +48,7 @@ class BosLosses:
     def needs_bos(self) -> bool:
         """Whether BOS saves more than the margin, and the model then predicts the passage better than chance.
 
-        A model with random weights is no better than chance, whatever BOS changes in it; NaN is never better.
+        A model with random weights predicts at chance level, whatever BOS changes in it; NaN never counts as better.
         """
         return self.without - self.with_bos > MARGIN and self.with_bos < self.chance
 

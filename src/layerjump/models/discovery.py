@@ -124,10 +124,10 @@ def vocabulary_size(hf: nn.Module) -> int:
     """The number of tokens that a model can read."""
     if isinstance(size := getattr(text_config(hf), "vocab_size", None), int):
         return size
-    tables = [table.num_embeddings for table in hf.modules() if isinstance(table, nn.Embedding)]
     embedding = input_embeddings(hf)
     if embedding is not None and isinstance(getattr(embedding, "weight", None), Tensor):
         return int(embedding.get_parameter("weight").shape[0])
+    tables = [table.num_embeddings for table in hf.modules() if isinstance(table, nn.Embedding)]
     if not tables:
         raise UnsupportedModel("expected a model that reads tokens, got one without a token embedding")
     return max(tables)
@@ -229,6 +229,7 @@ class _Reader:
 
     def __init__(self, hf: nn.Module, trace: Trace, task: Task, override: Override) -> None:
         self.hf, self.trace, self.task, self.override = hf, trace, task, override
+        self._down: dict[Value, set[Value]] = {}
         self._norms: dict[nn.Module, bool] = {}
         self._linear: dict[nn.Module, bool] = {}
         self._pooled: Pooled | None = None
@@ -528,7 +529,7 @@ class _Reader:
     def _unembedding(
         self, on_path: set[Value], last: Value, n_logits: int
     ) -> tuple[Value, Value, ModuleCall | None, str | Tensor | None] | None:
-        """Input, output and call of the last linear layer on the path, or the name of its weight if it is no module."""
+        """Input, output and call of the last linear layer on the path, or its weight where no module holds it."""
         trace = self.trace
         for call in reversed(trace.calls):
             if call.start <= last[1] or any(True for _ in call.module.children()) or not call.outputs:
@@ -559,9 +560,9 @@ class _Reader:
     ) -> list[PathStep]:
         """The modules and operations from one value to another, as few and as large as possible."""
         trace, steps, value = self.trace, list[PathStep](), start
-        wanted = self._ancestors(end, start) & self._descendants(start) | {end}
+        between = self._ancestors(end, start) & self._descendants(start) | {end}
         while trace.source(value) != trace.source(end) and value != end:
-            call = self._next_module(value, wanted, around)
+            call = self._next_module(value, between, around)
             if call is not None:
                 steps.append(ModuleStep(call.path))
                 value = self._out(call)
@@ -569,16 +570,16 @@ class _Reader:
             readers = [
                 index
                 for index in trace.readers[value]
-                if any(output in wanted for output in trace.nodes[index].outputs)
+                if any(output in between for output in trace.nodes[index].outputs)
             ]
             node = trace.nodes[readers[0]] if readers else None
             selects = node is not None and self._selects_position(node)
             if len(readers) == 1 and node is not None and (selects or self._is_pure(node, value)):
                 if not selects and not self._keeps_rows(node, value):
                     steps.append(self._operation(node, value))
-                value = next(output for output in node.outputs if output in wanted)
+                value = next(output for output in node.outputs if output in between)
                 continue
-            steps.append(self._replay(value, end, wanted))
+            steps.append(self._replay(value, end, between))
             break
         return steps
 
@@ -591,14 +592,14 @@ class _Reader:
             return before.shape[::2] == after.shape[::2] and torch.equal(before[:, : after.shape[1]], after)
         return before.shape == after.shape
 
-    def _next_module(self, value: Value, wanted: set[Value], around: ModuleCall | None) -> ModuleCall | None:
+    def _next_module(self, value: Value, between: set[Value], around: ModuleCall | None) -> ModuleCall | None:
         for call in self.trace.calls_reading[value]:
-            # A module that returns what it read (a dropout) is no step.
+            # A module that returns its input unchanged (a dropout) is not a step.
             if around is not None and (call is around or call.contains(around)):
                 continue
             others = [v for v in call.inputs if v in self.trace.dynamic and v != value]
             main = self.trace.main(call.outputs)
-            if main is not None and main in wanted and main != value and not others and call.start > value[1]:
+            if main is not None and main in between and main != value and not others and call.start > value[1]:
                 return call
         return None
 
@@ -622,8 +623,8 @@ class _Reader:
         kwargs = {name: operand(item) for name, item in node.kwargs.items()}
         return Operation(node.name, node.function, args, tuple(kwargs.items()))
 
-    def _replay(self, start: Value, end: Value, wanted: set[Value]) -> Replay:
-        indices = sorted({value[1] for value in wanted if value != start and value[1] > start[1]})
+    def _replay(self, start: Value, end: Value, between: set[Value]) -> Replay:
+        indices = sorted({value[1] for value in between if value != start and value[1] > start[1]})
         nodes = [self.trace.nodes[index] for index in indices]
         if any(node.function is None for node in nodes):
             raise UnsupportedModel("the path to the logits runs through an operation that the trace cannot see")
@@ -637,7 +638,7 @@ class _Reader:
         try:
             steps = self._stream_steps(self._in(call), self._raw_out(call), call.start, norms)
             if steps is None:
-                return replace(bare, problem="the block's output is no sum that begins at its input")
+                return replace(bare, problem="the block's output is not a sum that begins at its input")
             return self._read_block(call, bare, steps, layout, kinds)
         except _NotAModule as error:
             return replace(bare, problem=str(error))
@@ -801,7 +802,7 @@ class _Reader:
         if node.name in _MULTIPLY | _DIVIDE and len(live) == 1:
             return self._terms(block, live[0], _times(factor, self._factor(node, live[0]), self._tensor))
         names = ", ".join(getattr(trace.node(v), "name", "weight") for v in node.inputs)
-        raise _NotAModule(f"a part is no module's output but {node.name}({names})")
+        raise _NotAModule(f"a part is not the output of a module but of {node.name}({names})")
 
     def _reading(self, block: ModuleCall, term: _Term) -> _Reading:
         """What a part reads: which stream, whether it mixes positions, and which operations it runs."""
@@ -1055,10 +1056,6 @@ class _Reader:
                     reached.update(node.outputs)
             self._down[value] = reached
         return self._down[value]
-
-    @property
-    def _down(self) -> dict[Value, set[Value]]:
-        return self.__dict__.setdefault("_descendants_of", {})
 
     def _ancestors(self, value: Value, limit: Value) -> set[Value]:
         """Everything that a value was computed from, no further back than `limit`."""

@@ -273,7 +273,7 @@ class Model:
         return self.hf(**forward_arguments(self.hf, self.task, ids, mask, source, source_mask, **options))
 
     def _moved(self, value: Any) -> Any:
-        """An argument on the model's device, and in its precision if it is no whole number."""
+        """An argument on the model's device, and in its precision if it is floating-point."""
         if not isinstance(value, Tensor):
             return value
         return value.to(self.device, self.dtype) if value.is_floating_point() else value.to(self.device)

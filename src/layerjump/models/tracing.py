@@ -176,12 +176,6 @@ class Trace(TorchFunctionMode):
             value = node.inputs[0]
         return value
 
-    def constant(self, value: Any) -> float | Tensor:
-        """An operand that is no activation, as a number where it is one."""
-        if isinstance(value, Tensor):
-            return value.detach() if value.numel() > 1 else float(value)
-        return float(value)
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -189,7 +183,7 @@ class Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         operands = tensors_in((args, kwargs))
         inputs = [self.value(tensor) for tensor in operands]
-        # A tensor that nothing wrote in sight, and that is no weight: the output of a kernel.
+        # A tensor that no traced operation wrote and that is not a weight: the output of a kernel.
         self.dynamic.update(value for value in inputs if value[1] < 0 and value[0] not in self._known)
         output = func(*args, **kwargs)
         results = [args[0]] if name == "__setitem__" else tensors_in(output)
