@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test coverage soak check format clean
+.PHONY: demo test coverage soak check docs notebooks package format clean
 
 demo: $(READY)
 	$(BIN)/layerjump study smollm2 --text pydoc --tokens 16000 -o demo --force
 	@echo "The report is demo/report.html: open it in a browser."
 
-# Two workers with one thread each: many tests start processes, and more threads would compete for the cores.
+# Two workers with one thread each: many tests start processes, and more threads would compete for the cores. Simulated
+# devices need processes of their own.
 test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_simulated_cuda.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25
 
 # Line and branch coverage (docs/reliability.md lists what the tests leave out on purpose).
@@ -30,6 +32,19 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documentation site, in site/; a broken link or a missing reference is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Run the notebooks on the bundled model, so that they hold the outputs of this version.
+notebooks: $(READY)
+	$(BIN)/python notebooks/execute.py
+
+# Wheel and source distribution, in dist/.
+package: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -37,8 +52,8 @@ format: $(READY)
 # Install again only when the requirements have changed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,docs]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo site dist

@@ -24,9 +24,9 @@ from misreadings import MISREADINGS, is_accepted
 from transformers.utils import logging
 
 from layerjump.errors import one_line
-from layerjump.models.architectures import TABLE, Support, describe, render_table
 from layerjump.models.self_check import prove
-from layerjump.models.small_config import NOT_RUNNABLE, Architecture, list_architectures, small_model
+from layerjump.models.small_models import NOT_RUNNABLE, Architecture, list_architectures, small_model
+from layerjump.models.support_table import TABLE, Support, describe, render_table
 
 MISREAD_TYPES = ("llama", "gpt2", "gptj", "gemma2", "granite", "qwen3_moe", "falcon_h1", "bert")
 

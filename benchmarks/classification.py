@@ -22,10 +22,10 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 import layerjump as lj
-from layerjump.generation.classify import Classified
-from layerjump.generation.rules import ExitConfig
+from layerjump.generation.classifier_exit import Classified
+from layerjump.generation.exit_rules import ExitConfig
 from layerjump.lens.evaluate import evaluate_lenses
-from layerjump.training.model import train_tokenizer
+from layerjump.training.tokenizer import train_tokenizer
 
 SOURCES = {
     "news": "leipzig/eng_news_2020_10K-sentences.txt",
@@ -184,7 +184,7 @@ def _accuracy(classified: Classified, data: Sentences) -> float:
 
 
 def _unseen(jumps: lj.Jumps, text: lj.Corpus) -> list[int]:
-    splits = lj.split_documents(len(text.documents), jumps.provenance.split, seed=jumps.provenance.seed)
+    splits = lj.split_indices(len(text.documents), jumps.provenance.split, seed=jumps.provenance.seed)
     return [*splits.test]
 
 

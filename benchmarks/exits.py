@@ -18,8 +18,8 @@ import torch
 from transformers.utils import logging
 
 from layerjump.errors import LayerjumpError, one_line
-from layerjump.generation.exit_check import check_exits
-from layerjump.models.small_config import Architecture, list_architectures, small_model
+from layerjump.generation.exit_self_check import check_exits
+from layerjump.models.small_models import Architecture, list_architectures, small_model
 
 
 def main() -> None:

@@ -87,9 +87,9 @@ def measure(model_type: str, folder: Path, *, steps: int, tokens: int, seed: int
     """Train one model and run every command on it."""
     model = folder / "model"
     training = _run(
-        "pretrain", "--text", TRAIN, "--held-out", VALID, "--arch", model_type, "--layers", LEVELS, "--hidden-size", 64,
-        "--heads", 4, "--vocab-size", 1024, "--length", 64, "--steps", steps, "--eval-every", steps, "--batch-size", 16,
-        "--learning-rate", 3e-3, "--seed", seed, "-o", model,
+        "pretrain", "--text", TRAIN, "--eval-text", VALID, "--arch", model_type, "--layers", LEVELS, "--heads", 4,
+        "--hidden-size", 64, "--vocab-size", 1024, "--length", 64, "--steps", steps, "--eval-every", steps,
+        "--batch-size", 16, "--learning-rate", 3e-3, "--seed", seed, "-o", model,
     )  # fmt: skip
     text = ("--text", VALID, "--tokens", tokens, "--seed", seed)
     _run("fit", model, *text, "--estimator", "mat", "-o", folder / "jumps", json_output=False)

@@ -2,6 +2,7 @@
 
     python benchmarks/lenses.py [--models smollm2,stories15m,rxn-bert] [--lenses mat,calibrated,…] [--tokens N]
                                 [--peers FOLDER] [--record] [-o lenses] [--quick]
+    python benchmarks/lenses.py --part causal [--models smollm2,stories15m] [-o lenses] [--quick]
 
 Every lens of a model is fitted once, on the same fit documents (for English models Wikipedia, news and stories in equal
 parts), and selects its settings on the validation documents. The same code scores all lenses at the same positions of
@@ -16,6 +17,9 @@ times the CPU time of `refined`; `refined long` may take as long. The output fol
 the same settings. Without `--peers`, results of peers come from `benchmarks/peers/recorded.json`, and are marked. All
 numbers go to `lenses.json`, the tables to `lenses.md`, the figure to `lenses.html`; the last line is JSON: model → text
 → lens → {kl, p1, cost, ece, …}.
+
+`--part causal` measures instead whether the model uses what a lens reads (`leaderboard/causal.py`): `causal.json`,
+`causal.md`, and a last line model → lens → {swap, disturbance, alignment, hidden, cosine}.
 """
 
 from __future__ import annotations
@@ -28,6 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from leaderboard.causal import CausalBoard, causal_board, causal_table, matrix_line
+from leaderboard.causal_lenses import BUDGETS as CAUSAL_BUDGETS
+from leaderboard.causal_lenses import LEVELS as CAUSAL_LEVELS
+from leaderboard.causal_lenses import QUICK as QUICK_BUDGET
+from leaderboard.causal_lenses import CausalLenses
 from leaderboard.held_out import HeldOut, held_out, model_calibration
 from leaderboard.ours import OURS, FittedLens, LensFitter
 from leaderboard.peers import PEERS, Budget, record, record_scores, recorded, recorded_scores, run_peers
@@ -67,6 +76,8 @@ TOKENS = {"smollm2": 40_000}
 REFINE_STEPS = {"smollm2": {"refined": 60}, "stories15m": {"refined": 700, "refined long": 5_000}}
 SLOW = ("n-njtc trained", "affine", "low-rank d/16", "low-rank d/2", "n-njtc", "calibrated raw")
 """Lenses that a quick run leaves out."""
+CAUSAL_PROMPTS = {"smollm2": 48, "stories15m": 80}
+"""Prompts of the causal part, from test documents."""
 PRINTED = ("kl", "p1", "ece", "marginal_kl")
 RIVALS = (
     ("calibrated", "mat"),
@@ -94,6 +105,9 @@ class Settings:
 
 def main() -> None:
     options = _options()
+    if options.part == "causal":
+        run_causal(options)
+        return
     settings = Settings(
         lenses=[lens for lens in options.lenses.split(",") if not (options.quick and lens in SLOW)],
         tokens=4_000 if options.quick else options.tokens or 0,
@@ -119,6 +133,38 @@ def main() -> None:
     print(json.dumps({name: _short(by_text) for name, by_text in boards.items()}))
 
 
+def run_causal(options: argparse.Namespace) -> None:
+    """Measure the causal axis of some models, print their tables and write them."""
+    names = options.models.split(",") if options.models else QUICK if options.quick else tuple(CAUSAL_LEVELS)
+    options.output.mkdir(parents=True, exist_ok=True)
+    print(describe_machine())
+    boards = {name: _causal_board(name, options) for name in names}
+    pages = [f"## {name}\n\n{causal_table(board)}\n\n{matrix_line(board)}" for name, board in boards.items()]
+    (options.output / "causal.md").write_text("\n\n".join(pages) + "\n")
+    recorded = {name: board.to_dict() for name, board in boards.items()}
+    (options.output / "causal.json").write_text(json.dumps(recorded, indent=1, allow_nan=False) + "\n")
+    print(json.dumps({name: board.short() for name, board in boards.items()}))
+
+
+def _causal_board(name: str, options: argparse.Namespace) -> CausalBoard:
+    source, texts = MODELS[name]
+    model = lj.load(source)
+    mixed = mixture({text: lj.load_text(TEXTS[text]) for text in texts})
+    quick = options.quick
+    fitter = CausalLenses(
+        model,
+        mixed.corpus,
+        CAUSAL_LEVELS[name][::2] if quick else CAUSAL_LEVELS[name],
+        QUICK_BUDGET if quick else CAUSAL_BUDGETS[name],
+        folder=None if quick else options.output / "causal" / name,
+    )
+    print(f"\n{name}: levels {', '.join(map(str, fitter.levels))}, {mixed.corpus.name}, {fitter.budget}, seed 0")
+    board = causal_board(fitter, 20 if quick else CAUSAL_PROMPTS[name], n_questions=20 if quick else None)
+    print(f"{board.prompts} prompts; {board.answered} of {board.questions} questions answered")
+    print(f"{causal_table(board)}\n{matrix_line(board)}", flush=True)
+    return board
+
+
 def _page(name: str, by_text: dict[str, Board]) -> str:
     """Return a model's tables: all texts condensed, then each text in full, with comparisons of lenses."""
     comparisons = {
@@ -139,6 +185,7 @@ def _is_paired(one: str, other: str, board: Board) -> bool:
 def _options() -> argparse.Namespace:
     all_lenses = ",".join([*OURS, *PEERS])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=("predictive", "causal"), default="predictive")
     parser.add_argument("--models", help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--lenses", default=all_lenses, help=f"some of {all_lenses.replace(',', ', ')}")
     parser.add_argument("--tokens", type=int, help="tokens of all splits together")
@@ -148,7 +195,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("-o", "--output", type=Path, default=Path("lenses"))
     parser.add_argument("--quick", action="store_true", help="little text: within two minutes")
     options = parser.parse_args()
-    for names, allowed in ((options.lenses, all_lenses), (options.models, ",".join(MODELS))):
+    models = CAUSAL_LEVELS if options.part == "causal" else MODELS
+    for names, allowed in ((options.lenses, all_lenses), (options.models, ",".join(models))):
         if names and (unknown := set(names.split(",")) - set(allowed.split(","))):
             parser.error(f"expected some of {allowed}, got {', '.join(sorted(unknown))}")
     return options

@@ -19,8 +19,8 @@ import transformers
 
 import layerjump as lj
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
-from layerjump.models import default_model, discovery
-from layerjump.models.families import auto_class
+from layerjump.models import bundled_model, discovery
+from layerjump.models.hugging_face_config import auto_class, example_tokens, forward_arguments
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.self_check import sample, self_check
 
@@ -34,7 +34,7 @@ def main() -> None:
     if options.quick:
         options.repeats = 5
     model = lj.load(options.model)
-    folder = default_model.bundled_folder(options.model) if options.model in default_model.NAMES else options.model
+    folder = bundled_model.bundled_folder(options.model) if options.model in bundled_model.NAMES else options.model
     print(f"{describe_machine()}\n{model}, {options.repeats} repeats\n")
     seconds = measure(model, Path(folder), options.repeats)
     load = seconds["from_pretrained"]
@@ -63,7 +63,7 @@ def measure(model: lj.Model, folder: Path, repeats: int) -> dict[str, list[float
     """The seconds of each step, run alternately."""
     config = transformers.AutoConfig.from_pretrained(folder)
     loader = getattr(transformers, auto_class(config))
-    ids = discovery.example_tokens(model.hf, 2, 9)
+    ids = example_tokens(model.hf, 2, 9)
     batch = sample(model)
 
     def load() -> None:
@@ -76,7 +76,7 @@ def measure(model: lj.Model, folder: Path, repeats: int) -> dict[str, list[float
 
     @torch.no_grad()
     def forward(ids: torch.Tensor, mask: torch.Tensor) -> None:
-        arguments = discovery.forward_arguments(model.hf, model.task, ids, mask, ids, mask)
+        arguments = forward_arguments(model.hf, model.task, ids, mask, ids, mask)
         model.hf(**arguments)
 
     return time_alternately(

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from layerjump.models.anatomy import Anatomy, BlockAnatomy, ModuleStep, Operation
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
-from layerjump.models.structure import FINAL, Anatomy, BlockAnatomy, ModuleStep, Operation, Structure
+from layerjump.models.sites import FINAL
+from layerjump.models.structure import Structure
 
 Misreading = Callable[[Anatomy], Anatomy | None]
 """Anatomy → a wrong one; None where the mistake cannot be made."""

@@ -1,4 +1,4 @@
-"""One corpus of several texts in equal parts."""
+"""One corpus of several texts in equal parts, and which documents are of which text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import layerjump as lj
+from layerjump.data.mixture import mix_texts
 
 
 @dataclass(frozen=True)
@@ -19,22 +20,9 @@ class Mixture:
 
 def mixture(texts: Mapping[str, lj.Corpus]) -> Mixture:
     """Mix texts in equal parts by words (a story is as long as ten sentences of news)."""
-    words = min(sum(len(d.split()) for d in corpus.documents) for corpus in texts.values())
-    documents: list[str] = []
-    of = {}
-    for name, corpus in texts.items():
-        taken = _first(corpus, words)
-        of[name] = frozenset(range(len(documents), len(documents) + len(taken)))
-        documents += taken
-    named = " + ".join(corpus.name for corpus in texts.values())
-    return Mixture(lj.Corpus(named, tuple(documents), "equal parts, by words"), of)
-
-
-def _first(corpus: lj.Corpus, words: int) -> list[str]:
-    documents: list[str] = []
-    for document in corpus.documents:
-        if words <= 0:
-            break
-        documents.append(document)
-        words -= len(document.split())
-    return documents
+    mixed = mix_texts(list(texts.values()))
+    of = {
+        name: frozenset(index for index, source in enumerate(mixed.sources) if source == corpus.name)
+        for name, corpus in texts.items()
+    }
+    return Mixture(mixed, of)

@@ -54,7 +54,7 @@ def main() -> None:
 
 def capture_held_out(model: lj.Model, text: lj.Corpus) -> dict[int, torch.Tensor]:
     """Return the states at held-out positions at every level."""
-    documents = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+    documents = lj.split_indices(len(text.documents), "80/10/10", seed=0).test
     batches = lj.make_batches(text, model.tokenization, lj.Positions("sample", 16), documents=documents, seed=0)
     levels = range(model.n_blocks + 1)
     parts, count = [], 0

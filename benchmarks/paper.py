@@ -5,7 +5,7 @@
 With the authors' protocol (9,000 sentences to fit on, 1,000 to test, one random position each, no bias, no
 regularisation, position 0 allowed): SmolLM2 on Leipzig's English Wikipedia and news, transfer between the two, rxn-bert
 (masked) on reactions, and `calibrated` maps next to the paper's (500 of the sentences select their features). Then
-`linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and rxn-bert, and `finetune` as in its
+`linearity` as in "Your Transformer is Secretly Linear" on SmolLM2, stories15M and rxn-bert, and `finetuning` as in its
 Table 1. Models, and all texts except the news, differ from the papers'. `architecture` is our own study: nine kinds of
 transformer of the size of tests/fixtures/tiny-gpt2, trained three times each.
 `demo` is what `make demo` runs, for the README.
@@ -34,47 +34,47 @@ REACTIONS = TEXTS / "reactions.txt"
 TASKS = TEXTS / "eval"
 TINY = Path(__file__).parents[1] / "tests/fixtures/tiny-gpt2"
 
-PAPER = "r2,predictions,exits"
+PAPER = "r2,predictions,early_exit"
 RUNS: dict[str, tuple[str, list[Path | str], str, dict[str, Any]]] = {
     "demo": ("smollm2", ["pydoc"], ",".join(MAIN), {"protocol": "ours", "tokens": 16_000}),
     "smollm2-wikipedia": ("smollm2", [WIKIPEDIA], PAPER, {"protocol": "paper"}),
-    "smollm2-submodules": ("smollm2", [WIKIPEDIA], "submodules", {"protocol": "paper", "variant_tokens": 4_000}),
-    "smollm2-news": ("smollm2", [NEWS], "predictions,exits", {"protocol": "paper"}),
-    "transfer": ("smollm2", [WIKIPEDIA, NEWS], "transfer", {"protocol": "paper"}),
+    "smollm2-submodules": ("smollm2", [WIKIPEDIA], "submodules", {"protocol": "paper", "rerun_tokens": 4_000}),
+    "smollm2-news": ("smollm2", [NEWS], "predictions,early_exit", {"protocol": "paper"}),
+    "transfer": ("smollm2", [WIKIPEDIA, NEWS], "text_transfer", {"protocol": "paper"}),
     "rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], PAPER, {"protocol": "paper"}),
     "rxn-bert-submodules": (
         str(MODELS / "rxn-bert"),
         [REACTIONS],
         "submodules",
-        {"protocol": "paper", "variant_tokens": 20_000},
+        {"protocol": "paper", "rerun_tokens": 20_000},
     ),
     "calibrated-smollm2": (
         "smollm2",
         [WIKIPEDIA],
-        "predictions,exits,gates",
+        "predictions,early_exit,exit_probes",
         {"protocol": "paper", "estimators": ("mat", "calibrated"), "split": "8500/500/1000"},
     ),
     "calibrated-rxn-bert": (
         str(MODELS / "rxn-bert"),
         [REACTIONS],
-        "predictions,exits,gates",
+        "predictions,early_exit,exit_probes",
         {"protocol": "paper", "estimators": ("mat", "calibrated"), "split": "8500/500/1000"},
     ),
-    "alternation": (str(MODELS / "stories15M"), [STORIES], "alternation", {"protocol": "ours"}),
+    "alternation": (str(MODELS / "stories15M"), [STORIES], "layer_skipping", {"protocol": "ours"}),
     "linearity-smollm2": ("smollm2", [WIKIPEDIA], "linearity", {"protocol": "ours", "tokens": 60_000}),
     "linearity-stories15M": (str(MODELS / "stories15M"), [STORIES], "linearity", {"protocol": "ours"}),
     "linearity-rxn-bert": (str(MODELS / "rxn-bert"), [REACTIONS], "linearity", {"protocol": "ours"}),
     "finetune-stories15M": (
         str(MODELS / "stories15M"),
         [STORIES],
-        "finetune",
-        {"protocol": "ours", "finetune_task": str(TASKS / "boolq.jsonl"), "training_runs": 3},
+        "finetuning",
+        {"protocol": "ours", "finetune_data": str(TASKS / "boolq.jsonl"), "training_runs": 3},
     ),
     "finetune-smollm2": (
         "smollm2",
         [WIKIPEDIA],
-        "finetune",
-        {"protocol": "ours", "finetune_task": str(TASKS / "copa.jsonl"), "training_runs": 3},
+        "finetuning",
+        {"protocol": "ours", "finetune_data": str(TASKS / "copa.jsonl"), "training_runs": 3},
     ),
     "architecture": (
         str(TINY),
@@ -103,7 +103,7 @@ def one_run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     """Run one row of the table, write its report, print its headlines and return them."""
     source, texts, studies, keywords = RUNS[name]
     if quick:
-        keywords = keywords | {"split": "600/60/60", "variant_tokens": 300}
+        keywords = keywords | {"split": "600/60/60", "rerun_tokens": 300}
     settings = make_settings(**keywords)
     first, *others = [lj.load_text(text) for text in texts]
     setup = Setup(lj.load(source), first, settings, others)

@@ -105,7 +105,7 @@ def main() -> None:
 def train_or_load(text: Corpus, held_out: Corpus, recipe: Recipe, folder: Path) -> PretrainingRecord:
     """Train a model, or use the one in the folder; return its record."""
     if not folder.exists():
-        pretrain(text, folder, recipe, held_out=held_out)
+        pretrain(text, folder, recipe, eval_text=held_out)
     record = PretrainingRecord.load(folder)
     if recipe.seed == 0 and recipe.penalty == "none":
         passes = f"the text {record.passes:.1f} times ({record.tokens:,} tokens)"

@@ -1,23 +1,33 @@
 """Cost of pruning: our replacements, removal and ReplaceMe's least squares with the same spans, text and budget.
 
-    python benchmarks/prune.py [--models smollm2,stories15m] [--quick] [--minutes 5]
+    python benchmarks/prune.py [--models smollm2,stories15m] [--drops 6] [--quick] [--minutes 5]
 
 All methods share the calibration documents: for smollm2 WikiText-2 train and TinyStories train in equal parts, for
-stories15M TinyStories alone (its perplexity on WikiText is 7,000). The result is the perplexity on WikiText-2 test and
-TinyStories valid relative to the original model on the same tokens, paired over documents.
+stories15M TinyStories alone (its perplexity on WikiText is 7,000). The result is the perplexity on WikiText-2 test,
+TinyStories valid and two texts that nothing is calibrated on (biomedical abstracts, court opinions), relative to the
+original model on the same tokens, paired over documents.
   same span       every method on one span, the one with the lowest validation loss with a full map in place
-  best selection  every method with its own selection: remove_bi by Block Influence (as published: no block protected),
-                  deepest, replaceme the span of least angle, ours by loss (greedy, or the span above)
-  distil          `fold` with its best selection, all weights trained for the given minutes
+  best selection  every method with its own selection: remove_bi by Block Influence (ShortGPT, as published: no block
+                  protected), deepest, replaceme the span of least angle, sleb by loss without the blocks, linearpatch
+                  on sleb's blocks, prune_comp by its own iteration, ours by loss (greedy, or the span above)
+  refit against   ratio of the perplexity of `refit` to that of each other method on the same tokens, with its interval
+  answers         accuracy in arithmetic, bracket matching, copying and retrieval (`generative_probe.py`), and in
+                  lm-eval's tasks (not with --quick)
+  distil          `fold` and `refit` with their best selection, all weights trained for the given minutes
+  cost            seconds of refitting relative to one forward pass over the calibration text, peak memory (timed: run
+                  it alone)
   speed           tokens per second of the exported checkpoint and the original, alternating; their logits are compared
 Last line: JSON, model → dropped blocks → text → method → perplexity ratio, for each method with its own selection, and
-as "METHOD_same_cut" on the common span. `fold` here is our best training-free method (`rotation`).
+as "METHOD_same_cut" on the common span; "refit_against" has the paired ratios with intervals, "probe" and
+"tasks" the answers.
+`fold` here is the method `rotation`, the best of one pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,14 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generative_probe import questions, score
 from mixture import mixture
+from prune_rivals import compensated_selection, sleb_selection, with_compensation, with_linear_patch
 from transformers import AutoModelForCausalLM
 
 import layerjump as lj
 from layerjump.data.batches import Batches, make_batches
 from layerjump.data.positions import ALL_POSITIONS
+from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import describe_machine, ratio, time_alternately
-from layerjump.metrics.token_loss import token_losses
+from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model
 from layerjump.pruning.distill import distill
 from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, lowest_loss, prepare_calibration
@@ -45,17 +58,26 @@ WIKI, STORIES = SHARED / "text/wikitext-2", SHARED / "text/tinystories"
 TRAIN = {"wikitext2": WIKI / "wikitext2_train_first1MB.txt", "tinystories": STORIES / "tinystories_train_sample.txt"}
 CALIBRATION_TEXTS = {"smollm2": ("wikitext2", "tinystories"), "stories15m": ("tinystories",)}
 """Model → its calibration texts."""
-TESTS = {"wikitext2": WIKI / "wiki.test.raw", "tinystories": STORIES / "tinystories_valid_sample.txt"}
+TESTS = {
+    "wikitext2": WIKI / "wiki.test.raw",
+    "tinystories": STORIES / "tinystories_valid_sample.txt",
+    "biomedical": SHARED / "text/domains/biomedical.txt",
+    "legal": SHARED / "text/domains/legal.txt",
+}
 SOURCES = {"smollm2": "smollm2", "stories15m": str(SHARED / "models/stories15M")}
 DROPS = {"smollm2": (3, 6, 8, 10), "stories15m": (1, 2)}
 CALIBRATION, TEST = 20_000, 5_000
 SPLIT = "85/10/5"
-SAME_SPAN = {"remove": "remove", "replaceme": "replaceme", "rotation": "fold", "linear": "linear"}
+SAME_SPAN = {"remove": "remove", "replaceme": "replaceme", "rotation": "fold", "linear": "linear", "refit": "refit"}
 """Method → its name in the JSON."""
 OURS = ("linear", "fold")
+TASKS = "copa,piqa,arc_easy"
+"""lm-eval tasks, of each the first 100 items; a model of children's stories answers none of them."""
 
-Ratios = dict[str, dict[str, float]]
+Ratios = dict[str, dict[str, Any]]
 """Text → method → perplexity ratio."""
+Losses = dict[str, TokenLosses]
+"""Text → losses of one model."""
 RatioIntervals = dict[str, tuple[float, float, float]]
 """Text → perplexity relative to the original model, with its interval."""
 
@@ -66,6 +88,8 @@ class Bench:
     def __init__(self, name: str, *, most: int, quick: bool, minutes: float) -> None:
         self.model = lj.load(SOURCES[name])
         self.most, self.minutes = most, minutes
+        self.questions = questions(10 if quick else 50)
+        self.n_items = 0 if quick or name == "stories15m" else 100
         divisor = 4 if quick else 1
         mixed = mixture({text: lj.load_text(TRAIN[text]) for text in CALIBRATION_TEXTS[name]})
         self.calibration = prepare_calibration(
@@ -89,24 +113,45 @@ class Bench:
     def _test(self, path: Path, tokens: int) -> Batches:
         return make_batches(lj.load_text(path), self.model.tokenization, ALL_POSITIONS, tokens=tokens)
 
-    def ratios(self, model: Model) -> RatioIntervals:
-        return {text: token_losses(model, test).over(self.original[text]) for text, test in self.tests.items()}
+    def losses(self, model: Model) -> Losses:
+        return {text: token_losses(model, test) for text, test in self.tests.items()}
+
+    def ratios(self, losses: Losses) -> RatioIntervals:
+        return {text: each.over(self.original[text]) for text, each in losses.items()}
 
     def prune(self, spans: list[Span], method: str) -> Pruned:
         return drop_and_replace(self.model, spans, method, self.calibration)
+
+    def prune_timed(self, spans: list[Span], method: str) -> Pruned:
+        """Prune, and print the time relative to a forward pass over the calibration text."""
+        start = time.perf_counter()
+        token_losses(self.model, self.calibration.fit)
+        middle = time.perf_counter()
+        pruned = self.prune(spans, method)
+        passes = (time.perf_counter() - middle) / (middle - start)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        changed = sum(step.strength is not None for step in pruned.refitted)
+        print(
+            f"  {method}: {changed} of {len(pruned.refitted)} projections changed; as long as {passes:.1f} forward "
+            f"passes over the calibration text; peak memory of the process {peak:,.0f} MB"
+        )
+        return pruned
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="smollm2,stories15m")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, fewer drops")
-    parser.add_argument("--minutes", type=float, default=5.0, help="minutes of distillation for each number of blocks")
+    parser.add_argument("--minutes", type=float, default=5.0, help="minutes of distillation; 0: none")
+    parser.add_argument("--drops", help="numbers of blocks, such as 3,6 (default: those of the table)")
     options = parser.parse_args()
     print(describe_machine())
     figures: dict[str, dict[str, Ratios]] = {}
     for name in options.models.split(","):
         minutes = min(options.minutes, 0.5) if options.quick else options.minutes
         drops = DROPS[name][:1] if options.quick else DROPS[name]
+        if options.drops:
+            drops = tuple(map(int, options.drops.split(",")))
         bench = Bench(name, most=max(drops), quick=options.quick, minutes=minutes)
         figures[name] = {str(count): compare_methods(bench, count) for count in drops}
     print(json.dumps(figures))
@@ -115,41 +160,86 @@ def main() -> None:
 def compare_methods(bench: Bench, count: int) -> Ratios:
     """Compare all methods with one number of dropped blocks; measure distillation and speed."""
     ratios: Ratios = {text: {} for text in TESTS}
+
+    def measure(name: str, label: str, model: Model) -> Losses:
+        losses = bench.losses(model)
+        intervals = bench.ratios(losses)
+        print_ratios(label, intervals)
+        for text, (value, _, _) in intervals.items():
+            ratios[text][name] = round(value, 4)
+        return losses
+
+    def compare_refit(losses: dict[str, Losses], suffix: str = "") -> None:
+        """Store the perplexity of refit relative to the others'."""
+        print(f"  refit against the others{' on this span' if suffix else ''}:")
+        for other in losses:
+            if other != "refit":
+                pairs = {text: losses["refit"][text].over(losses[other][text]) for text in TESTS}
+                print_ratios(f"  refit / {other}", pairs)
+                for text, pair in pairs.items():
+                    ratios[text].setdefault(f"refit_against{suffix}", {})[other] = [round(value, 4) for value in pair]
+
     span = best_span(bench, count)
+    fit = bench.calibration.fit
     print(f"{count} blocks dropped, same span: blocks {span[0] + 1} to {span[1]}")
-    same_span = {}
+    same_span, losses = {}, {}
     for method, name in SAME_SPAN.items():
-        same_span[name] = bench.prune([span], method)
-        intervals = bench.ratios(same_span[name].model)
-        print_ratios(name, intervals)
-        store(ratios, f"{name}_same_cut", intervals)
+        same_span[name] = bench.prune_timed([span], method) if name == "refit" else bench.prune([span], method)
+        losses[name] = measure(f"{name}_same_cut", name, same_span[name].model)
+    for name, attach in (("linearpatch", with_linear_patch), ("prune_comp", with_compensation)):
+        losses[name] = measure(f"{name}_same_cut", name, attach(bench.model, [span], fit))
+    compare_refit(losses, "_same_cut")
     print(f"{count} blocks dropped, each method with its own selection")
-    for name, (spans, method) in best_selections(bench, count).items():
+    losses = {}
+    selections = best_selections(bench, count)
+    for name, (spans, method) in selections.items():
         pruned = bench.prune(spans, method)
         if name in OURS:  # the same competition as in `lj.prune`
             pruned = lowest_loss([pruned, same_span[name]], bench.calibration)
-        intervals = bench.ratios(pruned.model)
-        print_ratios(f"{name} {format_spans(pruned.spans)}", intervals)
-        store(ratios, name, intervals)
+        losses[name] = measure(name, f"{name} {format_spans(pruned.spans)}", pruned.model)
         if name == "fold":
             measure_speed(pruned)
-            store(ratios, "distil", distill_within_budget(bench, pruned))
+            fold = pruned
+    for name, attach, spans in (
+        ("linearpatch", with_linear_patch, selections["sleb"][0]),
+        ("prune_comp", with_compensation, compensated_selection(bench.model, bench.calibration, count)),
+    ):
+        losses[name] = measure(name, f"{name} {format_spans(spans)}", attach(bench.model, spans, fit))
+    # As in `lj.prune`, the selection is that of the replacement that refitting starts from.
+    is_same = list(fold.spans) == [span]
+    refitted = same_span["refit"] if is_same else bench.prune_timed(list(fold.spans), "refit")
+    losses["refit"] = measure("refit", f"refit {format_spans(refitted.spans)}", refitted.model)
+    compare_refit(losses)
+    compare_answers(bench, {"original": bench.model, "fold": fold.model, "refit": refitted.model}, ratios)
+    for name, pruned in (("distil", fold), ("refit_distilled", refitted)) if bench.minutes else ():
+        measure(name, f"{name}, {bench.minutes:g} minutes", distill_within_budget(bench, pruned).model)
     return ratios
 
 
-def distill_within_budget(bench: Bench, pruned: Pruned) -> RatioIntervals:
-    start = time.perf_counter()
+def compare_answers(bench: Bench, models: dict[str, Model], ratios: Ratios) -> None:
+    """Print and store what models answer to the questions of the generative probe."""
+    for name, model in models.items():
+        scores = score(model, bench.questions)
+        parts = [f"{kind} {each.accuracy:.2f} ({each.loss:.2f} nats)" for kind, each in scores.items()]
+        print(f"  answers, {name:<19} {'; '.join(parts)}", flush=True)
+        ratios.setdefault("probe", {})[name] = {
+            kind: {"accuracy": round(each.accuracy, 4), "loss": round(each.loss, 4)} for kind, each in scores.items()
+        }
+        if bench.n_items:
+            results = evaluate(model, TASKS, SHARED / "text/eval", limit=bench.n_items).scores
+            parts = [
+                f"{each.task} {each.metric} {each.value:.3f} ({each.low:.3f} to {each.high:.3f})" for each in results
+            ]
+            print(f"  tasks, {name:<21} {'; '.join(parts)}", flush=True)
+            ratios.setdefault("tasks", {})[name] = {
+                f"{each.task} {each.metric}": round(each.value, 4) for each in results
+            }
+
+
+def distill_within_budget(bench: Bench, pruned: Pruned) -> Pruned:
     steps = steps_within_budget(bench, pruned, bench.calibration)
     with tempfile.TemporaryDirectory() as folder:
-        trained = distill(pruned, bench.calibration, folder, steps=steps, kl_weight=1.0, train_all_weights=True)
-    intervals = bench.ratios(trained.model)
-    print_ratios(f"distil, {(time.perf_counter() - start) / 60:.1f} minutes", intervals)
-    return intervals
-
-
-def store(ratios: Ratios, name: str, intervals: RatioIntervals) -> None:
-    for text, (value, _, _) in intervals.items():
-        ratios[text][name] = round(value, 4)
+        return distill(pruned, bench.calibration, folder, steps=steps, kl_weight=1.0, train_all_weights=True)
 
 
 def best_span(bench: Bench, count: int) -> Span:
@@ -170,6 +260,7 @@ def best_selections(bench: Bench, count: int) -> dict[str, tuple[list[Span], str
         for name, (selector, criterion, method) in published.items()
     }
     ours = contiguous_spans(bench.by_loss[:count])
+    selections["sleb"] = (sleb_selection(bench.published, count), "remove")
     return selections | {"linear": (ours, "linear"), "fold": (ours, "rotation")}
 
 

@@ -18,14 +18,14 @@ from urllib.parse import urlencode
 from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).parent / "page.png"
-TEXT = "The capital of France is the city of Paris, and the capital of Italy is the city of"
+TEXT = "The capital of France is the city of"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--state", default="", help="more of the address, e.g. with=identity&colour=kl")
+    parser.add_argument("--state", default="open=why", help="more of the address, e.g. with=identity&colour=kl")
     parser.add_argument("--size", default="1366x768")
     parser.add_argument("--scheme", default="light", choices=["light", "dark"])
     parser.add_argument("-o", "--output", type=Path, default=PICTURE)
@@ -44,8 +44,8 @@ def main() -> None:
             page.goto(f"{address[0]}#{options.state}&{urlencode({'text': options.text})}")
             page.wait_for_selector("#reading:not([hidden]) td, #trouble:not([hidden])", timeout=600_000)
             if page.is_hidden("#trouble"):
-                page.locator("#cell .pin").first.click()
-                page.wait_for_selector("#pins polyline", state="attached", timeout=600_000)
+                if "open=why" in options.state:
+                    page.wait_for_selector("#why .why", timeout=600_000)
                 page.locator("td[aria-selected]").first.focus()
             page.screenshot(path=options.output)
             browser.close()

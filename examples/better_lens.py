@@ -17,7 +17,7 @@ mat = lj.fit(model, text, tokens=tokens)
 calibrated = lj.fit(model, text, estimator="calibrated", tokens=tokens)
 lenses = {"logit lens": None, "mat": mat, "calibrated": calibrated}
 
-held_out = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+held_out = lj.split_indices(len(text.documents), "80/10/10", seed=0).test
 batches = lj.make_batches(text, model.tokenization, lj.Positions("all"), documents=held_out, tokens=600)
 levels = range(0, model.n_blocks + 1, max(1, model.n_blocks // 6))
 divergence = {name: torch.zeros(len(levels)) for name in lenses}

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
-from layerjump.training.data import pack_rows
 from layerjump.training.linearity_profile import measure_profile
-from layerjump.training.model import train_tokenizer
+from layerjump.training.packed_rows import pack_rows
 from layerjump.training.regularizers import cosine
+from layerjump.training.tokenizer import train_tokenizer
 from layerjump.training.trainer import LevelStates
 
 text, steps, length = lj.load_text("pydoc"), 60, 64

@@ -13,7 +13,7 @@ model = lj.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 text = lj.load_text(sys.argv[2] if len(sys.argv) > 2 else "pydoc")
 
 maps = lj.fit(model, text, pairs="submodules", tokens=4_000)
-held_out = lj.split_documents(len(text.documents), "80/10/10", seed=0).test
+held_out = lj.split_indices(len(text.documents), "80/10/10", seed=0).test
 (batch, *_) = lj.make_batches(text, model.tokenization, lj.Positions("all"), documents=held_out, tokens=200)
 inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 with torch.no_grad():

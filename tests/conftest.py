@@ -70,9 +70,28 @@ def study_setup(request, data_folder, study_text):
     import layerjump as lj
     from layerjump.studies.setup import Setup, make_settings
 
-    settings = make_settings("ours", tokens=6_000, test_positions=120)
+    settings = make_settings("ours", tokens=6_000, n_test_positions=120)
     model = lj.load(data_folder / request.param)
     return Setup(model, study_text, settings, level_pairs="all")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip simulated devices next to other tests: autograd counts the devices once, at the first gradient."""
+    simulated = [item for item in items if "device_guard" in getattr(item, "fixturenames", ())]
+    if len(simulated) < len(items):
+        for item in simulated:
+            item.add_marker(pytest.mark.skip(reason="needs a process of its own: pytest tests/test_simulated_cuda.py"))
+
+
+@pytest.fixture(scope="session")
+def device_guard() -> None:
+    """What simulated devices need of torch, compiled once."""
+    from helpers.simulated_cuda import NoCompiler, load_guard
+
+    try:
+        load_guard()
+    except NoCompiler as error:
+        pytest.skip(str(error))
 
 
 def missing(what):

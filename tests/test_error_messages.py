@@ -16,18 +16,18 @@ import layerjump as lj
 from layerjump import io
 from layerjump.errors import LayerjumpError
 from layerjump.evaluation.tasks import load_items, select_tasks
-from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration import calibration_file
 from layerjump.generation.calibration.dataset import split_documents_by_role
 from layerjump.generation.probes import log_odds
 from layerjump.jumps.collect_moments import collect_moments
-from layerjump.jumps.estimators.registry import Settings
+from layerjump.jumps.estimators.registry import EstimatorSettings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.moments import SplitMoments
+from layerjump.jumps.moments_of_splits import SplitMoments
 from layerjump.jumps.serialization import check_model
 from layerjump.models.loading import LINEAR
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 from layerjump.studies import human_evaluation
 from layerjump.studies.setup import make_settings
 from layerjump.training.finetune_on_task import load_task
@@ -63,8 +63,8 @@ def sums(model, text):
         (["fit", "MODEL", "--estimator", "calibrated", "--pairs", "to-last"], "use --pairs pred"),
         (["fit", "MODEL", "--estimator", "ojfa", "--refine"], "ojfa, which shares one map"),
         (["fit", "MODEL", "--refine", "--pairs", "1:2"], "there is no prediction to refine"),
-        (["fit", "MODEL", "--refine", "--split", "100/0/0"], "leave none; give more text"),
-        (["lens", "MODEL", "a", "--compare", "matt"], "no estimator 'matt'"),
+        (["fit", "MODEL", "--refine", "--fit-val-test", "100/0/0"], "leave none; give more text"),
+        (["lens", "MODEL", "a", "--lenses", "matt"], "unknown estimator 'matt'"),
         (["lens", "smolm2", "a"], "did you mean the bundled smollm2?"),
         (["study", "MODEL", "--estimators", "calibrated"], "put another first, such as mat"),
     ],
@@ -84,10 +84,12 @@ def test_estimators_refuse_settings_they_do_not_have(model, text, sums, jumps):
     with refusal("ridge", "none", "validation split"):
         solve_jumps(sums, "ridge")
     with refusal("mat has no setting ojfa_pooling"):
-        solve_jumps(sums, "mat", Settings(ojfa_pooling="pooled"))
+        solve_jumps(sums, "mat", EstimatorSettings(ojfa_pooling="pooled"))
     with refusal("'sideways'", "'best-level' or 'pooled'"):
         solve_jumps(
-            collect_moments(model, text, tokens=2_000, use_validation=True), "ojfa", Settings(ojfa_pooling="sideways")
+            collect_moments(model, text, tokens=2_000, use_validation=True),
+            "ojfa",
+            EstimatorSettings(ojfa_pooling="sideways"),
         )
     with refusal("learning_rate above 0", "0.2", "got 0"):
         lj.refine(model, jumps, lj.load_text("pydoc", limit=20), learning_rate=0)
@@ -106,9 +108,9 @@ def test_files_of_another_kind(tmp_path, sums):
     io.write_tensors(path, tensors, metadata | {"kind": "jumps"})
     with refusal("not a moments file", "save_moments=True"):
         SplitMoments.load(path)
-    path.rename(tmp_path / serialization.FILE_NAME)
+    path.rename(tmp_path / calibration_file.FILE_NAME)
     with refusal("holds no exit rule"):
-        serialization.load_calibration(tmp_path)
+        calibration_file.load_calibration(tmp_path)
 
 
 def test_invalid_exit_rules():

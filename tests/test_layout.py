@@ -9,6 +9,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "layerjump"
 PACKAGES = [
     "errors",
     "io",
+    "notebook_tables",
     "data",
     "models",
     "metrics",

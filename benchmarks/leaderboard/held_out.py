@@ -41,7 +41,7 @@ def held_out(
     model: lj.Model, corpus: lj.Corpus, n: int, *, among: Collection[int] | None = None, seed: int = 0
 ) -> HeldOut:
     """Capture states at about n positions of the test split of `lj.fit` (only of the documents in `among`)."""
-    test = lj.split_documents(len(corpus.documents), seed=seed).test
+    test = lj.split_indices(len(corpus.documents), seed=seed).test
     allowed = [document for document in test if among is None or document in among]
     documents = allowed[: max(1, n // POSITIONS_PER_DOCUMENT)]
     sampled = lj.Positions("sample", POSITIONS_PER_DOCUMENT)

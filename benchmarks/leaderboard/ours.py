@@ -15,8 +15,8 @@ import torch
 import layerjump as lj
 from layerjump.data.positions import MASKED_SHARE
 from layerjump.jumps.collect_moments import RunPlan, plan_run
-from layerjump.jumps.estimators.low_rank import train_n_njtc
-from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS, Settings
+from layerjump.jumps.estimators.n_njtc import train_n_njtc
+from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS, EstimatorSettings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import FeatureKind
 
@@ -98,7 +98,7 @@ class LensFitter:
         """The start of a refinement: `calibrated` with the maps to both targets in the last levels."""
         collected, pass_seconds = self._collect_final("both")
         fitted = self._timed_lens(
-            lambda: solve_jumps(collected, "calibrated", Settings(keep_both_targets=True), model=self.model)
+            lambda: solve_jumps(collected, "calibrated", EstimatorSettings(keep_both_targets=True), model=self.model)
         )
         return fitted._replace(seconds=fitted.seconds + pass_seconds)
 
@@ -162,11 +162,14 @@ class LensFitter:
     def _from_moments(self, name: str) -> FittedLens:
         """Each lens is charged for the shared pass, because fitting it alone would need the pass."""
         collected, pass_seconds = self._moments
-        estimator, settings = name, Settings()
+        estimator, settings = name, EstimatorSettings()
         if name in RANKS:
             rank = max(1, self.model.d_model // RANKS[name])
             # A masked model's LM head is more than a norm and a product.
-            estimator, settings = "low-rank", Settings(rank=rank, metric=None if self.model.masked else "unembedding")
+            estimator, settings = (
+                "low-rank",
+                EstimatorSettings(rank=rank, metric=None if self.model.masked else "unembedding"),
+            )
         fitted = self._timed_lens(lambda: solve_jumps(collected, estimator, settings, model=self.model))
         return fitted._replace(seconds=fitted.seconds + pass_seconds)
 

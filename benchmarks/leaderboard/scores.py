@@ -12,7 +12,7 @@ from torch import Tensor
 import layerjump as lj
 from layerjump.metrics.bootstrap import Floats, document_weights, mean_interval, statistic_interval
 from layerjump.metrics.logits import KS, agreement, calibration_error, marginal_kl, reference_logits
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 from leaderboard.held_out import HeldOut
 
 GROUPS = 25

@@ -9,7 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from layerjump.studies.display import BLUE, GREY, ORANGE, empty_figure, safe
+from layerjump.studies.charts import BLUE, GREY, ORANGE, empty_figure
+from layerjump.studies.formatting import safe
 
 Board = dict[str, dict[str, Any]]
 """Lens → its measures (mean, low, high), `cost` (multiples of a bare forward pass) and `cpu_seconds`."""

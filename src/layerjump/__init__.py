@@ -39,74 +39,104 @@ if TYPE_CHECKING:
     from layerjump.data.batches import make_batches as make_batches
     from layerjump.data.corpus import Corpus as Corpus
     from layerjump.data.corpus import load_text as load_text
-    from layerjump.data.corpus import split_documents as split_documents
+    from layerjump.data.corpus import split_indices as split_indices
     from layerjump.data.positions import Positions as Positions
+    from layerjump.evaluation.perplexity import perplexity as perplexity
+    from layerjump.evaluation.tasks import evaluate as evaluate
     from layerjump.generation.calibration.calibrate import calibrate as calibrate
-    from layerjump.generation.classify import calibrate_classifier as calibrate_classifier
-    from layerjump.generation.classify import classify as classify
+    from layerjump.generation.classifier_exit import calibrate_classifier as calibrate_classifier
+    from layerjump.generation.classifier_exit import classify as classify
     from layerjump.generation.generate import early_exit as early_exit
     from layerjump.generation.generate import generate as generate
+    from layerjump.interventions.causal_tests import measure_ablation as measure_ablation
+    from layerjump.interventions.lens_interventions import ablate as ablate
+    from layerjump.interventions.lens_interventions import patch as patch
+    from layerjump.interventions.lens_interventions import steer as steer
+    from layerjump.interventions.lens_interventions import swap as swap
     from layerjump.interventions.linearize import linearize as linearize
     from layerjump.interventions.linearize import skip_blocks as skip_blocks
     from layerjump.jumps.collect_moments import collect_moments as collect_moments
-    from layerjump.jumps.convert import export_lens as export_lens
-    from layerjump.jumps.convert import import_lens as import_lens
+    from layerjump.jumps.convert.import_export import export_lens as export_lens
+    from layerjump.jumps.convert.import_export import import_lens as import_lens
+    from layerjump.jumps.default_jumps import load_jumps as load_jumps
+    from layerjump.jumps.estimators.finite_differences import fit_finite_differences as fit_finite_differences
     from layerjump.jumps.estimators.jacobian import fit_jacobian as fit_jacobian
-    from layerjump.jumps.estimators.low_rank import train_n_njtc as train_n_njtc
+    from layerjump.jumps.estimators.n_njtc import train_n_njtc as train_n_njtc
     from layerjump.jumps.fit import fit as fit
     from layerjump.jumps.jumps import Jumps as Jumps
     from layerjump.jumps.moments import Moments as Moments
-    from layerjump.jumps.moments import SplitMoments as SplitMoments
+    from layerjump.jumps.moments_of_splits import SplitMoments as SplitMoments
+    from layerjump.lens.attribution import Attribution as Attribution
     from layerjump.lens.lens import Lens as Lens
     from layerjump.lens.refine import refine as refine
+    from layerjump.lens.survey import Survey as Survey
+    from layerjump.lens.survey import survey as survey
     from layerjump.lens.trajectory import Trajectory as Trajectory
-    from layerjump.models.families import Override as Override
+    from layerjump.models.discovery import StructureHints as StructureHints
     from layerjump.models.loading import load as load
     from layerjump.models.model import Model as Model
     from layerjump.models.model import capture_states as capture_states
     from layerjump.models.self_check import self_check as self_check
-    from layerjump.models.structure import Site as Site
+    from layerjump.models.sites import Site as Site
+    from layerjump.models.write_gguf import write_gguf as write_gguf
     from layerjump.pruning.draft_model import make_draft_model as make_draft_model
     from layerjump.pruning.prune import prune as prune
+    from layerjump.training.pretrain import Recipe as Recipe
+    from layerjump.training.pretrain import pretrain as pretrain
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOME = {
+    "Attribution": "lens.attribution",
     "Batch": "data.batches",
     "Batches": "data.batches",
-    "SplitMoments": "jumps.moments",
     "Corpus": "data.corpus",
     "Jumps": "jumps.jumps",
     "Lens": "lens.lens",
     "Model": "models.model",
     "Moments": "jumps.moments",
-    "Override": "models.families",
     "Positions": "data.positions",
-    "Site": "models.structure",
+    "Recipe": "training.pretrain",
+    "Site": "models.sites",
+    "SplitMoments": "jumps.moments_of_splits",
+    "StructureHints": "models.discovery",
+    "Survey": "lens.survey",
     "Trajectory": "lens.trajectory",
-    "make_batches": "data.batches",
+    "ablate": "interventions.lens_interventions",
+    "batch_from_ids": "data.batches",
     "calibrate": "generation.calibration.calibrate",
-    "calibrate_classifier": "generation.classify",
-    "classify": "generation.classify",
+    "calibrate_classifier": "generation.classifier_exit",
+    "capture_states": "models.model",
+    "classify": "generation.classifier_exit",
     "collect_moments": "jumps.collect_moments",
     "early_exit": "generation.generate",
-    "export_lens": "jumps.convert",
+    "evaluate": "evaluation.tasks",
+    "export_lens": "jumps.convert.import_export",
     "fit": "jumps.fit",
-    "generate": "generation.generate",
-    "import_lens": "jumps.convert",
+    "fit_finite_differences": "jumps.estimators.finite_differences",
     "fit_jacobian": "jumps.estimators.jacobian",
+    "generate": "generation.generate",
+    "import_lens": "jumps.convert.import_export",
     "linearize": "interventions.linearize",
     "load": "models.loading",
-    "batch_from_ids": "data.batches",
-    "prune": "pruning.prune",
+    "load_jumps": "jumps.default_jumps",
     "load_text": "data.corpus",
+    "make_batches": "data.batches",
+    "make_draft_model": "pruning.draft_model",
+    "measure_ablation": "interventions.causal_tests",
+    "patch": "interventions.lens_interventions",
+    "perplexity": "evaluation.perplexity",
+    "pretrain": "training.pretrain",
+    "prune": "pruning.prune",
     "refine": "lens.refine",
     "self_check": "models.self_check",
-    "split_documents": "data.corpus",
     "skip_blocks": "interventions.linearize",
-    "capture_states": "models.model",
-    "train_n_njtc": "jumps.estimators.low_rank",
-    "make_draft_model": "pruning.draft_model",
+    "split_indices": "data.corpus",
+    "steer": "interventions.lens_interventions",
+    "survey": "lens.survey",
+    "swap": "interventions.lens_interventions",
+    "train_n_njtc": "jumps.estimators.n_njtc",
+    "write_gguf": "models.write_gguf",
 }
 
 __all__ = sorted(_HOME)

@@ -63,6 +63,10 @@ class BadArtifact(LayerjumpError):
     """A file or folder cannot be read or written."""
 
 
+class JumpsNotFound(BadArtifact):
+    """There are no jumps of the model in the package, in the cache or on the hub."""
+
+
 class NewerFormat(BadArtifact):
     """The file's format version is newer than this library knows."""
 
@@ -81,6 +85,10 @@ class UnsafePickle(BadForeignLens):
 
 class BadPruning(LayerjumpError):
     """The blocks cannot be dropped from this model, or not replaced by this method with this text."""
+
+
+class BadIntervention(LayerjumpError):
+    """The levels, positions or directions of an intervention make no sense for this model."""
 
 
 class BadEvaluation(LayerjumpError):

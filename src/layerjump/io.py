@@ -3,6 +3,7 @@
 A file is written in a temporary folder next to it, synced, and renamed over the old one: whenever a process dies, the
 old file or the new one is there, complete. Folders are replaced in the same way. A tensor file carries a checksum of
 its content, so that a changed byte is an error and not a wrong number. An output folder has one writer at a time.
+`cache_home` is the folder of the caches.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -144,24 +146,50 @@ def write_tensors(
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of `write_tensors`, memory-mapped: its tensors and metadata."""
+    with _open_tensors(path) as file:
+        header = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    metadata, sha256 = _read_seal(header, path)
+    if sha256 != _digest(tensors, metadata):
+        raise BadArtifact(f"{path} was changed after it was written; make it again")
+    return tensors, metadata
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read the metadata of a file of `write_tensors` without its tensors, so without verifying its checksum."""
+    with _open_tensors(path) as file:
+        header = file.metadata() or {}
+    return _read_seal(header, path)[0]
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a file of `write_tensors` to read tensors from it one by one, without verifying its checksum."""
+    with _open_tensors(path):  # which tells what is wrong with it
+        return safe_open(path, framework="pt")
+
+
+@contextlib.contextmanager
+def _open_tensors(path: Path) -> Iterator[Any]:
     _require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            yield file
     except Exception as error:
         raise BadArtifact(
             f"{path} cannot be read as safetensors: it is truncated, damaged or of another format "
             f"({one_line(error)}); make it again"
         ) from error
+
+
+def _read_seal(header: dict[str, str], path: Path) -> tuple[dict[str, str], object]:
+    """The metadata and the checksum in the header of a file of `write_tensors`."""
     if _KEY not in header:
         raise BadArtifact(f"expected a file written by layerjump, got {path}")
     seal = parse_json(header[_KEY], path)
     metadata: Any = seal.get("metadata")
-    is_metadata = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
-    if not is_metadata or seal.get("sha256") != _digest(tensors, metadata):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise BadArtifact(f"{path} was changed after it was written; make it again")
-    return tensors, metadata
+    return metadata, seal.get("sha256")
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
@@ -233,7 +261,7 @@ def _require_file(path: Path) -> None:
     if path.is_dir():
         raise BadArtifact(f"{path} is a folder; expected a file")
     if not path.is_file():
-        raise BadArtifact(f"there is no file {path}; check the name")
+        raise BadArtifact(f"{path} does not exist; check the name")
 
 
 @contextlib.contextmanager
@@ -296,3 +324,9 @@ def replace_folder(folder: Path, write: Callable[[Path], object], *, force: bool
             os.replace(new, folder)
             shutil.rmtree(old, ignore_errors=True)
         sync(folder.parent)
+
+
+def cache_home() -> Path:
+    """The folder of everything that layerjump caches: `LAYERJUMP_HOME`, or the user's cache folder."""
+    home = os.environ.get("LAYERJUMP_HOME")
+    return Path(home).expanduser() if home else user_cache_path("layerjump")

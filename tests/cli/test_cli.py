@@ -7,11 +7,13 @@ import time
 
 import pytest
 import torch
+import typer
 from helpers.cli import run
 from helpers.tiny_models import tiny_model
 
 import layerjump
-from layerjump.models.small_config import list_architectures, small_model
+from layerjump.cli.main import app
+from layerjump.models.small_models import list_architectures, small_model
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def folder(tmp_path_factory):
         ["prune", "-h"],
         ["eval", "--help"],
         ["pretrain", "--help"],
-        ["human-eval", "score", "--help"],
+        ["human-eval", "--help"],
     ],
 )
 def test_help_imports_neither_torch_nor_transformers(arguments):
@@ -79,13 +81,13 @@ def test_families_prints_the_degrees_that_it_lists():
 
 
 def test_families_checks_one_model(folder):
-    result = json.loads(run("families", str(folder), "--json").stdout)
+    result = json.loads(run("check", str(folder), "--json").stdout)
     assert {row["check"] for row in result["checks"]} >= {"logits", "levels", "body", "blocks", "inputs", "causality"}
     assert all(row["passed"] is True for row in result["checks"])
     assert (result["task"], result["model_type"], result["degree"]) == ("causal", "gpt2", "full")
     assert (result["parts"], result["note"]) == ("attn ffn", "")
     assert {"attn.in", "heads", "attn.out", "mid", "ffn.out"} <= set(result["sites"])
-    printed = run("families", str(folder), env=_wide()).stdout
+    printed = run("check", str(folder), env=_wide()).stdout
     assert "Self-check" in printed
     assert "attn ffn" in printed
     assert "ln1.in ln1.out attn.in heads attn.out mid" in printed
@@ -94,7 +96,7 @@ def test_families_checks_one_model(folder):
 def test_families_prints_the_note_of_a_model_whose_blocks_read_more_than_the_stream(tmp_path):
     architecture = next(a for a in list_architectures() if str(a) == "causal:gemma4_text")
     small_model(architecture).hf.save_pretrained(tmp_path / "gemma4")
-    result = json.loads(run("families", str(tmp_path / "gemma4"), "--json").stdout)
+    result = json.loads(run("check", str(tmp_path / "gemma4"), "--json").stdout)
     assert (result["degree"], result["parts"]) == ("full", "attn ffn aside")
     assert result["note"].startswith("blocks read more than the stream")
     assert "aside.out" in result["sites"]
@@ -102,7 +104,7 @@ def test_families_prints_the_note_of_a_model_whose_blocks_read_more_than_the_str
 
 @pytest.mark.parametrize("model", ["nobody/nothing", "./no-such-folder"])
 def test_a_bad_model_is_one_line_and_exit_code_1(model):
-    done = run("families", model)
+    done = run("check", model)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -113,11 +115,11 @@ def test_a_bad_model_is_one_line_and_exit_code_1(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--estimator", "magic"], "no estimator 'magic'"),
+        (["--estimator", "magic"], "unknown estimator 'magic'"),
         (["--pairs", "0-3"], "pairs to-last, to-final, predictions"),
         (["--positions", "some"], "got 'some'"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
-        (["--split", "50/50"], "50/50"),
+        (["--fit-val-test", "50/50"], "50/50"),
         (["--tokens", "999999999"], "expected 889,628,923 tokens"),
         (["--estimator", "low-rank"], "rank"),
         (["--estimator", "mat", "--strength", "1"], "strength"),
@@ -157,7 +159,7 @@ def test_fit_then_inspect_then_solve_again_without_the_model(data_folder, tmp_pa
 
 
 def test_debug_shows_the_traceback():
-    done = run("--debug", "families", "./no-such-folder")
+    done = run("--debug", "check", "./no-such-folder")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ModelNotFound" in done.stderr
@@ -175,10 +177,10 @@ def _wide():
 
 
 def test_progress_in_a_log_is_a_line_per_interval(capsys, monkeypatch):
-    from layerjump.cli import _output
+    from layerjump.cli import _printing
 
-    monkeypatch.setattr(_output, "LOG_INTERVAL", 0.0)
-    with _output.progress_bar("collecting") as update:
+    monkeypatch.setattr(_printing, "LOG_INTERVAL", 0.0)
+    with _printing.progress_bar("collecting") as update:
         update(900, 1000)  # a resumed run: these were done before
         time.sleep(0.2)
         update(910, 1000)
@@ -188,7 +190,7 @@ def test_progress_in_a_log_is_a_line_per_interval(capsys, monkeypatch):
     assert left >= 1.8  # 90 more, at fifty a second
     assert said.count("\n") == 1
     monkeypatch.undo()
-    with _output.progress_bar("collecting") as update:
+    with _printing.progress_bar("collecting") as update:
         update(50, 200)
     assert capsys.readouterr().err == ""
 
@@ -215,3 +217,22 @@ def test_refined_jumps_are_printed_with_their_kl_and_no_number_is_cut(capsys, mo
         assert (row["KL before"], row["KL tuned"]) == (before, after)
     assert rows["0 → 1"]["KL tuned"] is None
     assert rows["0 → 1"]["R²"] == some.info[0, 1].r2[0]
+
+
+def test_every_command_that_loads_a_model_takes_all_loading_options():
+    loading = {"--revision", "--device", "--dtype", "--device-map", "--quantization", "--trust-remote-code"}
+    commands = typer.main.get_command(app).commands
+    options = {name: {flag for option in command.params for flag in option.opts} for name, command in commands.items()}
+    takes_model = {
+        name
+        for name, command in commands.items()
+        if any(option.name in ("model", "models") for option in command.params)
+    }
+    assert takes_model >= {"fit", "lens", "study", "generate", "calibrate", "prune", "eval", "serve", "check"}
+    assert {name: loading - options[name] for name in takes_model - {"pretrain"} if loading - options[name]} == {}
+
+
+def test_a_device_and_a_device_map_exclude_each_other(folder):
+    done = run("generate", folder, "a", "--device-map", "auto", "--device", "cpu")
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1)
+    assert "--device or --device-map, got both" in done.stderr

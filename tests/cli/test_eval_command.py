@@ -61,7 +61,7 @@ def test_the_command_writes_scores_and_settings(command, data, tmp_path, plain):
         ([], "give --tasks"),
         (["--tasks", "copa"], "--data"),
         (["--tasks", "hellaswag", "--data", "DATA"], "among arc_easy"),
-        (["--tasks", "copa", "--data", "DATA/none"], "there is no"),
+        (["--tasks", "copa", "--data", "DATA/none"], "does not exist"),
         (["--tasks", "copa", "--data", "DATA", "--limit", "0"], "--limit of 1 item or more, got 0"),
         (["--tasks", "copa", "--data", "DATA", "--jumps", "DATA"], "error: "),
         (["--tasks", "copa", "--data", "DATA", "--batch-size", "0"], "--batch-size"),

@@ -35,12 +35,13 @@ def run(home):
 
 def test_json_equals_the_trajectories_and_jumps_are_fitted_once(run, data_folder):
     folder, text = str(data_folder / "tiny-gpt2"), "Once upon a time, there was"
-    settings = ["--compare", "identity,mat", "--top-k", "3", "--token", " a", "--json"]
+    settings = ["--lenses", "identity,mat", "--top-k", "3", "--token", " a", "--json"]
     first = run(folder, text, *settings)
     assert "fitting mat on 16,000 tokens" in first.stderr
     plain, mapped = json.loads(first.stdout)
     assert (plain["lens"], mapped["lens"]) == ("identity", "mat")
     assert (plain["fitted_from"], mapped["fitted_from"]) == (0, 1)
+    assert plain.pop("findings")
     assert plain == lj.Lens(lj.load(folder))(text, k=3, tokens=[" a"]).to_dict()
     again = run(folder, "-", *settings, input=text)
     assert again.stderr == ""
@@ -50,7 +51,7 @@ def test_json_equals_the_trajectories_and_jumps_are_fitted_once(run, data_folder
 
 def test_piped_output_has_no_control_characters(run, data_folder):
     prompt = "A\x1b[31m red\u202e ball\n\tשלום 👩‍🚀 <b>"
-    done = run(str(data_folder / "tiny-gpt2"), prompt, "--compare", "identity")
+    done = run(str(data_folder / "tiny-gpt2"), prompt, "--lenses", "identity")
     assert done.returncode == 0, done.stderr
     assert "through identity, 4 blocks" in " ".join(done.stdout.split())
     hidden = {c for c in done.stdout if unicodedata.category(c) in ("Cc", "Cf")}
@@ -67,6 +68,7 @@ def test_a_folder_of_jumps_reads_sites_inside_blocks(run, data_folder, tmp_path)
     done = run(folder, text, "--jumps", place, "--levels", "2, 2.mid,4-4", "--json")
     (found,) = json.loads(done.stdout)
     assert found["levels"] == ["2", "2.mid", "4"]
+    assert found.pop("findings")
     assert found == lj.Lens(model, jumps)(text, k=5, levels=[2, "2.mid", 4]).to_dict()
     refused = run(folder, text, "--jumps", place, "--levels", "3.mid")
     assert refused.returncode == 1
@@ -76,9 +78,9 @@ def test_a_folder_of_jumps_reads_sites_inside_blocks(run, data_folder, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "--token", "once upon", "--compare", "identity"], "which is 3 tokens"),
-        (["ball " * 200, "--compare", "identity"], "reads at most 128"),
-        (["a", "--compare", "magic"], "no estimator 'magic'"),
+        (["a", "--token", "once upon", "--lenses", "identity"], "which is 3 tokens"),
+        (["ball " * 200, "--lenses", "identity"], "reads at most 128"),
+        (["a", "--lenses", "magic"], "unknown estimator 'magic'"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, run, data_folder):

@@ -26,7 +26,7 @@ def test_it_writes_a_checkpoint_that_other_commands_load(model, tmp_path):
     assert record["method"] == "fold"
     assert record["distilled"]["steps"] == 2
     assert json.loads((folder / "config.json").read_text())["n_layer"] == 3
-    checked = run("families", str(folder), "--json")
+    checked = run("check", str(folder), "--json")
     assert all(row["passed"] for row in json.loads(checked.stdout)["checks"])
     again = run("prune", model, "--drop", "1", *SMALL, "-o", str(folder))
     assert again.returncode == 1
@@ -51,11 +51,23 @@ def test_generate_loads_a_model_with_attached_maps(model, tmp_path, monkeypatch,
     assert text["ids"] == written[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+def test_a_refitted_model_is_written_without_its_working_folder(model, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "out"
+    options = ["--drop", "1", "--method", "refit", *SMALL, "--json", "-o", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["layerjump", "prune", model, *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    record = json.loads(capsys.readouterr().out)
+    assert [step["part"] for step in record["refitted"]] == ["ffn", "attn", "ffn"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "give one of"),
-        (["--drop", "1", "--keep-first", "2"], "give one of"),
+        (["--drop", "1", "--draft-blocks", "2"], "give one of"),
         (["--drop", "4"], "leaves none"),
         (["--drop", "-1"], "less than one"),
         (["--max-loss-ratio", "lots"], "1.05x"),

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from misreadings import MISREADINGS, is_accepted
 
-from layerjump.data.batches import Batch
-from layerjump.models.architectures import read_table
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
-from layerjump.models.small_config import Architecture, list_architectures, small_model
-from layerjump.models.structure import FINAL, Site
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from misreadings import MISREADINGS, is_accepted
+from layerjump.models.sites import FINAL, Site
+from layerjump.models.small_models import Architecture, list_architectures, small_model
+from layerjump.models.support_table import read_table
 
 CAUSAL = (
     # mixtures of experts
@@ -40,12 +34,6 @@ CASES = [a for a in list_architectures() if a.model_type in EXAMPLES[a.task]]
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def model(request: pytest.FixtureRequest) -> Model:
     return small_model(request.param)
-
-
-def run_levels(model: Model, batch: Batch) -> dict[Site, torch.Tensor]:
-    sites = [Site(level) for level in range(model.n_blocks + 1)]
-    (states,) = capture_states(model, [batch], sites)
-    return states.at
 
 
 def test_every_example_is_an_architecture_of_transformers():

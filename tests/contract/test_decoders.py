@@ -6,16 +6,20 @@ import pytest
 import torch
 from helpers.family_table import FAMILIES
 from helpers.tiny_models import CASES, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 import layerjump as lj
 from layerjump.generation.block_runner import BlockRunner, HuggingFaceBlocks
+from layerjump.generation.combine_drafters import FREE, DraftConfig, DrafterName, Drafting
+from layerjump.generation.decoding_loop import Decoder, ExitDrafter, Sequences
+from layerjump.generation.drafters import HeadJump
+from layerjump.generation.exit_rules import ExitConfig, Fixed, Never
 from layerjump.generation.generate import generate
-from layerjump.generation.loop import Decoder, Sequences
-from layerjump.generation.rules import ExitConfig, Fixed, Never
+from layerjump.jumps.maps import Affine, to_module
 from layerjump.lens.lens import Lens
 from layerjump.models.discovery import discover
 from layerjump.models.model import Model
+from layerjump.models.sites import FINAL
 
 DECODERS = [case for case in CASES if FAMILIES[case[0]].task == "causal"]
 END, NEW = 2, 14
@@ -82,7 +86,7 @@ def decode(model: Model, rule, inputs, steps: int):
     position = (mask.cumsum(-1) - 1).clamp_min(0)
     padding = None if bool(mask.all()) else mask
     runner = BlockRunner(model, HuggingFaceBlocks(model), padding, position)
-    ids, rows = inputs["input_ids"], torch.ones(len(mask), dtype=torch.bool)
+    ids, rows = inputs["input_ids"], [True] * len(mask)
     sequences = Sequences(ids, None, pad=0, eos_tokens=frozenset(), streamer=None)
     decoder = Decoder(model, None, ExitConfig(rule), runner, sequences, None, do_sample=False)
     generator = torch.Generator().manual_seed(2)
@@ -101,16 +105,7 @@ def test_keys_and_values_are_those_of_a_full_pass(model):
     for inputs in (prompts(1), prompts(3)):
         runner, ids, levels = decode(model, Hashed(0.5), inputs, 12)
         assert len(set(levels)) > 1
-        for row, padding in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
-            full = DynamicCache()  # without a configuration no layer forgets what its window has passed
-            with torch.no_grad():
-                model.hf(input_ids=ids[row : row + 1, padding:], past_key_values=full)
-            for block, seen in enumerate(runner.cache.lengths):
-                if seen:
-                    layer, held = full.layers[block], runner.cache.get(block)
-                    for kept, wanted in zip(held, (layer.keys, layer.values), strict=True):
-                        alone = wanted[0, :, : seen - padding]
-                        assert torch.allclose(kept[row, :, padding:], alone, rtol=1e-5, atol=1e-5)
+        assert_cache_equals_full_passes(model, runner, ids, inputs["attention_mask"])
 
 
 def test_a_fixed_exit_gives_the_top_token_of_the_lens(model):
@@ -137,3 +132,78 @@ def test_stored_keys_and_values_equal_those_of_a_full_run(model):
         assert runner.cache.lengths == [8, 9, 8]
     for one, other in zip(hashes["run"], hashes["store"], strict=True):
         assert torch.equal(one, other)
+
+
+def drafting(*names: DrafterName, **settings) -> DraftConfig:
+    """Drafters whose every proposal is verified, whatever it costs."""
+    return DraftConfig(names, costs=FREE, **settings)
+
+
+def random_head(model: Model) -> tuple[HeadJump, ...]:
+    width = model.structure.unembedding.get_parameter("weight").shape[1]
+    embedding = model.hf.get_input_embeddings().weight.shape[1]
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(width, width + embedding, generator=generator)
+    return (HeadJump(to_module(Affine.of(weight)).to(model.dtype), (FINAL,), 1),)
+
+
+def all_drafters(model: Model) -> dict[str, DraftConfig]:
+    head, candidates = random_head(model), torch.arange(61).roll(1)
+    return {
+        "lookup": drafting("lookup"),
+        "recycled": drafting("recycled", candidates=candidates),
+        "head": drafting("head", head=head, max_tokens=3),
+        "together": drafting("lookup", "recycled", "head", "exit", head=head, max_tokens=5),
+    }
+
+
+def test_drafted_text_is_the_models_with_every_drafter(model):
+    n_drafts = 0
+    for name, config in all_drafters(model).items():
+        for inputs in (prompts(1), prompts(3)):
+            made = ours(model, inputs, Hashed(0.5), verify=True, drafts=config)
+            assert made.ids == theirs(model, inputs), name
+            n_drafts += made.counts.drafts
+    assert n_drafts > 0
+
+
+def test_the_cache_after_rejected_drafts_is_that_of_a_full_pass(model):
+    total = 0
+    for config in all_drafters(model).values():
+        for inputs in (prompts(1), prompts(3)):
+            runner, ids, rejected = decode_with_drafts(model, config, inputs)
+            assert_cache_equals_full_passes(model, runner, ids, inputs["attention_mask"])
+            total += rejected
+    assert total > 0
+
+
+def decode_with_drafts(model: Model, config: DraftConfig, inputs) -> tuple[BlockRunner, torch.Tensor, int]:
+    """Decode greedily with drafts; the runner, all tokens and the number of rejected drafts."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    padding = None if bool(mask.all()) else mask
+    runner = BlockRunner(model, HuggingFaceBlocks(model), padding, (mask.cumsum(-1) - 1).clamp_min(0))
+    length = ids.shape[1] + NEW
+    stop = StoppingCriteriaList([MaxLengthCriteria(length)])
+    sequences = Sequences(ids, stop, pad=0, eos_tokens=frozenset(), streamer=None)
+    processors = LogitsProcessorList()
+    decoder = Decoder(model, None, ExitConfig(Hashed(0.5)), runner, sequences, processors, do_sample=False)
+    drafters = config.make_drafters(model, None, runner)
+    if "exit" in config.drafters:
+        drafters.append(ExitDrafter(decoder))
+    with torch.no_grad():
+        decoder.decode_verified(Drafting(drafters, FREE, max_tokens=config.max_tokens), length)
+    return runner, sequences.ids[:, :length], decoder.counts.drafts - decoder.counts.accepted
+
+
+def assert_cache_equals_full_passes(model: Model, runner: BlockRunner, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    """Every block holds of each row what it holds when the full model reads that row alone."""
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        full = DynamicCache()  # without a configuration no layer forgets what its window has passed
+        with torch.no_grad():
+            model.hf(input_ids=ids[row : row + 1, padding:], past_key_values=full)
+        for block, seen in enumerate(runner.cache.lengths):
+            if seen:
+                layer, held = full.layers[block], runner.cache.get(block)
+                for kept, wanted in zip(held, (layer.keys, layer.values), strict=True):
+                    n = min(kept.shape[2] - padding, ids.shape[1] - padding)
+                    assert torch.allclose(kept[row, :, padding : padding + n], wanted[0, :, :n], rtol=1e-5, atol=1e-5)

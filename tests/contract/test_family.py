@@ -10,11 +10,16 @@ from helpers.family_table import family_of
 from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.data.batches import Batch
+from layerjump.lens.attribution import attribute
+from layerjump.lens.lens import Lens
+from layerjump.lens.prepare_prompt import Prompt
 from layerjump.models.discovery import discover
 from layerjump.models.hooks import Capture
+from layerjump.models.hugging_face_config import example_tokens
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import readings, reassembly, sample, self_check
-from layerjump.models.structure import FINAL, Site, Structure
+from layerjump.models.sites import FINAL, Site
+from layerjump.models.structure import Structure
 
 EXACT = 1e-12
 
@@ -272,3 +277,28 @@ def test_the_self_check_leaves_no_hook_behind(model):
     before = hooks()
     self_check(model)
     assert hooks() == before
+
+
+def test_an_attribution_adds_up_to_the_logit(model):
+    """At the last level: embedding, parts and constants; heads to attention; sources to heads."""
+    if model.task not in ("causal", "masked", "seq2seq"):
+        pytest.skip("it predicts labels")
+    ids, source = example_tokens(model.hf, 1, 9), example_tokens(model.hf, 1, 8, seed=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.task == "seq2seq":
+        inputs = {"input_ids": source, "attention_mask": torch.ones_like(source), "decoder_input_ids": ids}
+    extra = {name: inputs[name] for name in ("input_ids", "attention_mask")} if model.task == "seq2seq" else None
+    prompt = Prompt(tuple(ids[0].tolist()), tuple(range(9)), inputs=extra)
+    attribution = attribute(model, Lens(model).readout(model.n_blocks), prompt, 7, 3, against=6)
+    with torch.no_grad():
+        logits = model.hf(**inputs).logits[0, 7].double()
+    assert attribution.reading == pytest.approx(float(logits[3] - logits[6]), rel=1e-9, abs=1e-9)
+    assert sum(part.value for part in attribution.parts) == pytest.approx(attribution.reading, rel=1e-6, abs=1e-6)
+    assert model.task != "seq2seq" or "xattn" in {part.part for part in attribution.parts}
+    attention = {part.block: part.value for part in attribution.parts if part.part == "attn"}
+    for block in {row.block for row in attribution.heads}:
+        heads = [row for row in attribution.heads if row.block == block]
+        assert sum(row.value for row in heads) == pytest.approx(attention[block], abs=1e-8)
+        for head in (row for row in heads if row.head and attribution.sources):
+            sources = [row.value for row in attribution.sources if (row.block, row.head) == (block, head.head)]
+            assert sum(sources) == pytest.approx(head.value, abs=1e-8)

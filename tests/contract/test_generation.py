@@ -8,11 +8,14 @@ from torch import nn
 
 import layerjump as lj
 from layerjump.errors import BadExit
-from layerjump.generation.exit_check import check_exits, require_exits
+from layerjump.generation.combine_drafters import FREE, DraftConfig, SpliceJump
+from layerjump.generation.drafters import HeadJump
+from layerjump.generation.exit_rules import Never
+from layerjump.generation.exit_self_check import check_exits, require_exits
 from layerjump.generation.generate import generate
-from layerjump.generation.rules import Never
 from layerjump.models.model import Model
-from layerjump.models.small_config import build, list_architectures, small_config, small_model
+from layerjump.models.sites import EMBEDDING, FINAL, Site, parse_source
+from layerjump.models.small_models import build, list_architectures, small_config, small_model
 
 EXACT_KINDS = (
     # mixtures of experts; latent attention; two attentions in a block; sparse attention (DeepSeek V3.2's selects
@@ -58,6 +61,25 @@ def assert_text_is_the_models(model: Model) -> None:
         assert verified.counts.drafts > 0
         assert verified.counts.rollbacks > 0 or verified.agreement == 1
         assert generate(model, None, inputs, exit=Never(), **settings).ids == theirs
+        for drafts in every_drafter(model):
+            drafted = generate(model, None, inputs, exit=Hashed(), verify=True, drafts=drafts, **settings)
+            assert drafted.ids == theirs
+            assert drafted.counts.drafts > 0
+
+
+def every_drafter(model: Model) -> tuple[DraftConfig, ...]:
+    """All drafters with random maps; a splice and exit drafts run the same blocks, so they take turns."""
+    torch.manual_seed(0)
+    late = model.n_blocks - 1
+    final, at_late, embedding = (model.structure.width(site) for site in (FINAL, Site(late), EMBEDDING))
+    head = nn.Linear(final + at_late + embedding, final)
+    splice = nn.Linear(2 * at_late, at_late)
+    jumps = {
+        "head": (HeadJump(head, (FINAL, Site(late)), 1),),
+        "splice": SpliceJump(splice, parse_source(f"1+{late}@-1"), late),
+    }
+    others = ("lookup", "recycled", "head")
+    return tuple(DraftConfig((*others, last), 3, costs=FREE, **jumps) for last in ("splice", "exit"))
 
 
 @pytest.mark.parametrize("name", EXACT_KINDS)

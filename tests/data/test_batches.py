@@ -53,29 +53,13 @@ def test_all_is_every_token_of_every_document_once(documents, tokens):
 
 
 @given(corpora, tokens, kinds, st.integers(1, 200), st.integers(1, 200), st.randoms())
-def test_picks_do_not_depend_on_budget_order_or_shards(documents, tokens, kind, a, b, random):
+def test_picks_do_not_depend_on_budget_or_order(documents, tokens, kind, a, b, random):
     corpus, positions = corpus_of(documents), Positions.parse(kind)
     order = list(range(len(documents)))
     random.shuffle(order)
     expected = picks(make_batches(corpus, tokens, positions, max_batch_tokens=a))
     shuffled = make_batches(corpus, tokens, positions, documents=order, max_batch_tokens=b)
     assert picks(shuffled) == expected
-    assert sorted(p for rank in range(3) for p in picks(shuffled.shard(rank, 3))) == expected
-
-
-@given(corpora, tokens, st.integers(1, 100), st.integers(1, 6))
-def test_shards_are_disjoint_complete_and_even(documents, tokens, budget, world):
-    found = make_batches(corpus_of(documents), tokens, EVERY, max_batch_tokens=budget)
-    shards = [found.shard(rank, world) for rank in range(world)]
-    lengths = [len(shard) for shard in shards]
-    assert max(lengths) - min(lengths) <= 1
-    dealt = sorted(i for shard in shards for group in shard.groups for i in group.tolist())
-    assert dealt == list(range(found.n_sequences))
-    for name in ("n_tokens", "n_picks", "n_sequences"):
-        assert sum(getattr(shard, name) for shard in shards) == getattr(found, name)
-    # Dealt to the least laden, no rank is ahead of another by more than the largest batch.
-    loads = [shard.n_tokens for shard in shards]
-    assert max(loads) - min(loads) <= max(batch.n_tokens for batch in found)
 
 
 @given(corpora, tokens, kinds, st.integers(1, 100))
@@ -204,19 +188,6 @@ def test_options_that_make_no_sense(options, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
-def test_shards_that_are_not_there(rank, world):
-    found = make_batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
-    with pytest.raises(BadText, match=f"got {rank}"):
-        found.shard(rank, world)
-
-
-def test_more_shards_than_batches():
-    found = make_batches(corpus_of([[1, 2, 3]]), TOKENS["bert"], EVERY)
-    empty = found.shard(1, 2)
-    assert (len(found), len(empty), list(empty), empty.n_tokens, empty.padding_share) == (1, 0, [], 0, 0)
-
-
 def test_the_seed_orders_the_batches_and_draws_the_picks():
     corpus = corpus_of([range(n % 14 + 1) for n in range(200)])
 
@@ -245,10 +216,10 @@ def test_sequences_of_one_document_are_drawn_apart():
     assert len({position for _, position, _ in picks(found)}) > 5
 
 
-def test_shards_even_out_over_the_rounds():
-    corpus = corpus_of([range(n) for n in (7, 6, 5, 4)])
-    found = make_batches(corpus, TOKENS["llama"], EVERY, max_batch_tokens=1)  # batches of 8, 7, 6 and 5 tokens
-    assert [found.shard(rank, 2).n_tokens for rank in range(2)] == [13, 13]
+def test_the_first_batches():
+    found = make_batches(corpus_of([range(5)] * 9), TOKENS["llama"], EVERY, max_batch_tokens=12)
+    assert [b.document.tolist() for b in found.first(2)] == [found[i].document.tolist() for i in range(2)]
+    assert (len(found.first(0)), found.first(0).n_tokens, found.first(0).padding_share) == (0, 0, 0)
 
 
 def test_indexing_is_like_a_lists():

@@ -101,3 +101,29 @@ def test_a_stream_that_breaks_off_is_one_line():
 
     with pytest.raises(BadText, match=r"^hub dataset owner/name broke off \(gone away\)"):
         list(corpus._stream("owner/name", rows(), None).documents)
+
+
+def test_a_generator_is_read_no_further_than_the_limit():
+    read = []
+
+    def documents():
+        for number in range(10**9):
+            read.append(number)
+            yield f"document {number}"
+
+    corpus = load_text(documents(), limit=3)
+    assert corpus.documents == ("document 0", "document 1", "document 2")
+    assert read == [0, 1, 2]
+
+
+def test_a_ray_dataset_is_read_through_its_iterator(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        dataset = ray.data.from_items([{"text": f"document {number}"} for number in range(20)])
+        corpus = load_text((row["text"] for row in dataset.iter_rows()), limit=5)
+    finally:
+        ray.shutdown()
+    assert len(corpus.documents) == 5
+    assert set(corpus.documents) <= {f"document {number}" for number in range(20)}

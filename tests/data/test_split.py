@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerjump.data.corpus import Corpus, split_documents
+from layerjump.data.corpus import Corpus, split_indices
 from layerjump.errors import BadText, TextTooShort
 
 
@@ -25,7 +25,7 @@ def parts(splits):
 
 @given(st.integers(3, 300), st.integers(0, 5), st.sampled_from(["80/10/10", "98/1/1", "34/33/33"]))
 def test_percentages_deal_every_document_once(n, seed, split):
-    dealt = parts(split_documents(n, split, seed=seed))
+    dealt = parts(split_indices(n, split, seed=seed))
     assert sorted(itertools.chain(*dealt)) == list(range(n))
     assert all(dealt)
     shares = [float(size) / 100 for size in split.split("/")]
@@ -35,7 +35,7 @@ def test_percentages_deal_every_document_once(n, seed, split):
 
 def test_split_sizes():
     def lengths(*arguments):
-        return [len(part) for part in parts(split_documents(*arguments))]
+        return [len(part) for part in parts(split_indices(*arguments))]
 
     assert lengths(1000) == [800, 100, 100]
     assert lengths(10_000, "9000/500/500") == [9000, 500, 500]
@@ -47,8 +47,8 @@ def test_split_sizes():
 
 def test_a_split_is_the_same_for_ever():
     # If this fails, numbers published with seed 0 can no longer be reproduced.
-    assert parts(split_documents(8, "4/2/2")) == ((3, 2, 1, 6), (0, 7), (4, 5))
-    assert split_documents(100, seed=1) != split_documents(100) == split_documents(100, seed=0)
+    assert parts(split_indices(8, "4/2/2")) == ((3, 2, 1, 6), (0, 7), (4, 5))
+    assert split_indices(100, seed=1) != split_indices(100) == split_indices(100, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_split_is_the_same_for_ever():
 )
 def test_splits_that_cannot_be(n, split, kind, said):
     with pytest.raises(BadText) as caught:
-        split_documents(n, split)
+        split_indices(n, split)
     assert type(caught.value) is kind
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -74,4 +74,4 @@ def test_splits_that_cannot_be(n, split, kind, said):
 
 def test_a_negative_seed():
     with pytest.raises(BadText, match="seed of 0 or more, got -1"):
-        split_documents(10, seed=-1)
+        split_indices(10, seed=-1)

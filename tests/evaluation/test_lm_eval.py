@@ -253,7 +253,7 @@ def test_an_encoder_is_refused(data_folder, data):
         ('{"query": "a", "choices": ["b"], "gold": 0}', "two texts or more"),
         ('{"query": "a", "choices": ["b", 7], "gold": 0}', "two texts or more"),
         ('{"query": 3, "choices": ["b", "c"], "gold": 0}', "expected a text"),
-        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "nothing to predict"),
+        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "expected a text to predict"),
         ("", "holds no items"),
     ],
 )

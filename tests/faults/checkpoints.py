@@ -20,7 +20,7 @@ D, VOCABULARY = 8, 32
 def make_folder(folder: Path) -> None:
     """A GPT-2 of three blocks and its tokenizer, which knows letters."""
     tiny_model("gpt2", dtype=torch.float32).save_pretrained(folder)
-    words = {letter: place for place, letter in enumerate(LETTERS)} | {"[UNK]": 60}
+    words = {letter: index for index, letter in enumerate(LETTERS)} | {"[UNK]": 60}
     backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(folder)

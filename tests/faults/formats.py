@@ -23,18 +23,19 @@ from faults import checkpoints, foreign, mutate, mutate_pickles, records, texts
 from faults.mutate import Way
 from faults.small import D, model
 from layerjump import io
-from layerjump.generation.calibration import serialization as calibration_file
-from layerjump.generation.calibration.search import FittedProbes, RuleCandidate
-from layerjump.generation.calibration.serialization import Calibration, CalibrationReport
+from layerjump.generation.calibration import calibration_file
+from layerjump.generation.calibration.result import Calibration, CalibrationReport
+from layerjump.generation.calibration.rule_search import FittedProbes, RuleCandidate
 from layerjump.jumps import serialization
-from layerjump.jumps.estimators.registry import Settings
+from layerjump.jumps.estimators.registry import EstimatorSettings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import RunInfo
-from layerjump.jumps.moments import Moments, SplitMoments, merge_moments
+from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments_of_splits import SplitMoments, merge_moments
 from layerjump.lens.refine import CHECKPOINT_NAME as UNFINISHED
 from layerjump.lens.refine import TrainableMap, Tuner
 from layerjump.models.fingerprint import fingerprint
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 from layerjump.report.write_report import write_report
 from layerjump.studies.runner import load_results
 
@@ -62,7 +63,7 @@ class Format:
 
 def resealed(chance: Random, data: bytes) -> bytes:
     """A tensor file of ours with other content under a true checksum: what it says is then looked at."""
-    place = Path("resealed")
+    resealed = Path("resealed")
     tensors = tensors_of(data)
     end = 8 + int.from_bytes(data[:8], "little")
     metadata = json.loads(json.loads(data[8:end])["__metadata__"]["layerjump"])["metadata"]
@@ -73,8 +74,8 @@ def resealed(chance: Random, data: bytes) -> bytes:
     else:
         name = chance.choice(sorted(tensors))
         _spoil(chance, tensors, name)
-    io.write_tensors(place, tensors, metadata)
-    return place.read_bytes()
+    io.write_tensors(resealed, tensors, metadata)
+    return resealed.read_bytes()
 
 
 def _spoil(chance: Random, tensors: dict[str, torch.Tensor], name: str) -> None:
@@ -122,7 +123,7 @@ def _make_moments(folder: Path) -> None:
 
 
 def _read_moments(path: Path) -> None:
-    repr(solve_jumps(merge_moments([SplitMoments.load(path)]), "ridge", Settings(strength=0.1)))
+    repr(solve_jumps(merge_moments([SplitMoments.load(path)]), "ridge", EstimatorSettings(strength=0.1)))
 
 
 def _make_exit(folder: Path) -> None:
@@ -159,12 +160,18 @@ def _make_exit(folder: Path) -> None:
 
 
 def _read_exit(path: Path) -> None:
-    found = calibration_file.load_calibration(path.parent, model=model())
-    str(found)
+    calibration = calibration_file.load_calibration(path.parent, model=model())
+    str(calibration)
     prompt = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
-    for rule, verify in ((found.exit, False), (found.verified_exit, True)):
+    for rule, verify in ((calibration.exit, False), (calibration.verified_exit, True)):
         lj.generate(
-            model(), None, prompt, exit=rule, verify=verify, max_draft_tokens=found.max_draft_tokens, max_new_tokens=2
+            model(),
+            None,
+            prompt,
+            exit=rule,
+            verify=verify,
+            max_draft_tokens=calibration.max_draft_tokens,
+            max_new_tokens=2,
         )
 
 

@@ -82,9 +82,9 @@ def sample(chosen: Format) -> Iterator[dict[str, bytes]]:
     """A format's good files, by name, with an empty working directory for their readers."""
     shared = Path("/dev/shm")  # in memory: the disk's speed is not what is tested
     before = Path.cwd()
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as place:
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         try:
-            os.chdir(place)
+            os.chdir(folder)
             folder = Path("good")
             folder.mkdir()
             chosen.make(folder)
@@ -173,8 +173,8 @@ def outcome_of(chosen: Format, good: dict[str, bytes], chance: Random, *, show: 
 
 
 def spoilt(chosen: Format, good: dict[str, bytes], chance: Random) -> Path:
-    """Write a folder of good files but one; which is given back."""
-    ways = {name: found for name in good for end, found in chosen.ways.items() if name.endswith(end)}
+    """Write a folder of good files, one of them damaged; return that one."""
+    ways = {name: mutations for name in good for end, mutations in chosen.ways.items() if name.endswith(end)}
     name = chance.choice(sorted(ways))
     content = chance.choice(ways[name])(chance, good[name])
     folder = Path("spoilt")
@@ -223,27 +223,27 @@ def main() -> None:
     parser.add_argument("--format", action="append", choices=list(FORMATS), help="(default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of the one input to read")
-    given = parser.parse_args()
-    names = given.format or list(FORMATS)
-    if given.only is not None:
-        print(replay(names[0], given.seed, given.only))
+    options = parser.parse_args()
+    names = options.format or list(FORMATS)
+    if options.only is not None:
+        print(replay(names[0], options.seed, options.only))
         return
-    said = {}
+    tallies = {}
     print(f"{'format':20}{'inputs':>8}{'loaded':>8}{'refused':>9}{'findings':>10}{'a second':>10}")
     for name in names:
         start = time.perf_counter()
-        tally = fuzz(name, inputs=given.inputs, seed=given.seed)
+        tally = fuzz(name, inputs=options.inputs, seed=options.seed)
         speed = tally.inputs / (time.perf_counter() - start)
-        found = len(tally.findings)
-        print(f"{name:20}{tally.inputs:8}{tally.loaded:8}{tally.refused:9}{found:10}{speed:10.0f}")
+        n_findings = len(tally.findings)
+        print(f"{name:20}{tally.inputs:8}{tally.loaded:8}{tally.refused:9}{n_findings:10}{speed:10.0f}")
         for what, count in Counter(text for _, text in tally.findings).most_common(20):
             number = next(number for number, text in tally.findings if text == what)
-            print(f"    {count} × {what}; --format {name} --seed {given.seed} --only {number}")
+            print(f"    {count} × {what}; --format {name} --seed {options.seed} --only {number}")
         sys.stdout.flush()
-        counts = vars(tally) | {"findings": found}
-        said[name] = counts
-    print(json.dumps({"seed": given.seed, "formats": said}))
-    sys.exit(any(counts["findings"] for counts in said.values()))
+        counts = vars(tally) | {"findings": n_findings}
+        tallies[name] = counts
+    print(json.dumps({"seed": options.seed, "formats": tallies}))
+    sys.exit(any(counts["findings"] for counts in tallies.values()))
 
 
 if __name__ == "__main__":

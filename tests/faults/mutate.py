@@ -35,10 +35,10 @@ def cut(chance: Random, data: bytes) -> bytes:
 
 def inserted(chance: Random, data: bytes) -> bytes:
     """Bytes in the middle that do not belong there."""
-    place = chance.randrange(len(data) + 1)
+    offset = chance.randrange(len(data) + 1)
     length = chance.choice((1, 2, 8, 100))
     added = chance.choice((bytes(length), b"\xff" * length, chance.randbytes(length)))
-    return data[:place] + added + data[place:]
+    return data[:offset] + added + data[offset:]
 
 
 def removed(chance: Random, data: bytes) -> bytes:
@@ -57,9 +57,9 @@ def doubled(chance: Random, data: bytes) -> bytes:
 def blown(chance: Random, data: bytes) -> bytes:
     """What may be a length says far too much, or nothing; the first bytes of a file most often."""
     width = chance.choice(_WIDTHS)
-    place = chance.choice((0, 4, 8, 16, chance.randrange(len(data) + 1)))
+    offset = chance.choice((0, 4, 8, 16, chance.randrange(len(data) + 1)))
     value = chance.choice((0, 1, 2 ** (8 * width) - 1, 2 ** (8 * width - 1) - 1, 2**40, 2**31))
-    return data[:place] + (value % 256**width).to_bytes(width, "little") + data[place + width :]
+    return data[:offset] + (value % 256**width).to_bytes(width, "little") + data[offset + width :]
 
 
 BYTES: tuple[Way, ...] = (flipped, cut, inserted, removed, doubled, blown)
@@ -82,8 +82,8 @@ def odd_text(chance: Random, data: bytes) -> bytes:
     """Characters that text readers stumble over; now and then the whole in another encoding."""
     if chance.random() < 0.1:
         return data.decode().encode(chance.choice(("utf-16", "utf-32", "utf-16-le")))
-    place = chance.randrange(len(data) + 1)
-    return data[:place] + chance.choice(_ODDITIES) + data[place:]
+    offset = chance.randrange(len(data) + 1)
+    return data[:offset] + chance.choice(_ODDITIES) + data[offset:]
 
 
 def lines_changed(chance: Random, data: bytes) -> bytes:
@@ -129,15 +129,15 @@ def json_changed(chance: Random, data: bytes) -> bytes:
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) of a tree."""
-    found, waiting = [], [tree]
+    slots, waiting = [], [tree]
     while waiting:
         holder = waiting.pop()
         keys = list(holder) if isinstance(holder, dict) else range(len(holder))
         for key in keys:
-            found.append((holder, key))
+            slots.append((holder, key))
             if isinstance(holder[key], dict | list):
                 waiting.append(holder[key])
-    return found or [([None], 0)]
+    return slots or [([None], 0)]
 
 
 def _change(chance: Random, holder: Any, key: Any) -> None:
@@ -177,8 +177,8 @@ def header_changed(chance: Random, data: bytes) -> bytes:
     """The header's JSON changed; its length mostly made to fit, so that what it says is looked at."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json_changed(chance, data[8:end])
-    said = len(header) if chance.random() < 0.9 else chance.choice((0, 2**63, len(header) + 1, len(data)))
-    return said.to_bytes(8, "little") + header + data[end:]
+    stated_length = len(header) if chance.random() < 0.9 else chance.choice((0, 2**63, len(header) + 1, len(data)))
+    return stated_length.to_bytes(8, "little") + header + data[end:]
 
 
 SAFETENSORS: tuple[Way, ...] = (header_changed, header_changed, *BYTES)

@@ -61,13 +61,13 @@ def pickle_changed(chance: Random, data: bytes) -> bytes:
 
 def _steps_of(data: bytes) -> list[int]:
     try:
-        return [place for _, _, place in pickletools.genops(data) if place is not None]
+        return [offset for _, _, offset in pickletools.genops(data) if offset is not None]
     except ValueError:
         return []
 
 
 def _other_name(chance: Random, data: bytes, start: int) -> bytes | None:
-    """Another function in the place of one that the program names at this step."""
+    """Another function in place of one that the program names at this step."""
     if data[start : start + 1] not in (b"c", b"\x93"):
         return None
     module, name = chance.choice(_GLOBALS).split(b" ")
@@ -86,7 +86,7 @@ def members_changed(chance: Random, data: bytes) -> bytes:
     """One member spoilt, gone, renamed, doubled or packed; the rest as it was."""
     with zipfile.ZipFile(io.BytesIO(data)) as packed:
         members = [(item.filename, packed.read(item)) for item in packed.infolist()]
-    program = next(place for place, (name, _) in enumerate(members) if name.endswith("data.pkl"))
+    program = next(index for index, (name, _) in enumerate(members) if name.endswith("data.pkl"))
     at = program if chance.random() < 0.7 else chance.randrange(len(members))
     name, content = members[at]
     match chance.randrange(8):
@@ -116,12 +116,12 @@ def _zipped(members: list[tuple[str, bytes]], method: int) -> bytes:
 
 def directory_changed(chance: Random, data: bytes) -> bytes:
     """Sizes and offsets in the list at a zip's end changed."""
-    place = chance.choice(_found(data, b"PK\x01\x02") + _found(data, b"PK\x05\x06"))
-    field = place + chance.randrange(4, 46)
+    offset = chance.choice(_offsets_of(data, b"PK\x01\x02") + _offsets_of(data, b"PK\x05\x06"))
+    field = offset + chance.randrange(4, 46)
     return data[:field] + blown(chance, data[field : field + 8]) + data[field + 8 :]
 
 
-def _found(data: bytes, mark: bytes) -> list[int]:
+def _offsets_of(data: bytes, mark: bytes) -> list[int]:
     places, at = [], data.find(mark)
     while at >= 0:
         places.append(at)

@@ -56,7 +56,7 @@ def _of(name: str, arguments: str, *resume: str) -> Command:
 COMMANDS = (
     _of("fit", "fit --pairs all --positions all --checkpoint-seconds 0", "--resume"),
     _of("refine", "fit --estimator affine --checkpoint-seconds 0 --refine --refine-steps 75", "--resume"),
-    _of("study", "study --tokens 1500 --test-positions 60 r2 predictions", "--resume"),
+    _of("study", "study --tokens 1500 --n-test-positions 60 r2 predictions", "--resume"),
     _of("prune", "prune --drop 1 --method replaceme --criterion deepest"),
     _of("distil", "prune --drop 1 --method linear --criterion deepest --distill-steps 8"),
     _of("pretrain", "pretrain" + _SHAPE),

@@ -1,4 +1,4 @@
-"""Spoilt files of every format load or are refused in one line; and what the long runs found stays found."""
+"""Damaged files of every format load or are refused in one line; and what long runs found stays mended."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from faults import formats, fuzz, mutate, mutate_pickles
 from faults.formats import FORMATS, Format
 from layerjump import io
 from layerjump.errors import BadArtifact, BadForeignLens, BadMoments, LayerjumpError, NewerFormat
-from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration import calibration_file
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.moments import SplitMoments
+from layerjump.jumps.moments_of_splits import SplitMoments
 from layerjump.report.write_report import write_report
 from layerjump.studies.runner import STUDIES, load_results
 
@@ -26,21 +26,21 @@ INPUTS = {"results": 12, "model": 40, "gguf": 60, "unfinished-refine": 60}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_spoilt_file_loads_or_is_refused_in_one_line(name):
+def test_a_damaged_file_loads_or_is_refused_in_one_line(name):
     tally = fuzz.fuzz(name, inputs=INPUTS.get(name, 200))
     assert tally.findings == []
     assert tally.refused > 0
 
 
-# The machine that looks would see what is wrong
+# The fuzzer sees what is wrong
 
 
-def _made(folder: Path) -> None:
+def _write_example(folder: Path) -> None:
     (folder / "a.json").write_text('{"a": 1, "b": [2, 3]}')
 
 
 @pytest.mark.parametrize(
-    ("read", "wanted"),
+    ("read", "expected"),
     [
         (lambda path: json.loads("{") or None, "JSONDecodeError"),
         (lambda path: os.kill(os.getpid(), 11), "crash: the process ended with -11"),
@@ -50,41 +50,41 @@ def _made(folder: Path) -> None:
     ],
     ids=["error", "crash", "hang", "memory", "code"],
 )
-def test_whatever_is_wrong_is_the_finding_of_one_input(monkeypatch, read, wanted):
-    chosen = Format(_made, lambda path: None, {".json": mutate.JSON})
-    spoilt = Format(_made, lambda path: path.parts[0] == "good" or read(path), chosen.ways)
-    monkeypatch.setitem(FORMATS, "made up", spoilt)
+def test_every_kind_of_failure_is_a_finding_of_one_input(monkeypatch, read, expected):
+    chosen = Format(_write_example, lambda path: None, {".json": mutate.JSON})
+    damaged = Format(_write_example, lambda path: path.parts[0] == "good" or read(path), chosen.ways)
+    monkeypatch.setitem(FORMATS, "example", damaged)
     monkeypatch.setattr(fuzz, "SECONDS", 1.0)
-    tally = fuzz.fuzz("made up", inputs=2)
+    tally = fuzz.fuzz("example", inputs=2)
     assert tally.inputs == 2
     assert [number for number, _ in tally.findings] == [0, 1]
-    assert all(wanted in what for _, what in tally.findings)
+    assert all(expected in finding for _, finding in tally.findings)
 
 
-def test_the_same_seed_spoils_in_the_same_way():
+def test_the_same_seed_makes_the_same_damage():
     good = b'{"a": [1, 2, {"b": null}], "c": "d"}'
     for way in mutate.JSON:
         assert way(Random("1"), good) == way(Random("1"), good)
     assert len({mutate.json_changed(Random(seed), good) for seed in range(50)}) > 30
 
 
-def test_the_planted_call_runs_where_nobody_is_careful(tmp_path, monkeypatch):
+def test_the_planted_call_runs_in_a_plain_unpickler(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pickle.loads(mutate_pickles.PLANTED + b"N.")
     assert Path(mutate_pickles.CANARY).is_dir()
 
 
-# What was found
+# Findings of long runs
 
 
-def test_a_pickle_that_asks_for_much_memory_is_refused_before_it_gets_any(tmp_path):
+def test_a_pickle_with_a_huge_memo_is_refused_before_memory_is_allocated(tmp_path):
     path = tmp_path / "0_3.pickle"
     path.write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
     with pytest.raises(BadForeignLens, match="has a memo number 2147483647"):
         lj.import_lens(path, formats.model())
 
 
-def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
+def test_moments_without_run_information_are_refused(tmp_path):
     path = tmp_path / "moments.safetensors"
     FORMATS["moments"].make(tmp_path)
     tensors, metadata = io.read_tensors(path)
@@ -95,8 +95,8 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
         head["about"] | {"max_length": None},
         [],
     ):
-        said = json.dumps(head | {"about": about})
-        io.write_tensors(path, tensors, metadata | {"head": said})
+        header = json.dumps(head | {"about": about})
+        io.write_tensors(path, tensors, metadata | {"head": header})
         with pytest.raises(BadArtifact):
             SplitMoments.load(path)
     io.write_tensors(path, {}, metadata)
@@ -121,27 +121,27 @@ def test_moments_that_lack_what_is_known_of_their_run(tmp_path):
         {"lossless": None},
     ],
 )
-def test_an_exit_rule_that_could_not_be_followed(tmp_path, change):
+def test_an_impossible_exit_rule_is_refused(tmp_path, change):
     FORMATS["exit"].make(tmp_path)
-    tensors, metadata = io.read_tensors(tmp_path / serialization.FILE_NAME)
+    tensors, metadata = io.read_tensors(tmp_path / calibration_file.FILE_NAME)
     about = json.loads(metadata["exit"]) | change
-    io.write_tensors(tmp_path / serialization.FILE_NAME, tensors, {"exit": json.dumps(about)})
+    io.write_tensors(tmp_path / calibration_file.FILE_NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(BadArtifact, match="is not a valid calibration file"):
-        serialization.load_calibration(tmp_path)
+        calibration_file.load_calibration(tmp_path)
 
 
-def test_a_format_of_any_length_is_said_in_one_line(tmp_path):
+def test_a_format_version_of_any_length_is_refused_in_one_line(tmp_path):
     FORMATS["exit"].make(tmp_path)
-    tensors, metadata = io.read_tensors(tmp_path / serialization.FILE_NAME)
+    tensors, metadata = io.read_tensors(tmp_path / calibration_file.FILE_NAME)
     about = json.loads(metadata["exit"]) | {"format_version": "a" * 2_000}
-    io.write_tensors(tmp_path / serialization.FILE_NAME, tensors, {"exit": json.dumps(about)})
+    io.write_tensors(tmp_path / calibration_file.FILE_NAME, tensors, {"exit": json.dumps(about)})
     with pytest.raises(NewerFormat) as refused:
-        serialization.load_calibration(tmp_path)
+        calibration_file.load_calibration(tmp_path)
     assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("change", [{"step": "3"}, {"step": 51}, {"history": []}, {"history": [[0.5]]}, {"best": None}])
-def test_an_unfinished_tuning_that_could_not_go_on(tmp_path, change):
+def test_an_unfinished_refinement_that_cannot_resume_is_refused(tmp_path, change):
     tuning = formats.a_tuning()
     tuning.save(tmp_path, "same")
     path = tmp_path / formats.UNFINISHED
@@ -153,8 +153,8 @@ def test_an_unfinished_tuning_that_could_not_go_on(tmp_path, change):
         formats.a_tuning().restore(tmp_path, "same")
 
 
-def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
-    """How to go on is not the file's to say; what was learnt must be numbers."""
+def test_an_unfinished_refinement_needs_finite_steps(tmp_path):
+    """Settings of the optimiser are not read from the file; its state must be numbers."""
     tuning = formats.a_tuning()
     tuning.save(tmp_path, "same")
     path = tmp_path / formats.UNFINISHED
@@ -170,7 +170,7 @@ def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"pairs": []}, "pairs is .*at least 1 item"),
         ({"reservoir": 10**9}, "reservoir is 1000000000"),
@@ -178,18 +178,18 @@ def test_an_unfinished_tuning_of_another_kind_of_numbers(tmp_path):
         ({"pairs": [["a" * 2000, "1"]]}, "names no site"),
     ],
 )
-def test_sums_whose_account_makes_no_sense(tmp_path, change, said):
+def test_a_moments_header_that_makes_no_sense_is_refused(tmp_path, change, message):
     FORMATS["moments"].make(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
     tensors, metadata = io.read_tensors(path)
     head = json.dumps(json.loads(metadata["head"]) | change)
     io.write_tensors(path, tensors, metadata | {"head": head})
-    with pytest.raises(LayerjumpError, match=said) as refused:
+    with pytest.raises(LayerjumpError, match=message) as refused:
         SplitMoments.load(path)
     assert len(str(refused.value)) < 500
 
 
-def test_a_shift_that_claims_to_be_wide_takes_no_room(tmp_path):
+def test_a_shift_of_the_wrong_width_is_refused(tmp_path):
     FORMATS["moments"].make(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
     tensors, head = io.read_tensors(path)
@@ -199,7 +199,7 @@ def test_a_shift_that_claims_to_be_wide_takes_no_room(tmp_path):
         SplitMoments.load(path)
 
 
-def test_results_that_lack_what_a_page_is_made_of(tmp_path):
+def test_incomplete_results_are_refused(tmp_path):
     results = {"kind": "layerjump results", "studies": {}, "command": "", "model": {}, "text": {}}
     io.write_json(tmp_path / "results.json", results)
     with pytest.raises(BadArtifact, match="expected the key 'layerjump'"):

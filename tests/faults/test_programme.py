@@ -23,22 +23,22 @@ FAULTS = (
 
 @pytest.fixture(scope="module")
 def tallies():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(PROGRAMME), "--rounds", "1", "--seed", "0", "--only", "fit,prune"],
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.stdout, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert process.stdout, process.stderr
+    by_fault = json.loads(process.stdout.splitlines()[-1])
     # Findings, and nothing else, make it fail: `make soak` goes by that.
-    assert done.returncode == any(tally["findings"] for tally in found.values()), done.stderr
-    return found
+    assert process.returncode == any(tally["findings"] for tally in by_fault.values()), process.stderr
+    return by_fault
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_it_is_survived(fault, tallies):
+def test_every_command_survives_the_fault(fault, tallies):
     tally = tallies[fault]
     if tally["skipped"]:
         pytest.skip(tally["skipped"])

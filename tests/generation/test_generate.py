@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import layerjump as lj
 from layerjump.errors import BadExit, BadJumps
-from layerjump.generation.rules import Fixed, SoftmaxGap
+from layerjump.generation.exit_rules import Fixed, SoftmaxGap
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 
@@ -56,7 +56,7 @@ def test_stories_verified_and_never(stories):
 
 
 def test_generation_exits_where_a_replay_does(model, jumps):
-    """The `exits` study replays exits from the readings of all levels; generation exits at the same levels."""
+    """The `early_exit` study replays exits from the readings of all levels; generation exits at the same levels."""
     rule = SoftmaxGap(0.35, 12.0)
     made = lj.generate(model, jumps, PROMPT, exit=rule, **GREEDY)
     prompt = model.tokenization.generation_inputs([PROMPT])["input_ids"][0].tolist()

@@ -12,7 +12,7 @@ from helpers import fitted_gpt2, greedy_generation
 from helpers.cli import refused
 from helpers.greedy_generation import PROMPT, theirs
 from helpers.tiny_models import tiny_model
-from transformers import StoppingCriteria
+from transformers import StaticCache, StoppingCriteria
 
 import layerjump as lj
 from layerjump.errors import BadExit, BadText, WrongModel
@@ -31,6 +31,12 @@ def test_unsupported_settings_are_refused_in_one_line(model, jumps):
         ({"cache": "none"}, "exact, jump, copy"),
         ({"max_draft_tokens": 0}, "1 or more"),
         ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'; leave it out"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'; leave it out"),
+        (
+            {"past_key_values": StaticCache(model.hf.config, max_cache_len=64)},
+            "past_key_values of the type StaticCache",
+        ),
     ]
     for settings, message in cases:
         with pytest.raises(BadExit, match=message) as found:

@@ -9,20 +9,18 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from layerjump.generation.calibration.calibrate import binomial_tail, loosest_threshold
-from layerjump.generation.calibration.cost_model import Costs
 from layerjump.generation.calibration.dataset import CalibrationSet, candidate_levels
-from layerjump.generation.calibration.search import (
+from layerjump.generation.calibration.exit_draft_search import break_even_acceptance, draft_cost, search_drafts
+from layerjump.generation.calibration.result import Costs
+from layerjump.generation.calibration.rule_search import (
     FittedProbes,
     Replay,
     RuleCandidate,
-    break_even_acceptance,
-    draft_cost,
-    search_drafts,
     search_rule,
     single_level_candidates,
 )
+from layerjump.generation.exit_rules import LevelReading
 from layerjump.generation.probes import Probe, fit_logistic, probe_features
-from layerjump.generation.rules import LevelReading
 
 
 def synthetic_set(n=4_000, right=0.9, seed=0):

@@ -11,12 +11,13 @@ from layerjump.data.batches import make_batches
 from layerjump.data.positions import Positions
 from layerjump.errors import BadArtifact, BadExit
 from layerjump.evaluation.model_variants import TeacherForcedExit
-from layerjump.generation.calibration import dataset, serialization
+from layerjump.generation.calibration import calibration_file, dataset
 from layerjump.generation.calibration.calibrate import calibrate
-from layerjump.generation.calibration.cost_model import Costs, measure_costs
 from layerjump.generation.calibration.dataset import build_calibration_set, build_shortlist
-from layerjump.generation.calibration.search import Replay
-from layerjump.generation.rules import ExitConfig, Fixed, MaxProb, Shortlist
+from layerjump.generation.calibration.measure_costs import measure_costs
+from layerjump.generation.calibration.result import Costs
+from layerjump.generation.calibration.rule_search import Replay
+from layerjump.generation.exit_rules import ExitConfig, Fixed, MaxProb, Shortlist
 from layerjump.models.model import capture_states
 
 model, jumps = fitted_gpt2.model, fitted_gpt2.jumps  # fixtures
@@ -128,11 +129,11 @@ def test_a_shortlist_holds_the_most_frequent_tokens(model, monkeypatch):
 def test_a_calibration_uses_saves_and_loads_a_shortlist(model, jumps, tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "SHORTLIST_LENGTH", 60)
     text = stories(500, seed=2, name="other")
-    found = calibrate(model, jumps, text, target=0.9, costs=COSTS)
+    found = calibrate(model, jumps, text, target=0.9, costs=COSTS, draft_documents=0)
     assert found.report.shortlist_tokens == 60
     assert len(found.exit.shortlist.tokens) == 60
-    path = serialization.save_calibration(found, tmp_path)
-    again = serialization.load_calibration(tmp_path, model=model)
+    path = calibration_file.save_calibration(found, tmp_path)
+    again = calibration_file.load_calibration(tmp_path, model=model)
     assert torch.equal(again.exit.shortlist.tokens, found.exit.shortlist.tokens)
     for verify, name in ((False, "exit"), (True, "verified_exit")):
         texts = [
@@ -144,7 +145,7 @@ def test_a_calibration_uses_saves_and_loads_a_shortlist(model, jumps, tmp_path, 
     for wrong in (torch.tensor([5, 3]), torch.tensor([-1, 3]), torch.tensor([0.5, 1.0])):
         io.write_tensors(path, dict(tensors) | {"shortlist": wrong}, metadata)
         with pytest.raises(BadArtifact, match="shortlist"):
-            serialization.load_calibration(tmp_path)
+            calibration_file.load_calibration(tmp_path)
 
 
 def test_a_shortlist_of_other_tokens_is_refused(model, jumps):

@@ -63,7 +63,7 @@ def main() -> None:
     texts = documents(520)
     examples: dict[str, object] = {"documents": texts}
     for name, split in SPLIT.items():
-        parts = lj.split_documents(len(texts), split)
+        parts = lj.split_indices(len(texts), split)
         examples[name] = {"split": split, "fit": parts.fit, "test": parts.test}
     tokens = lj.load(HERE.parent / "fixtures" / "tiny-bert").tokenization
     position = [0] * len(texts)

@@ -49,29 +49,17 @@ class Family:
     task: Task = "causal"
     lnx: str | None = None
     xattn: str | None = None
-    xattn_adds: str | None = None
-    """Cross-attention and its norm, as ln1, attn and attn_adds are self-attention's."""
+    """Cross-attention and its norm, as ln1 and attn are self-attention's."""
     encoder: Mapping[str, Any] | None = None
     """The fields of an encoder–decoder's encoder that differ from its decoder's."""
-    norm_offset: float = 0.0
-    """What norms add to their stored weight: 1 in Gemma, whose weights are the distance of the scale from one."""
     final_scale: float = 1.0
     """The factor of the state just before the unembedding."""
-    logits_bias: str | None = None
-    """A buffer added to the logits."""
-    softcap: str | None = None
-    """The config field of a tanh soft-cap on the logits."""
     variant: Callable[[Any], dict[str, Any]] | None = None
     """The fields that depend on the configuration: config → fields to replace."""
 
     def of(self, config: Any) -> Family:
         """This row with the configuration's variant applied."""
         return replace(self, **self.variant(config)) if self.variant else self
-
-    def additions(self) -> list[tuple[str, str | None, str]]:
-        """What a block adds to the stream, in order: (part, its norm, the site of the stream after it)."""
-        cross = [("xattn", self.lnx, "mid2")] if self.xattn else []
-        return [("attn", self.ln1, "mid"), *cross, ("ffn", self.ln2, "level")]
 
 
 def _gpt_neox(config: Any) -> dict[str, Any]:
@@ -146,8 +134,6 @@ _GEMMA2 = replace(
     ln2="pre_feedforward_layernorm",
     attn_adds="post_attention_layernorm",
     ffn_adds="post_feedforward_layernorm",
-    norm_offset=1.0,
-    softcap="final_logit_softcapping",
 )
 _BERT = Family(
     blocks="bert.encoder.layer",
@@ -215,7 +201,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "gemma": replace(_LLAMA, norm_offset=1.0),
+    "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
     "phi": replace(
@@ -281,7 +267,6 @@ FAMILIES: dict[str, Family] = {
         task="seq2seq",
         lnx="layer.1.layer_norm",
         xattn="layer.1.EncDecAttention",
-        xattn_adds="layer.1.EncDecAttention",
         encoder={
             "blocks": "encoder.block",
             "ln2": "layer.1.layer_norm",
@@ -297,9 +282,7 @@ FAMILIES: dict[str, Family] = {
         task="seq2seq",
         lnx="encoder_attn_layer_norm",
         xattn="encoder_attn",
-        xattn_adds="encoder_attn",
         encoder={"blocks": "model.encoder.layers"},
-        logits_bias="final_logits_bias",
         variant=None,
     ),
 }

@@ -13,7 +13,7 @@ from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 D, L = 32, 3
 TO_LAST = [(level, L) for level in range(L)]

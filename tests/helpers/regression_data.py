@@ -22,7 +22,7 @@ def sums(x: Tensor, *ys: Tensor) -> tuple[Source, list[Target]]:
     targets = []
     for y in ys:
         yc = y - y.mean(0)
-        targets.append(Target(y.mean(0), xc.mT @ yc, yc.square().sum(0), yc.mT @ yc))
+        targets.append(Target(y.mean(0), xc.mT @ yc, yc.square().sum(0)))
     return Source(len(x), x.mean(0), xc.mT @ xc), targets
 
 

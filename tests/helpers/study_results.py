@@ -23,7 +23,7 @@ def tables_of(result) -> dict[str, list[dict]]:
 
 def small_run(model_folder: Path, folder: Path) -> dict:
     """results.json of the five main studies of a tiny trained model on a short text."""
-    settings = make_settings("ours", tokens=6_000, test_positions=100, estimators=("mat", "affine"))
+    settings = make_settings("ours", tokens=6_000, n_test_positions=100, estimators=("mat", "affine"))
     setup = Setup(load(str(model_folder)), load_text("pydoc"), settings)
     studies = select_studies(None)
     run_studies(setup, studies, folder, command="layerjump study tiny --tokens 6000")
@@ -38,10 +38,10 @@ def with_more(results: dict) -> dict:
     for row in bent["studies"]["examples"]["tables"]["examples"]:
         row["context"] = HOSTILE
         row["mat"] = [HOSTILE, *row["mat"][1:]]
-    bent["studies"]["exits"]["notes"].append(HOSTILE)
-    bent["studies"]["exits"]["settings"][HOSTILE] = HOSTILE
+    bent["studies"]["early_exit"]["notes"].append(HOSTILE)
+    bent["studies"]["early_exit"]["settings"][HOSTILE] = HOSTILE
     empty = dict.fromkeys(("tables", "headline", "settings"), {}) | {"notes": [], "seconds": 0.0}
-    bent["studies"]["heads"] = empty | {"study": "heads", "skipped": f"no heads {HOSTILE}"}
+    bent["studies"]["attention_heads"] = empty | {"study": "attention_heads", "skipped": f"no heads {HOSTILE}"}
     bent["studies"]["unknown"] = empty | {"study": "unknown", "skipped": None, "tables": ANY_TABLES}
     bent["studies"]["unknown"]["headline"] = {"best": HOSTILE, "score": 0.5}
     return bent

@@ -6,7 +6,7 @@ import torch
 
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance
 from layerjump.jumps.maps import Affine
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 
 D = 8
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 from helpers.family_table import FAMILIES
 from helpers.tokenizers import llama as llama_words
 from layerjump.models.discovery import discover
-from layerjump.models.families import auto_class
+from layerjump.models.hugging_face_config import auto_class
 from layerjump.models.model import Model
 
 # Common names; each configuration translates them to its own.

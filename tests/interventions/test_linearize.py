@@ -9,14 +9,14 @@ from helpers.tiny_models import CASES, tiny_model
 
 from layerjump.errors import BadModel
 from layerjump.interventions.linearize import PARTS, linearize, replace_blocks, skip_blocks, submodule_pairs
-from layerjump.interventions.patching import Rerun
+from layerjump.interventions.rerun_from_level import Rerun
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.discovery import discover
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Site
-from layerjump.pruning.surgery import cannot_drop, without_blocks
+from layerjump.models.sites import Site
+from layerjump.pruning.drop_blocks import cannot_drop, without_blocks
 
 EXACT = 1e-10
 

@@ -15,12 +15,13 @@ from layerjump.errors import BadEstimator, BadMoments
 from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.estimators.calibrated import fit_calibrated
 from layerjump.jumps.estimators.least_squares import ridge, strength_unit
-from layerjump.jumps.estimators.registry import Settings
+from layerjump.jumps.estimators.registry import EstimatorSettings
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import compute_features, to_affine
-from layerjump.jumps.moments import Moments, SplitMoments, merge_moments
-from layerjump.jumps.scoring import residual
-from layerjump.models.structure import FINAL, Site
+from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments_of_splits import SplitMoments, merge_moments
+from layerjump.jumps.score_from_moments import residual
+from layerjump.models.sites import FINAL, Site
 
 TOKENS = 30_000
 
@@ -47,7 +48,7 @@ def jumps(model, collected):
 
 def states_of(model, text, part):
     sites = [*map(Site, range(model.n_blocks + 1)), FINAL]
-    documents = getattr(lj.split_documents(len(text.documents), "80/10/10", seed=0), part)
+    documents = getattr(lj.split_indices(len(text.documents), "80/10/10", seed=0), part)
     wanted = max(1, TOKENS * len(documents) // len(text.documents))
     found = lj.make_batches(text, model.tokenization, lj.Positions("all"), documents=documents, tokens=wanted)
     parts = [each.at for each in lj.capture_states(model, found, sites)]
@@ -142,7 +143,7 @@ def test_what_it_cannot_do_is_one_line(model, text, collected):
     with pytest.raises(BadEstimator, match="to-final"):
         lj.fit(model, text, estimator="calibrated", pairs="to-last", features="raw", tokens=3_000)
     with pytest.raises(BadEstimator, match="no setting rank, it takes keep_both_targets"):
-        solve_jumps(collected, "calibrated", Settings(rank=3), model=model)
+        solve_jumps(collected, "calibrated", EstimatorSettings(rank=3), model=model)
     with pytest.raises(BadEstimator, match="pass the model that these moments come from"):
         solve_jumps(collected, "calibrated")
     with pytest.raises(BadMoments, match="others start"):
@@ -165,7 +166,7 @@ def test_the_command_line_fits_and_refines(data_folder, tmp_path):
     assert sorted(path.name for path in (tmp_path / "jumps").iterdir()) == ["jumps.json", "jumps.safetensors"]
     wrong_ones = (
         "--ojfa-pooling magic",
-        "--features magic",
+        "--source-scaling magic",
         "--pairs to-last",
         "--ojfa-pooling to-tune",
         "--refine --ojfa-pooling pooled",

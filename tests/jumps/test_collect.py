@@ -22,11 +22,11 @@ from layerjump.errors import (
     WrongModel,
 )
 from layerjump.jumps.collect_moments import plan_run
-from layerjump.jumps.cost_estimate import CostEstimate, site_width
-from layerjump.jumps.estimators.registry import Settings
+from layerjump.jumps.cost_estimate import CostEstimate
+from layerjump.jumps.estimators.registry import EstimatorSettings
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.moments import SplitMoments, merge_moments
-from layerjump.models.structure import Site, parse_pairs
+from layerjump.jumps.moments_of_splits import SplitMoments, merge_moments
+from layerjump.models.sites import Site, parse_pairs
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 
@@ -44,7 +44,7 @@ def test_mat_equals_scikit_learn_on_the_same_states(name, skip_first, data_folde
     model, text = lj.load(folder), lj.load_text("pydoc")
     positions = lj.Positions("sample", 9, skip_first=skip_first, special=True)
     jumps = lj.fit(model, text, positions=positions, split="1000/0/100")
-    parts = lj.split_documents(len(text.documents), "1000/0/100")
+    parts = lj.split_indices(len(text.documents), "1000/0/100")
     here, last = Site(1), Site(model.n_blocks)
     train = kept(model, text, [here, last], parts.fit, positions)
     test = kept(model, text, [here, last], parts.test, positions)
@@ -95,17 +95,28 @@ def test_every_estimator_makes_jumps(collected, estimator):
 
 @pytest.mark.parametrize("pooling", ["pooled", "best-level"])
 def test_one_jump_for_all(model, text, pooling):
-    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", Settings(rank=8, ojfa_pooling=pooling))
+    jumps = solve_jumps(lj.collect_moments(model, text), "ojfa", EstimatorSettings(rank=8, ojfa_pooling=pooling))
     assert len({tuple(jumps[level, 4][0].weight.flatten()[:9].tolist()) for level in range(4)}) == 1
     assert all(info.rank == 8 for info in jumps.info.values())
+
+
+def test_one_jump_for_all_is_pooled_by_default(model, text):
+    moments = lj.collect_moments(model, text)
+    default, pooled, best = (
+        solve_jumps(moments, "ojfa", EstimatorSettings(rank=8, ojfa_pooling=pooling))
+        for pooling in (None, "pooled", "best-level")
+    )
+    states = torch.ones(1, model.d_model)
+    assert torch.equal(default[0, 4](states), pooled[0, 4](states))
+    assert not torch.equal(default[0, 4](states), best[0, 4](states))
 
 
 def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
     """At the same small rank, the metric's map has the smaller error in logits, on held-out text."""
     run = lj.collect_moments(model, text, positions="all")
-    plain = solve_jumps(run, "low-rank", Settings(rank=4))
-    metric = solve_jumps(run, "low-rank", Settings(rank=4, metric="unembedding"), model=model)
-    parts = lj.split_documents(len(text.documents))
+    plain = solve_jumps(run, "low-rank", EstimatorSettings(rank=4))
+    metric = solve_jumps(run, "low-rank", EstimatorSettings(rank=4, metric="unembedding"), model=model)
+    parts = lj.split_indices(len(text.documents))
     test = kept(model, text, [Site(1), Site(4)], parts.test, lj.Positions("all"))
     x, y = (torch.from_numpy(test[site]).float() for site in (Site(1), Site(4)))
     scale = model.hf.transformer.ln_f.weight * model.hf.lm_head.weight
@@ -113,7 +124,7 @@ def test_low_rank_in_the_unembeddings_metric_predicts_better(model, text):
     errors = [((jumps[1, 4](x) - y) @ scale.mT).square().sum() for jumps in (plain, metric)]
     assert errors[1] < errors[0]
     with pytest.raises(BadEstimator, match="unembedding"):
-        solve_jumps(run, "low-rank", Settings(rank=4, metric="unembedding"))
+        solve_jumps(run, "low-rank", EstimatorSettings(rank=4, metric="unembedding"))
 
 
 def test_sub_modules_are_paired_input_to_output_with_position_0(model, text):
@@ -155,7 +166,8 @@ def test_a_run_that_does_not_fit_in_memory_is_refused(model, text):
     run = plan_run(model, text, pairs="all", positions="all")
     entries = 64 * 64 * (4 + 10) if model.d_model == 64 else model.d_model**2 * 14
     assert run.cost.sums_bytes == 3 * (8 * entries + 4 * 2000 * 5 * model.d_model)
-    assert "positions; memory for sums" in str(run.cost)
+    assert run.cost.jumps_bytes == 4 * 10 * model.d_model**2
+    assert "positions; memory" in str(run.cost)
     with pytest.raises(TooLarge, match="fewer pairs"):
         CostEstimate(10**15, 0, 1, 1, 1, 1).require_memory()
 
@@ -167,7 +179,7 @@ def test_widths_are_known_before_the_run(family):
 
     (found,) = lj.capture_states(wrapped, [sample(wrapped)], wrapped.structure.sites())
     for site in wrapped.structure.sites():
-        assert site_width(wrapped, site) == found[site].shape[1], site
+        assert wrapped.structure.width(site) == found[site].shape[1], site
 
 
 def test_text_shorter_than_asked_for(model):
@@ -212,7 +224,7 @@ def test_two_halves_merge_to_the_whole(model, text):
 
 
 def test_what_cannot_be_merged_is_said(collected, model, text, data_folder):
-    with pytest.raises(BadMoments, match="count it twice"):
+    with pytest.raises(BadMoments, match="count them twice"):
         merge_moments([collected, collected])
     other = lj.collect_moments(lj.load(data_folder / "tiny-bert"), text, pairs="all", tokens=3000)
     with pytest.raises(WrongModel, match="different weights"):

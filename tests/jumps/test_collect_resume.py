@@ -1,5 +1,6 @@
 """The pass over text, killed and stopped: it goes on and ends in the same bytes."""
 
+import json
 import random
 import signal
 import subprocess
@@ -10,17 +11,20 @@ import pytest
 from helpers import fitted_gpt2
 from helpers.comparisons import same_bytes
 
-from layerjump.errors import BadArtifact
-from layerjump.jumps.collect_moments import Checkpoint, plan_run
-from layerjump.jumps.moments import SplitMoments
+from layerjump.errors import BadArtifact, RunStopped
+from layerjump.io import read_tensors, write_tensors
+from layerjump.jumps.collect_moments import plan_run
+from layerjump.jumps.moments_checkpoint import Checkpoint, PartialSums
+from layerjump.jumps.moments_of_splits import SplitMoments, read_header
+from layerjump.models.sites import Site
 
 model, text = fitted_gpt2.model, fitted_gpt2.text  # fixtures
 
 RUN = """
 import sys, layerjump as lj
 from pathlib import Path
-from layerjump.jumps.collect_moments import Checkpoint
 from layerjump.jumps.collect_moments import plan_run
+from layerjump.jumps.moments_checkpoint import Checkpoint
 from layerjump.jumps.fit import solve_jumps
 model, out, every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 checkpoint = Checkpoint(out, every, resume=True)
@@ -82,10 +86,74 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(number, data_folder, tmp_path
     assert same_bytes(tmp_path / "whole", folder)
 
 
+def save_unstarted(run, folder):
+    moments = SplitMoments(**run.moments, info=run.info)
+    Checkpoint(folder).save([PartialSums(moments, dict.fromkeys(run.batches, 0))])
+
+
+def stop_after(run, n_batches, checkpoint):
+    """Stop a run as Ctrl-C does."""
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == n_batches:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunStopped, match="the sums are saved"):
+        run.run(progress=progress, checkpoint=checkpoint)
+
+
+def test_a_resumed_calibrated_run_ends_in_the_same_bytes(model, text, tmp_path):
+    """Its products are float32: in float64 after the resume, the sums would differ in their seventh digit."""
+
+    def plan():
+        return plan_run(model, text, estimator="calibrated", tokens=20_000)
+
+    plan().run().save(tmp_path / "whole")
+    stop_after(plan(), 4, Checkpoint(tmp_path))
+    plan().run(checkpoint=Checkpoint(tmp_path, resume=True)).save(tmp_path / "resumed")
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_parts_that_were_saved_at_different_batches_catch_up(model, text, tmp_path):
+    """As processes leave them that are killed while some have saved and others have not."""
+
+    def plan():
+        return plan_run(model, text, estimator="calibrated", tokens=20_000)
+
+    plan().run().save(tmp_path / "whole")
+    file = tmp_path / "unfinished-0-of-1.safetensors"
+    for n_batches, sources, name in ((4, [Site(0), Site(2)], "0-of-2"), (7, [Site(1)], "1-of-2")):
+        stop_after(plan(), n_batches, Checkpoint(tmp_path))
+        header = read_header(file)
+        part = SplitMoments.load_sources(file, sources)
+        part.save(tmp_path / f"{name}.part", progress=header.done)
+        file.unlink()
+    for name in ("0-of-2", "1-of-2"):
+        (tmp_path / f"{name}.part").rename(tmp_path / f"unfinished-{name}.safetensors")
+    plan().run(checkpoint=Checkpoint(tmp_path, every=0, resume=True)).save(tmp_path / "resumed")
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert [path.name for path in tmp_path.glob("unfinished-*")] == [file.name]  # the others' when theirs are in it
+
+
+def test_sums_of_an_older_version_are_refused(model, text, tmp_path):
+    """They do not say in which precision their products were formed, nor which of the batches they hold."""
+    run = plan_run(model, text)
+    save_unstarted(run, tmp_path)
+    path = tmp_path / "unfinished-0-of-1.safetensors"
+    tensors, metadata = read_tensors(path)
+    header = json.loads(metadata["head"])
+    del header["products"]
+    write_tensors(path, tensors, metadata | {"head": json.dumps(header)})
+    with pytest.raises(BadArtifact, match="older layerjump"):
+        plan_run(model, text).run(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert path.exists()
+
+
 def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
     run = plan_run(model, text)
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(SplitMoments(**run.moments, info=run.info), dict.fromkeys(run.batches, 0))
+    save_unstarted(run, tmp_path)
     again = plan_run(model, text, seed=1)
     with pytest.raises(BadArtifact, match="other settings .*seed 0 → 1"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))
@@ -93,7 +161,7 @@ def test_resuming_with_other_settings_is_refused(model, text, tmp_path):
 
 def test_resuming_with_other_features_is_refused(model, text, tmp_path):
     run = plan_run(model, text, pairs="to-final", features="both")
-    Checkpoint(tmp_path).save(SplitMoments(**run.moments, info=run.info), dict.fromkeys(run.batches, 0))
+    save_unstarted(run, tmp_path)
     again = plan_run(model, text, pairs="to-final", features="rms")
     with pytest.raises(BadArtifact, match="other settings .*features both → rms"):
         again.run(checkpoint=Checkpoint(tmp_path, resume=True))

@@ -125,7 +125,7 @@ def test_a_masked_model_is_fitted_at_masks(home, data_folder):
 
 
 def test_what_cannot_be_kept_is_said_before_anything_runs(home, model, runs):
-    with pytest.raises(BadEstimator, match="no estimator 'magic'"):
+    with pytest.raises(BadEstimator, match="unknown estimator 'magic'"):
         cached_jumps(model, ["mat", "magic"], **FEW)
     with pytest.raises(BadEstimator, match="low-rank needs a rank"):
         cached_jumps(model, ["low-rank"], **FEW)

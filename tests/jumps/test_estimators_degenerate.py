@@ -124,7 +124,7 @@ def test_empty_sums_are_refused():
 
 
 def test_an_unknown_estimator_is_refused_and_the_known_ones_are_named():
-    with pytest.raises(BadEstimator, match="no estimator 'ols'; choose one of identity, mean-shift, mat"):
+    with pytest.raises(BadEstimator, match="unknown estimator 'ols'; choose one of identity, mean-shift, mat"):
         solve("ols", *sums(*noisy(30, 5, 4)))
 
 

@@ -47,7 +47,7 @@ def rows(model: Model, *, skip_first: int, max_length: int = 128, tokens: int = 
         TEXT,
         model.tokenization,
         lj.Positions("all", skip_first=skip_first),
-        documents=lj.split_documents(len(TEXT.documents), "100/0/0").fit,
+        documents=lj.split_indices(len(TEXT.documents), "100/0/0").fit,
         tokens=tokens,
         max_length=max_length,
     )

@@ -12,7 +12,7 @@ from torch import nn
 from layerjump.errors import BadJumps, BadModel, NoSuchJump
 from layerjump.jumps.jumps import JumpInfo, Jumps
 from layerjump.jumps.maps import Affine, Features, Shift, compute_features, to_affine, to_module
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_an_absent_jump_says_what_there_is(jumps):
     with pytest.raises(KeyError) as caught:
         jumps[3, 1]
     assert isinstance(caught.value, NoSuchJump)
-    assert str(caught.value).startswith("there is no jump 3 → 1 in this set, only 0 → 1, 0 → 2, 0 → 3,")
+    assert str(caught.value).startswith("this set has no jump 3 → 1, only 0 → 1, 0 → 2, 0 → 3,")
     assert "and 1 more" in str(caught.value)
     with pytest.raises(NoSuchJump, match="a source and a target"):
         jumps[3]

@@ -3,10 +3,11 @@ import torch
 from helpers.regression_data import error, noisy, random, sums
 
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.least_squares import affine
-from layerjump.jumps.estimators.low_rank import low_rank, n_njtc, njtc_rank, ojfa
+from layerjump.jumps.estimators.n_njtc import njtc_rank
+from layerjump.jumps.estimators.ojfa import ojfa
+from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.scoring import r2
+from layerjump.jumps.score_from_moments import r2
 
 
 def uneven(n=150, dx=9, dy=7, seed=0):
@@ -24,10 +25,10 @@ def metric_error(map_, x, y, metric):
 def test_the_error_is_that_of_least_squares_and_the_dropped_singular_values(rank):
     x, y = uneven()
     source, targets = sums(x, y)
-    full = affine(source, targets)[0]
+    full = solve("affine", source, targets)[0]
     fitted = full(x) - y.mean(0)
     dropped = torch.linalg.svdvals(fitted)[rank:].square().sum()
-    found = low_rank(source, targets, rank=rank)[0]
+    found = solve("low-rank", source, targets, rank=rank)[0]
     assert error(found, x, y) == pytest.approx(error(full, x, y) + float(dropped), rel=1e-10)
     assert torch.linalg.matrix_rank(found.weight) == rank
 
@@ -35,19 +36,19 @@ def test_the_error_is_that_of_least_squares_and_the_dropped_singular_values(rank
 def test_it_beats_cutting_the_svd_of_the_weight():
     x, y = uneven()
     source, targets = sums(x, y)
-    u, s, vh = torch.linalg.svd(affine(source, targets)[0].weight, full_matrices=False)
+    u, s, vh = torch.linalg.svd(solve("affine", source, targets)[0].weight, full_matrices=False)
     cut = (u[:, :2] * s[:2]) @ vh[:2]
     truncated = Affine.of(cut, bias=y.mean(0) - cut @ x.mean(0))
-    assert error(low_rank(source, targets, rank=2)[0], x, y) < 0.9 * error(truncated, x, y)
+    assert error(solve("low-rank", source, targets, rank=2)[0], x, y) < 0.9 * error(truncated, x, y)
 
 
 def test_full_rank_is_least_squares_in_any_metric():
     x, y = uneven()
     source, targets = sums(x, y)
-    wanted = affine(source, targets)[0].weight
+    wanted = solve("affine", source, targets)[0].weight
     root = random(7, 7, seed=3)
     for metric in (None, root @ root.mT):
-        found = low_rank(source, targets, rank=7, metric=metric)[0].weight
+        found = solve("low-rank", source, targets, rank=7, metric=metric)[0].weight
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
@@ -56,8 +57,8 @@ def test_the_metric_version_wins_in_its_metric_and_loses_in_the_plain_one():
     source, targets = sums(x, y)
     unembedding = random(40, 7, seed=3) * torch.logspace(-1, 1, 7).double()
     metric = unembedding.mT @ unembedding
-    plain = low_rank(source, targets, rank=2)[0]
-    tuned = low_rank(source, targets, rank=2, metric=metric)[0]
+    plain = solve("low-rank", source, targets, rank=2)[0]
+    tuned = solve("low-rank", source, targets, rank=2, metric=metric)[0]
     assert metric_error(tuned, x, y, metric) < 0.9 * metric_error(plain, x, y, metric)
     assert error(tuned, x, y) > error(plain, x, y)
 
@@ -65,16 +66,16 @@ def test_the_metric_version_wins_in_its_metric_and_loses_in_the_plain_one():
 def test_the_metric_version_is_the_plain_one_of_transformed_outputs():
     x, y = uneven()
     root = random(7, 7, seed=3)
-    tuned = low_rank(*sums(x, y), rank=2, metric=root.mT @ root)[0]
-    plain = low_rank(*sums(x, y @ root.mT), rank=2)[0]
+    tuned = solve("low-rank", *sums(x, y), rank=2, metric=root.mT @ root)[0]
+    plain = solve("low-rank", *sums(x, y @ root.mT), rank=2)[0]
     torch.testing.assert_close(tuned(x) @ root.mT, plain(x), rtol=1e-7, atol=1e-7)
 
 
 def test_a_metric_that_scales_changes_nothing():
     x, y = uneven()
     source, targets = sums(x, y)
-    wanted = low_rank(source, targets, rank=3)[0].weight
-    found = low_rank(source, targets, rank=3, metric=1e-9 * torch.eye(7).double())[0].weight
+    wanted = solve("low-rank", source, targets, rank=3)[0].weight
+    found = solve("low-rank", source, targets, rank=3, metric=1e-9 * torch.eye(7).double())[0].weight
     torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
@@ -83,8 +84,8 @@ def test_a_singular_metric_is_minimised_where_it_sees_and_left_alone_elsewhere(r
     x, y = uneven()
     source, targets = sums(x, y)
     seen = random(3, 7, seed=3)
-    found = low_rank(source, targets, rank=rank, metric=seen.mT @ seen)[0]
-    wanted = low_rank(*sums(x, y @ seen.mT), rank=min(rank, 3))[0]
+    found = solve("low-rank", source, targets, rank=rank, metric=seen.mT @ seen)[0]
+    wanted = solve("low-rank", *sums(x, y @ seen.mT), rank=min(rank, 3))[0]
     torch.testing.assert_close(found(x) @ seen.mT, wanted(x), rtol=1e-7, atol=1e-7)
     blind = torch.linalg.svd(seen)[2][3:]
     assert (found.weight.mT @ blind.mT).abs().max() < 1e-9
@@ -94,14 +95,14 @@ def test_a_singular_metric_is_minimised_where_it_sees_and_left_alone_elsewhere(r
 def test_error_falls_with_rank():
     x, y = uneven()
     source, targets = sums(x, y)
-    errors = [error(low_rank(source, targets, rank=r)[0], x, y) for r in range(1, 8)]
+    errors = [error(solve("low-rank", source, targets, rank=r)[0], x, y) for r in range(1, 8)]
     assert errors == sorted(errors, reverse=True)
 
 
 @pytest.mark.parametrize("rank", [0, -1, 8])
 def test_a_rank_the_map_cannot_have_is_refused(rank):
     with pytest.raises(BadEstimator, match="a rank from 1 to 7"):
-        low_rank(*sums(*uneven()), rank=rank)
+        solve("low-rank", *sums(*uneven()), rank=rank)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_rank_the_map_cannot_have_is_refused(rank):
 )
 def test_a_metric_that_is_none_is_refused(metric, message):
     with pytest.raises(BadEstimator, match=message):
-        low_rank(*sums(*uneven()), rank=2, metric=metric)
+        solve("low-rank", *sums(*uneven()), rank=2, metric=metric)
 
 
 # ---- N-NJTC --------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def test_a_metric_that_is_none_is_refused(metric, message):
 def test_normalising_the_input_changes_no_prediction():
     x, y = uneven()
     normalised = (x - x.mean(0)) / x.std(0, correction=0)
-    plain, normal = n_njtc(*sums(x, y))[0], n_njtc(*sums(normalised, y))[0]
+    plain, normal = solve("n-njtc", *sums(x, y))[0], solve("n-njtc", *sums(normalised, y))[0]
     torch.testing.assert_close(plain(x), normal(normalised), rtol=1e-8, atol=1e-8)
 
 
@@ -148,7 +149,7 @@ def test_parameters_are_those_of_the_papers_models(
 def test_a_narrow_map_stores_what_the_count_says_and_an_intercept():
     d = 250
     x = random(300, d)
-    found = n_njtc(*sums(x, x.roll(1, 1)))[0]
+    found = solve("n-njtc", *sums(x, x.roll(1, 1)))[0]
     assert found.n_parameters == 2 * d * njtc_rank(d) + d
     assert njtc_rank(64) == 1
 
@@ -173,18 +174,18 @@ def level_sums(rows):
 def test_best_level_is_the_best_by_brute_force():
     sources, targets = level_sums(levels())
     validation = list(zip(*level_sums(levels(seed=50)), strict=True))
-    jump, level = ojfa(sources, targets, rank=2, validation=validation)
-    own = [low_rank(s, [t], rank=2)[0] for s, t in zip(sources, targets, strict=True)]
+    jump, level = ojfa(sources, targets, rank=2, validation=validation, pooling="best-level")
+    own = [solve("low-rank", s, [t], rank=2)[0] for s, t in zip(sources, targets, strict=True)]
     means = [sum(r2(map_, *pair).uniform for pair in validation) / 3 for map_ in own]
     assert level == max(range(3), key=means.__getitem__)
     assert torch.equal(jump.weight, own[level].weight)
 
 
-def test_pooled_is_the_fit_to_all_rows_together():
+def test_pooled_is_the_default_and_the_fit_to_all_rows_together():
     rows = levels()
-    jump, level = ojfa(*level_sums(rows), rank=2, pooling="pooled")
+    jump, level = ojfa(*level_sums(rows), rank=2)
     x, y = torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
-    wanted = low_rank(*sums(x, y), rank=2)[0]
+    wanted = solve("low-rank", *sums(x, y), rank=2)[0]
     torch.testing.assert_close(jump(x), wanted(x), rtol=1e-9, atol=1e-9)
     assert level is None
 
@@ -192,7 +193,7 @@ def test_pooled_is_the_fit_to_all_rows_together():
 def test_one_jump_needs_a_validation_split_or_pooling():
     sources, targets = level_sums(levels())
     with pytest.raises(BadEstimator, match="validation split"):
-        ojfa(sources, targets, rank=2)
+        ojfa(sources, targets, rank=2, pooling="best-level")
     with pytest.raises(BadEstimator, match="'best-level' or 'pooled'"):
         ojfa(sources, targets, rank=2, pooling="sscs")
     with pytest.raises(BadEstimator, match="2 sources and 3 targets"):

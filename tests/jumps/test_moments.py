@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerjump.errors import BadMoments
-from layerjump.jumps.moments import Moments, Reservoir, Source, Target, check_moments, is_constant, pool, sampling_keys
-from layerjump.models.structure import Site
+from layerjump.jumps.moments import Moments, Source, Target, check_moments, is_constant, pool
+from layerjump.jumps.reservoir import Reservoir, sampling_keys
+from layerjump.models.sites import Site
 
 A, B, C = Site(0), Site(1), Site(2)
 PAIRS = [(A, C), (B, C), (A, B)]
@@ -153,12 +154,11 @@ def test_other_widths_and_pairs_are_refused():
         moments.merge(Moments([(A, B)]))
 
 
-def test_full_targets_keep_the_targets_scatter():
+def test_full_targets_have_the_scatter_of_a_site_that_is_only_a_target():
     states = rows(60)
     moments = Moments(PAIRS, full_targets=True)
     moments.add(states)
-    assert torch.allclose(moments.target(A, C).scatter, reference(states, C, C), rtol=1e-10, atol=1e-6)
-    assert summed(states, [slice(0, 60)]).target(A, C).scatter is None
+    assert torch.allclose(moments.source(C).scatter, reference(states, C, C), rtol=1e-10, atol=1e-6)
 
 
 def test_the_reservoir_is_a_fair_sample():
@@ -217,14 +217,8 @@ def test_pooled_sums_are_those_of_all_rows():
     assert source.n == 100
     for name in ("mean", "scatter"):
         torch.testing.assert_close(getattr(source, name), getattr(whole, name))
-    for name in ("mean", "cross", "sum_squares", "scatter"):
+    for name in ("mean", "cross", "sum_squares"):
         torch.testing.assert_close(getattr(target, name), getattr(wanted, name))
-
-
-def test_pooling_keeps_the_targets_scatter_only_where_every_group_has_it():
-    source, (full,) = sums(*noisy(20, 3, 3))
-    thin = Target(full.mean, full.cross, full.sum_squares)
-    assert pool([(source, full), (source, thin)])[1].scatter is None
 
 
 def test_pooling_nothing_is_refused():
@@ -245,12 +239,12 @@ def test_constant_means_constant_up_to_rounding():
         ({"mean": random(3)}, r"target 0's cross of shape \(5, 3\), got \(5, 4\)"),
         ({"sum_squares": random(4, 1)}, r"target 0's sum_squares of shape \(4,\), got \(4, 1\)"),
         ({"cross": random(5, 4).float()}, "target 0's cross in float64, got torch.float32"),
-        ({"scatter": torch.full((4, 4), torch.nan).double()}, "target 0's scatter holds NaN"),
+        ({"cross": torch.full((5, 4), torch.nan).double()}, "target 0's cross holds NaN"),
     ],
 )
 def test_sums_that_do_not_fit_together_are_refused(change, message):
     source, (target,) = sums(*noisy(30, 5, 4))
-    fields = {name: getattr(target, name) for name in ("mean", "cross", "sum_squares", "scatter")}
+    fields = {name: getattr(target, name) for name in ("mean", "cross", "sum_squares")}
     with pytest.raises(BadMoments, match=message):
         check_moments(source, [Target(**{**fields, **change})])
 

@@ -8,7 +8,7 @@ import pytest
 
 import layerjump as lj
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.registry import CLOSED_FORM, ESTIMATORS, Settings, find_estimator
+from layerjump.jumps.estimators.registry import CLOSED_FORM, ESTIMATORS, EstimatorSettings, find_estimator
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -33,16 +33,16 @@ def test_reading_the_registry_does_not_import_torch():
 
 
 def test_settings_are_recorded_under_the_names_of_the_file_format():
-    assert Settings(strength=0.5, rank=3).on_disk() == {"strength": 0.5, "rank": 3}
-    assert Settings(ojfa_pooling="best-level").on_disk() == {"how": "best-level"}
-    assert Settings(keep_both_targets=True).on_disk() == {"how": "to-tune"}
+    assert EstimatorSettings(strength=0.5, rank=3).on_disk() == {"strength": 0.5, "rank": 3}
+    assert EstimatorSettings(ojfa_pooling="best-level").on_disk() == {"how": "best-level"}
+    assert EstimatorSettings(keep_both_targets=True).on_disk() == {"how": "to-tune"}
 
 
 def test_an_estimator_by_gradients_is_not_solved_from_moments():
-    assert find_estimator("jacobian").needs_gradients
+    assert find_estimator("jacobian").reads_text
     with pytest.raises(BadEstimator, match=r"call lj\.fit_jacobian"):
         find_estimator("jacobian", closed_form=True)
 
 
 def test_a_strength_of_zero_is_a_setting():
-    assert Settings(strength=0.0).non_defaults() == {"strength": 0.0}
+    assert EstimatorSettings(strength=0.0).non_defaults() == {"strength": 0.0}

@@ -1,5 +1,6 @@
 """A folder gives back exactly the jumps that were saved, and only to the model they were fitted on."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from helpers.jumps_folder import TENSORS, TEXT, complaint
 from helpers.tiny_models import tiny_model
 from safetensors import safe_open
 
+from layerjump import io
 from layerjump.errors import BadArtifact, WrongModel
 from layerjump.jumps import serialization
 from layerjump.jumps.jumps import Jumps
@@ -130,3 +132,54 @@ def test_other_weights(model, fitted):
 def test_another_shape_is_never_allowed(fitted, changes):
     other = Model.wrap(tiny_model("gpt2", **changes), name="other")
     assert "blocks, d" in complaint(fitted, WrongModel, model=other, allow_other_weights=True)
+
+
+def test_lazy_jumps_are_read_when_they_are_used(tmp_path):
+    jumps = synthetic_jumps.jumps()
+    jumps.save_pretrained(tmp_path)
+    lazy = Jumps.from_pretrained(tmp_path, lazy=True)
+    assert set(lazy) == set(jumps)
+    assert lazy.info == jumps.info
+    assert lazy.n_parameters == 0
+    first, second = [pair for pair in jumps if list(jumps[pair].parameters())][:2]
+    assert all(map(torch.equal, lazy[first].parameters(), jumps[first].parameters()))
+    assert lazy.n_parameters == sum(parameter.numel() for parameter in jumps[first].parameters())
+    # Another set in the same folder does not change this one.
+    other = copy.deepcopy(jumps)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.save_pretrained(tmp_path)
+    assert all(map(torch.equal, lazy[second].parameters(), jumps[second].parameters()))
+    lazy.to(torch.float64)
+    assert {parameter.dtype for pair in lazy for parameter in lazy[pair].parameters()} == {torch.float64}
+    lazy.save_pretrained(tmp_path / "again")
+    assert set(Jumps.from_pretrained(tmp_path / "again")) == set(jumps)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_jumps_are_loaded_in_half_precision(tmp_path, lazy, dtype):
+    jumps = synthetic_jumps.jumps()
+    jumps.save_pretrained(tmp_path)
+    half = Jumps.from_pretrained(tmp_path, lazy=lazy, dtype=dtype)
+    for pair in jumps:
+        for ours, theirs in zip(half[pair].parameters(), jumps[pair].parameters(), strict=True):
+            assert torch.equal(ours, theirs.to(getattr(torch, dtype)))
+    assert 2 * half.n_bytes == jumps.n_bytes
+    with pytest.raises(BadArtifact, match="expected dtype of float32, bfloat16, float16, got 'int8'"):
+        Jumps.from_pretrained(tmp_path, dtype="int8")
+
+
+def test_lazy_jumps_that_are_damaged_are_refused_when_they_are_used(tmp_path):
+    jumps = synthetic_jumps.jumps()
+    jumps.save_pretrained(tmp_path)
+    tensors, metadata = io.read_tensors(tmp_path / TENSORS)
+    name, *_ = tensors
+    io.write_tensors(tmp_path / TENSORS, tensors | {name: tensors[name] * torch.nan}, metadata)
+    lazy = Jumps.from_pretrained(tmp_path, lazy=True)
+    with pytest.raises(BadArtifact, match="holds NaN or infinite values"):
+        _ = [lazy[pair] for pair in lazy]
+    io.write_tensors(tmp_path / TENSORS, {n: t for n, t in tensors.items() if n != name}, metadata)
+    with pytest.raises(BadArtifact, match="lists but lacks the tensor"):
+        Jumps.from_pretrained(tmp_path, lazy=True)

@@ -49,7 +49,7 @@ def test_two_folders_mixed(folder, tmp_path):
 
 
 def test_a_newer_format(folder):
-    edit(folder, lambda data: data.update(format_version=2, jumps="stored elsewhere"))
+    edit(folder, lambda data: data.update(format_version=4, jumps="stored elsewhere"))
     assert "install a newer layerjump" in complaint(folder, NewerFormat)
     (folder / TEXT).unlink()
     assert synthetic_jumps.same(serialization.load(folder), synthetic_jumps.jumps())

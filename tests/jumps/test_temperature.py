@@ -16,7 +16,7 @@ from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.maps import Affine, compute_features
 from layerjump.models.discovery import discover
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 
 TEXT = stories(900)
 
@@ -61,7 +61,8 @@ def test_it_is_the_least_kl_on_held_out_rows(model, collected, jumps):
         elif gain.mean() < 1.8 * gain.std() / 16:
             assert found == 1
         mine = jumps[level, "final"](rows[Site(level)])
-        assert torch.allclose(mine, (found * final).float(), rtol=1e-3, atol=1e-3)
+        # A weak penalty leaves large weights, which float32 rounds.
+        assert torch.allclose(mine, (found * final).float(), rtol=1e-3, atol=5e-3)
 
 
 def test_kl_on_unseen_text_is_lower_for_it(model, collected, jumps):

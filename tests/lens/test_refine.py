@@ -17,7 +17,7 @@ from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.maps import to_affine
 from layerjump.lens.refine import CHECKPOINT_NAME, KLObjective, TrainableMap, TrainingRows, tunable_pairs
 from layerjump.metrics.logits import LOGITS_MEMORY
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 
 TEXT = stories(400)
 
@@ -38,7 +38,7 @@ def refined(model, jumps):
 @torch.no_grad()
 def mean_kl(model, jumps):
     """The mean KL on documents used neither to fit nor to refine nor to stop."""
-    documents = lj.split_documents(len(TEXT.documents), "80/10/10", seed=0).test
+    documents = lj.split_indices(len(TEXT.documents), "80/10/10", seed=0).test
     found = lj.make_batches(TEXT, model.tokenization, lj.Positions("all"), documents=documents)
     lens, last, total = lj.Lens(model, jumps), model.n_blocks, []
     for each in lj.capture_states(model, found, range(last + 1)):

@@ -13,7 +13,7 @@ from helpers.tiny_models import tiny_model
 from rich.console import Console
 
 import layerjump as lj
-from layerjump.data.tokenization import escape_token
+from layerjump.data.token_text import escape_token
 from layerjump.errors import BadArtifact, BadText
 from layerjump.lens.render.terminal import bar, grid, spread, top_table
 

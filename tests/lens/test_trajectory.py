@@ -16,7 +16,7 @@ from helpers.tiny_models import tiny_model
 import layerjump as lj
 from layerjump.errors import BadJumps, BadModel, BadText
 from layerjump.lens.lens import read_trajectories
-from layerjump.lens.trajectory import LensQuery, compute_stats
+from layerjump.lens.readout import LensQuery, compute_stats
 
 STORY = "Once upon a time, there was a little girl named Lily. She had a red ball."
 NUMBERS = "3 1 4 1 5 9 2 6 5 35"
@@ -198,7 +198,7 @@ PEAK = """
 import torch, layerjump as lj
 from pathlib import Path
 from helpers.tiny_models import tiny_model
-from layerjump.lens.trajectory import LensQuery, PromptStates, compute_stats
+from layerjump.lens.readout import LensQuery, PromptStates, compute_stats
 
 def peak():
     status = Path("/proc/self/status").read_text().splitlines()
@@ -313,13 +313,6 @@ def test_errors_are_one_line(gpt2, jumps, data_folder):
         with pytest.raises(error, match=message) as caught:
             action()
         assert "\n" not in str(caught.value)
-
-
-def test_encoder_decoders_are_refused():
-    hf = tiny_model("t5", vocab_size=1007)
-    model = lj.Model.wrap(hf, tokenizers.tokenizer("$A </s>", pad_token="[PAD]", eos_token="</s>"))
-    with pytest.raises(BadModel, match="encoder–decoder"):
-        lj.Lens(model)(NUMBERS)
 
 
 def test_jumps_lower_the_kl_of_a_trained_model(gpt2):

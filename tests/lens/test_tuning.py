@@ -22,7 +22,7 @@ from layerjump.lens.refine import (
     select_refined,
     tunable_pairs,
 )
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
 
 TEXT = stories(400)
 

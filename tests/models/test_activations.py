@@ -9,7 +9,7 @@ from layerjump.errors import BadModel, NoPredictions
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_jumps_are_fitted_and_scored_where_the_head_reads(estimator):
     model, text = wrapped("Bert"), numbers(500)
     jumps = lj.fit(model, text, estimator=estimator)
     assert (jumps.provenance.positions, jumps.provenance.n_fit) == ("first", 400)
-    test = lj.split_documents(500).test
+    test = lj.split_indices(500).test
     batches = make_batches(text, model.tokenization, model.prediction_positions, documents=test)
     assert batches.n_picks == 50
     lenses = {"identity": lj.Lens(model), "fitted": lj.Lens(model, jumps)}

@@ -1,4 +1,4 @@
-"""Models that transformers does not know: a plain module, checkpoints with their own code, overrides."""
+"""Models that transformers does not know: a plain module, checkpoints with their own code, hints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 import layerjump as lj
 from layerjump.errors import LayerjumpError, UnsupportedModel
-from layerjump.models.discovery import discover
-from layerjump.models.families import Override
+from layerjump.models.discovery import StructureHints, discover
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 
 class PlainBlock(nn.Module):
@@ -65,8 +64,8 @@ def test_a_plain_module_is_discovered_proven_and_read():
 
 
 def test_an_override_names_the_logits_of_an_output_that_hides_them():
-    override = Override(logits=lambda output: output["scores"])
-    model = Model.wrap(Renamed(), override=override)
+    hints = StructureHints(logits=lambda output: output["scores"])
+    model = Model.wrap(Renamed(), hints=hints)
     batch = sample(model)
     (states,) = capture_states(model, [batch], [3], logits=True)
     theirs = model.hf(batch.input_ids)["scores"][batch.row, batch.position]
@@ -74,9 +73,9 @@ def test_an_override_names_the_logits_of_an_output_that_hides_them():
 
 
 def test_an_override_names_the_list_of_blocks():
-    assert discover(Plain(), override=Override(blocks="stages")).n_blocks == 3
+    assert discover(Plain(), hints=StructureHints(blocks="stages")).n_blocks == 3
     with pytest.raises(UnsupportedModel, match="no chain of blocks"):
-        discover(Plain(), override=Override(blocks="heads"))
+        discover(Plain(), hints=StructureHints(blocks="heads"))
 
 
 class Body(Plain):

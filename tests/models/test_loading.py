@@ -46,11 +46,12 @@ def test_every_command_takes_a_model_with_attached_maps(data_folder, tmp_path, m
 
     small, gpt2 = "--text pydoc --tokens 3000", data_folder / "tiny-gpt2"
     run(f"prune {gpt2} --drop 1 --criterion deepest --method linear {small} -o {folder}")
-    assert all(check["passed"] for check in json.loads(run(f"families {folder} --json"))["checks"])
+    assert all(check["passed"] for check in json.loads(run(f"check {folder} --json"))["checks"])
     run(f"fit {folder} {small} -o {jumps}")
     (trajectory,) = json.loads(run(f"lens {folder} def --jumps {jumps} --json"))
     model, base = lj.load(folder), lj.load(f"{folder}/base")
     lens = lj.Lens(model, lj.Jumps.from_pretrained(jumps, model=model))
+    trajectory.pop("findings")
     assert trajectory == lens("def", k=5).to_dict()
     few = "--text pydoc --target 0.5 --confidence 0.5 --documents 40"
     run(f"calibrate {folder} --jumps {jumps} {few}")
@@ -87,7 +88,7 @@ def test_an_unknown_hub_id_without_network():
 
 @pytest.mark.parametrize("name", ["./no-such-folder", "/no/such/folder", "a/b/c"])
 def test_a_path_that_does_not_exist(name):
-    with pytest.raises(ModelNotFound, match="no folder or file"):
+    with pytest.raises(ModelNotFound, match="does not exist"):
         lj.load(name)
 
 
@@ -308,3 +309,38 @@ def test_an_error_in_the_first_run_is_one_line():
     with pytest.raises(BadModel, match="loads, but does not run: RuntimeError") as caught:
         Model.wrap(broken, name="broken")
     one_line(caught.value)
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", torch.int8), ("nf4", torch.uint8), ("fp4", torch.uint8)])
+def test_weights_are_quantised_as_they_are_read(tmp_path, quantization, dtype):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(tmp_path)
+    model = lj.load(tmp_path, quantization=quantization, dtype="bfloat16")
+    assert model.structure.blocks[0].mlp.down_proj.weight.dtype == dtype
+    assert model.hf.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_torchao_quantises_linear_layers(tmp_path):
+    pytest.importorskip("torchao")
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    model = lj.load(tmp_path, quantization="torchao-int8")
+    assert type(model.structure.blocks[0].mlp.down_proj.weight.data) is not torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantization": "int3"}, "expected quantization of none, int8, nf4, fp4, torchao-int8, got 'int3'"),
+        ({"device": "cpu", "device_map": "auto"}, "expected device or device_map, got both"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_model_is_read(saved, arguments, message):
+    with pytest.raises(BadModel, match=message):
+        lj.load(saved, **arguments)
+
+
+def test_a_missing_quantisation_package_is_named(saved, monkeypatch):
+    monkeypatch.setattr("layerjump.models.quantize_at_load.find_spec", lambda name: None)
+    with pytest.raises(BadModel, match="quantization='nf4' needs bitsandbytes.*pip install bitsandbytes"):
+        lj.load(saved, quantization="nf4")

@@ -9,7 +9,7 @@ from helpers.story_text import stories
 
 import layerjump as lj
 from layerjump.jumps.collect_moments import plan_run
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 MASSIVE = 1e4
 """How much larger than its others one coordinate is made; in real models it is some thousand."""

@@ -14,7 +14,7 @@ import layerjump as lj
 from layerjump.data.corpus import Corpus
 from layerjump.errors import BadModel, NoPredictions, UnsupportedModel
 from layerjump.models.self_check import sample
-from layerjump.models.structure import FINAL, Site, parse_pairs
+from layerjump.models.sites import FINAL, Site, parse_pairs
 
 model, corpus = seq2seq_models.model, seq2seq_models.corpus  # fixtures
 
@@ -86,7 +86,7 @@ def test_counts_take_in_both_rows(model, corpus):
 
 
 @pytest.mark.parametrize("kind", ["one", "sample=3", "30%", "all"])
-def test_picks_do_not_depend_on_budget_or_shards(model, corpus, kind):
+def test_picks_do_not_depend_on_the_budget(model, corpus, kind):
     def picks(batches):
         rows = (zip(b.document.tolist(), b.position.tolist(), strict=True) for b in batches)
         return sorted(pick for row in rows for pick in row)
@@ -94,8 +94,7 @@ def test_picks_do_not_depend_on_budget_or_shards(model, corpus, kind):
     positions = lj.Positions.parse(kind)
     whole = lj.make_batches(corpus, model.tokenization, positions)
     small = lj.make_batches(corpus, model.tokenization, positions, max_batch_tokens=90)
-    shards = [batch for rank in range(3) for batch in small.shard(rank, 3)]
-    assert picks(whole) == picks(small) == picks(shards)
+    assert picks(whole) == picks(small)
     assert min(position for _, position in picks(whole)) == model.tokenization.around[0]
 
 

@@ -26,8 +26,8 @@ from layerjump.models.discovery import discover
 from layerjump.models.model import Model
 from layerjump.models.self_check import sample
 from layerjump.pruning.checkpoint import PruningRecord, model_card, save
+from layerjump.pruning.drop_blocks import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned
-from layerjump.pruning.surgery import cannot_drop, without_blocks
 
 ALONE = """
 import sys, warnings
@@ -122,7 +122,8 @@ def logits(model: Model) -> torch.Tensor:
 def test_every_family_loads_without_layerjump(exported, tmp_path):
     folders = [(result.model.task, folder) for result, folder in exported.values()]
     results, stderr = load_without_layerjump(folders, tmp_path / "logits.safetensors")
-    assert stderr == ""
+    # transformers imports torchao where it is installed, which warns of its kernels for other devices.
+    assert not [line for line in stderr.splitlines() if "torchao" not in line and "_pytree" not in line]
     assert len(exported) > 30
     for result, folder in exported.values():
         assert torch.allclose(results[str(folder)], logits(result.model), rtol=0, atol=REBUILT), folder

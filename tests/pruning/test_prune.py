@@ -18,9 +18,9 @@ from layerjump.errors import BadPruning, LayerjumpError, TextTooShort
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model, capture_states
 from layerjump.pruning import select
+from layerjump.pruning.drop_blocks import without_blocks
 from layerjump.pruning.prune import drop_and_replace, prepare_calibration
 from layerjump.pruning.select import blocks_in_spans, contiguous_spans, find_sink_blocks, parse_drop_count
-from layerjump.pruning.surgery import without_blocks
 
 gpt2 = fitted_gpt2.model  # a fixture
 

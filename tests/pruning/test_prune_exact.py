@@ -12,16 +12,10 @@ from layerjump.errors import BadModel
 from layerjump.jumps.moments import Moments
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import sample, self_check
-from layerjump.pruning.replace import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
-from layerjump.pruning.surgery import (
-    can_scale,
-    cannot_drop,
-    cannot_fold,
-    cannot_rotate,
-    folded_output,
-    transform_stream,
-    without_blocks,
-)
+from layerjump.pruning.drop_blocks import cannot_drop, without_blocks
+from layerjump.pruning.fit_replacements import FFN_OUT, PAIRS, RESIDUAL, TARGET, fold_rows, solve_fold
+from layerjump.pruning.output_weights import cannot_fold, folded_output
+from layerjump.pruning.rotate_stream import can_scale, cannot_rotate, transform_stream
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))

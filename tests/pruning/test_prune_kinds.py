@@ -12,19 +12,13 @@ from layerjump.interventions.linearize import replace_blocks
 from layerjump.models.discovery import main_output
 from layerjump.models.model import capture_states
 from layerjump.models.self_check import sample
-from layerjump.models.small_config import list_architectures, small_model
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
+from layerjump.models.small_models import list_architectures, small_model
 from layerjump.pruning.block_config import select_blocks
 from layerjump.pruning.checkpoint import _require_same_logits, save_checkpoint
-from layerjump.pruning.output_weights import output_weights
-from layerjump.pruning.surgery import (
-    can_scale,
-    cannot_drop,
-    cannot_fold,
-    folded_output,
-    transform_stream,
-    without_blocks,
-)
+from layerjump.pruning.drop_blocks import cannot_drop, without_blocks
+from layerjump.pruning.output_weights import cannot_fold, folded_output, output_weights
+from layerjump.pruning.rotate_stream import can_scale, transform_stream
 
 ALL = {str(architecture): architecture for architecture in list_architectures()}
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from layerjump.cli.main import app
 from layerjump.io import write_json
 from layerjump.report.write_report import label_runs, panels, share_y_axes, write_comparison, write_report
-from layerjump.studies.display import number, percent
+from layerjump.studies.formatting import number, percent
 from layerjump.studies.results import to_json
 from layerjump.studies.runner import MAIN, STUDIES, results_from_json, study_named
 
@@ -139,9 +139,9 @@ def test_a_skipped_study_is_shown_with_its_reason(hostile_page):
 
 def test_summary_says_the_headline_numbers_of_the_results(results, tmp_path):
     text = write_report(results_from_json(results), tmp_path)[-1].read_text(encoding="utf-8")
-    saved = results["studies"]["exits"]["tables"]["saved"]
+    saved = results["studies"]["early_exit"]["tables"]["saved"]
     for lens in ("mat", "identity"):
-        (row,) = [r for r in saved if r["lens"] == lens and r["kind"] == "dynamic"]
+        (row,) = [r for r in saved if r["lens"] == lens and r["kind"] == "exact"]
         assert number(row["blocks_saved"]) in text
         assert percent(row["share"]) in text
     for name, study in results["studies"].items():
@@ -153,7 +153,7 @@ def test_summary_says_the_headline_numbers_of_the_results(results, tmp_path):
 
 def test_summary_tells_what_was_skipped_and_breaks_no_table(results, tmp_path):
     text = write_report(results_from_json(with_more(results)), tmp_path)[-1].read_text(encoding="utf-8")
-    assert "- heads: skipped, no heads" in text
+    assert "- attention_heads: skipped, no heads" in text
     assert "<" not in text.replace("&lt;", "")
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}

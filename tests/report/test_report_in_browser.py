@@ -85,10 +85,10 @@ def test_a_key_hides_its_lines_in_the_whole_panel(opened, pages):
 def test_a_csv_file_is_saved_on_a_click(opened, pages, tmp_path):
     page, _, _ = opened(pages["report"])
     with page.expect_download() as waiting:
-        page.locator("#exits a.data").first.click()
+        page.locator("#early_exit a.data").first.click()
     waiting.value.save_as(tmp_path / "saved.csv")
     assert (tmp_path / "saved.csv").read_text().startswith("lens,kind,at,blocks,agreement")
-    assert waiting.value.suggested_filename == "tiny-gpt2-exits-curves.csv"
+    assert waiting.value.suggested_filename == "tiny-gpt2-early_exit-curves.csv"
 
 
 def test_figures_fit_the_paper_and_the_screen_again(opened, pages):

@@ -12,7 +12,7 @@ from helpers.http_generation import calibrated_jumps, slow_model
 from helpers.server_process import serving
 
 import layerjump as lj
-from layerjump.generation.calibration import serialization
+from layerjump.generation.calibration import calibration_file
 from layerjump.server.generation import IncrementalDecoder
 from layerjump.server.schemas import MAX_NEW_TOKENS
 
@@ -102,7 +102,7 @@ def test_identity_reads_levels_with_the_logit_lens(server, model):
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_the_calibrated_rule_is_that_of_the_jumps_folder(server, model, jumps, folder, verify):
-    found = serialization.load_calibration(folder)
+    found = calibration_file.load_calibration(folder)
     tokens, _ = written(server, exit="calibrated", verify=verify)
     made = lj.generate(
         model,
@@ -149,9 +149,9 @@ def test_models_state_what_they_support(server):
         ({"cache": "none"}, 422, "cache: "),
         ({"cache": "copy", "verify": True}, 422, "needs the full model's keys"),
         ({"cache": "jump", "lens": "identity", "exit": "fixed:1"}, 422, "jump needs jumps from every level"),
-        ({"lens": "../jumps"}, 404, "there is no lens"),
+        ({"lens": "../jumps"}, 404, "unknown lens"),
         ({"lens": "mat"}, 409, "must be fitted"),
-        ({"model": "gpt3"}, 404, "there is no model"),
+        ({"model": "gpt3"}, 404, "unknown model"),
         ({"temperature": 2}, 422, "temperature"),
     ],
 )
@@ -284,4 +284,4 @@ def test_openapi_describes_the_answer_as_json_lines(server):
     assert list(route["responses"]["200"]["content"]) == ["application/x-ndjson"]
     assert "closing" in route["responses"]["200"]["description"].lower()
     fields = described["components"]["schemas"]["GenerateRequest"]["properties"]
-    assert set(fields) == {*wish(), "exit", "cache", "verify"}
+    assert set(fields) == {*wish(), "exit", "cache", "verify", "interventions"}

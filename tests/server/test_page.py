@@ -8,7 +8,7 @@ from helpers import browser_page
 from helpers.browser_page import PHONE, TEXT, ask, cell, reading, wait_read
 from helpers.server_process import serving
 
-from layerjump.generation.rules import SoftmaxGap
+from layerjump.generation.exit_rules import SoftmaxGap
 
 opened = browser_page.opened  # a fixture
 
@@ -90,7 +90,7 @@ def test_two_lenses_side_by_side_move_together(opened):
 
 @pytest.mark.parametrize("strength", [0.05, 0.3, 0.62, 1.12])
 def test_the_slider_sets_the_exit_threshold(opened, server, strength):
-    page = opened()
+    page = opened("open=exit")
     ask(page)
     page.locator("#strength").fill(str(strength))
     wanted = reading(server)

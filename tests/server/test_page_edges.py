@@ -12,7 +12,7 @@ from helpers.server_process import serving
 from helpers.story_text import stories
 
 import layerjump as lj
-from layerjump.generation.rules import SoftmaxGap
+from layerjump.generation.exit_rules import SoftmaxGap
 
 opened = browser_page.opened  # a fixture
 
@@ -54,7 +54,7 @@ def server(data_folder, hostile, tmp_path_factory):
 
 @pytest.mark.parametrize("strength", [0.05, 0.3])
 def test_a_lens_of_some_levels_shows_and_exits_at_these(opened, server, strength):
-    page = opened("model=tiny-gpt2&lens=some")
+    page = opened("model=tiny-gpt2&lens=some&open=exit")
     ask(page, TEXT, "some")
     assert page.locator("tbody th").all_inner_texts() == ["4", "3", "1"]
     page.locator("#strength").fill(str(strength))

@@ -49,7 +49,7 @@ def opened(browser, server):
         page = context.new_page()
         page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        state = {"model": "tiny-gpt2", "lens": "own", "text": PROMPT} | more
+        state = {"model": "tiny-gpt2", "lens": "own", "text": PROMPT, "open": "generate"} | more
         page.goto(f"{server.url}#{urlencode(state)}")
         page.wait_for_selector("#generate:not([hidden])")
         return page
@@ -105,11 +105,18 @@ def test_lossless_text_is_verified_and_states_the_acceptance_rate(opened, model,
     assert page.is_disabled("#cache")
     said = generate(page)
     full = lj.generate(model, None, PROMPT, max_new_tokens=24, do_sample=False)
-    text = page.evaluate("document.getElementById('tokens').textContent")
+    text = page.evaluate("[...document.querySelectorAll('#tokens > [role=option]')].map(t => t.textContent).join('')")
     assert text.replace("↵", "") == full.text[0]
-    assert re.search(r"[\d.]+ % of \d+ drafts accepted", said)
-    titles = page.evaluate("[...document.querySelectorAll('#tokens > *')].map(token => token.title)")
+    share, n_drafts = re.search(r"([\d.]+) % of (\d+) drafts accepted", said).groups()
+    assert re.search(r"[\d.]+ tokens a step, [\d.]+ times as fast as without drafts", said)
+    titles = page.evaluate("[...document.querySelectorAll('#tokens > [role=option]')].map(token => token.title)")
     assert all(title.endswith("verified") and "not verified" not in title for title in titles)
+    # Accepted drafts are named in the legend, rejected ones struck through before the token in their place.
+    accepted = sum(title.startswith("draft of exit, exits at level 2 of 4") for title in titles)
+    assert accepted == round(float(share) / 100 * int(n_drafts)) > 0
+    assert f"exit × {accepted}" in " ".join(page.inner_text("#exit-levels").split())
+    rejected = page.evaluate("[...document.querySelectorAll('#tokens > s')].map(draft => draft.title)")
+    assert rejected == ["rejected draft of exit"] * (int(n_drafts) - accepted)
     assert "lossless=yes" in page.url
 
 
@@ -177,6 +184,16 @@ def test_a_masked_model_says_why_it_does_not_generate(opened):
     page.select_option("#model", "tiny-gpt2")
     page.wait_for_selector("#write:not([hidden])")
     assert page.is_hidden("#cannot")
+
+
+def test_generated_tokens_are_read_as_well(opened):
+    page = opened(rule="never", new=5)
+    generate(page)
+    text = page.evaluate("document.getElementById('tokens').textContent").replace("↵", "")
+    before = page.locator("thead th").count()
+    page.click("#adopt")
+    page.wait_for_function("before => document.querySelectorAll('thead th').length === before + 5", arg=before)
+    assert page.input_value("#text") == PROMPT + text
 
 
 def test_errors_are_one_line_in_the_panel(opened):

@@ -13,7 +13,7 @@ from helpers.server_process import serving
 import layerjump as lj
 from layerjump.errors import LayerjumpError
 from layerjump.lens.lens import Lens, read_trajectories
-from layerjump.server.model_registry import ModelRegistry, load_jump_sets
+from layerjump.server.served_models import ModelRegistry, load_jump_sets
 
 model = fitted_gpt2.model  # a fixture
 
@@ -134,12 +134,12 @@ def test_models_state_their_names_and_lenses(server):
         ({"text": "word " * 2_000}, 422, "tokens, and at most 128 are read; shorten it"),
         ({"text": "\ud800"}, 422, "text: "),
         ({"model": "gpt3"}, 404, "choose from tiny-gpt2, tiny-bert, broken"),
-        ({"model": "../../etc/passwd"}, 404, "there is no model"),
-        ({"model": "/etc"}, 404, "there is no model"),
+        ({"model": "../../etc/passwd"}, 404, "unknown model"),
+        ({"model": "/etc"}, 404, "unknown model"),
         ({"model": ["tiny-gpt2"]}, 422, "model: "),
         ({"lenses": []}, 422, "lenses: "),
         ({"lenses": ["identity"] * 5}, 422, "lenses: "),
-        ({"lenses": ["../jumps"]}, 404, "there is no lens"),
+        ({"lenses": ["../jumps"]}, 404, "unknown lens"),
         ({"lenses": "identity"}, 422, "lenses: "),
         ({"k": 0}, 422, "k: "),
         ({"k": 10**9}, 422, "k: "),
@@ -156,6 +156,34 @@ def test_invalid_requests_get_one_sentence(server, changes, status, words):
     assert found == status
     assert words in answer["error"]
     assert "\n" not in answer["error"]
+
+
+def test_an_explanation_equals_the_librarys(server, model):
+    body = {"model": "tiny-gpt2", "text": TEXT, "level": 3, "position": 4, "token": " the", "rows": 5}
+    status, answer = server.patiently("/api/explain", body)
+    assert status == 200, answer
+    expected = lj.Lens(model)(TEXT).attribution(4, 3, " the")
+    assert answer["reading"] == pytest.approx(expected.reading, rel=1e-4)
+    assert [row["name"] for row in answer["parts"]] == [row.name for row in expected.parts]
+    assert [row["name"] for row in answer["heads"]] == [row.name for row in expected.top(5, "heads")]
+    assert [row["source"] for row in answer["sources"]] == [row.source for row in expected.top(5, "sources")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"level": 9}, 422, "levels 0 to 4"),
+        ({"level": -1}, 422, "level: "),
+        ({"position": 99}, 422, "position 99 was not read"),
+        ({"token": "no single token at all"}, 422, "token"),
+        ({"lens": "../jumps"}, 404, "unknown lens"),
+    ],
+)
+def test_invalid_explanations_get_one_sentence(server, changes, status, words):
+    body = {"model": "tiny-gpt2", "text": TEXT, "level": 3, "position": 4} | changes
+    found, answer = server.patiently("/api/explain", body)
+    assert found == status
+    assert words in answer["error"]
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff\xfe", b'{"text": NaN}', b"[" * 100_000])
@@ -214,7 +242,7 @@ def test_a_failed_load_is_an_answer(server):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["folder"], "NAME=FOLDER"),
+        (["./no-such-folder"], "no-such-folder"),
         (["a name=folder"], "NAME=FOLDER"),
         (["own="], "NAME=FOLDER"),
         (["mat=folder"], "another name"),
@@ -225,6 +253,10 @@ def test_bad_jumps_are_one_line(given, words):
     with pytest.raises(LayerjumpError, match=words) as caught:
         load_jump_sets(given)
     assert "\n" not in str(caught.value)
+
+
+def test_jumps_without_a_name_have_that_of_their_folder(jumps):
+    assert list(load_jump_sets([str(jumps), f"own={jumps}"])) == [jumps.name, "own"]
 
 
 def test_duplicate_model_names_get_numbers(data_folder):

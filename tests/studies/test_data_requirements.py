@@ -10,12 +10,12 @@ from helpers.study_results import check_figures
 
 from layerjump.models.loading import load
 from layerjump.studies import data_requirements
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    settings = Settings(test_positions=150, estimators=("affine",))
+    settings = StudySettings(n_test_positions=150, estimators=("affine",))
     return Setup(load(data_folder / request.param), stories(240), settings)
 
 

@@ -1,4 +1,4 @@
-"""`gates`: early exit replayed with probes."""
+"""`exit_probes`: early exit replayed with probes."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from helpers.story_text import stories
 from helpers.study_results import check_figures
 
 import layerjump as lj
-from layerjump.generation.calibration.search import THRESHOLDS
+from layerjump.generation.calibration.rule_search import THRESHOLDS
 from layerjump.studies import early_exit, exit_probes
 from layerjump.studies.setup import Setup, make_settings
 
@@ -30,11 +30,11 @@ def test_curves_reach_from_all_blocks_to_early_levels(study_setup):
 
 def test_with_enough_text_probes_save_more_than_the_papers_rule(data_folder):
     """On a trained model and text of its domain, one threshold on the lead for all levels is not the best rule."""
-    settings = make_settings("ours", tokens=30_000, test_positions=800, split="60/20/20")
+    settings = make_settings("ours", tokens=30_000, n_test_positions=800, split="60/20/20")
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), stories(1500), settings)
     paper_rule, with_probes = (study.run(setup).headline.blocks_saved for study in (early_exit, exit_probes))
     for lens in ("identity", "mat"):
-        assert with_probes[f"both_{lens}_at_0.95"] > paper_rule[f"dynamic_{lens}_at_0.95"] + 0.02
+        assert with_probes[f"both_{lens}_at_0.95"] > paper_rule[f"exact_{lens}_at_0.95"] + 0.02
 
 
 def test_calibration_set_agrees_with_lens_scores(study_setup):

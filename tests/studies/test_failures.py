@@ -13,14 +13,14 @@ from helpers.study_results import check_figures
 from layerjump.models.loading import load
 from layerjump.models.model import capture_states
 from layerjump.studies import failures
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 
 BINNED = ("by position", "by frequency", "by entropy")
 
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(160), Settings(test_positions=200, variant_tokens=800))
+    return Setup(load(data_folder / request.param), stories(160), StudySettings(n_test_positions=200, rerun_tokens=800))
 
 
 @pytest.fixture(scope="module")

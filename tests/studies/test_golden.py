@@ -14,9 +14,9 @@ import torch
 from helpers.study_results import tables_of
 
 import layerjump as lj
-from layerjump.generation.rules import SoftmaxGap
+from layerjump.generation.exit_rules import SoftmaxGap
 from layerjump.studies import early_exit, linearity, predictions, r2
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXAMPLES = json.loads((GOLDEN / "examples.json").read_text(encoding="utf-8"))
@@ -36,7 +36,9 @@ def case(request, data_folder):
     name, of = request.param, EXAMPLES[request.param]
     model = lj.load(data_folder / f"tiny-{name}", dtype="float64")
     paper = name == "bert"  # one position a sentence; there all but the first
-    settings = Settings(positions="one" if paper else "all", split=of["split"], test_positions=10**9, paper=paper)
+    settings = StudySettings(
+        positions="one" if paper else "all", split=of["split"], n_test_positions=10**9, paper=paper
+    )
     setup = Setup(model, lj.load_text(EXAMPLES["documents"]), settings, level_pairs="all")
     return Case(name, json.loads((GOLDEN / f"{name}.json").read_text()), setup)
 

@@ -1,4 +1,4 @@
-"""`plausibility`: the sheet is blinded and shuffled, and a marked sheet scores as it was marked."""
+"""`human_evaluation`: the sheet is blinded and shuffled, and a marked sheet scores as it was marked."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from layerjump.studies.human_evaluation import (
     write_sheet,
 )
 from layerjump.studies.runner import run_studies, select_studies
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 
 LEVELS = 5
 
 
 @pytest.fixture(scope="module", params=["tiny-gpt2", "tiny-bert"])
 def setup(data_folder, request):
-    return Setup(load(data_folder / request.param), stories(120), Settings(test_positions=50))
+    return Setup(load(data_folder / request.param), stories(120), StudySettings(n_test_positions=50))
 
 
 @pytest.fixture(scope="module")
 def study(setup, tmp_path_factory):
     """The output directory of a run."""
     folder = tmp_path_factory.mktemp("study")
-    run_studies(setup, select_studies("plausibility"), folder)
+    run_studies(setup, select_studies("human_evaluation"), folder)
     return folder
 
 
@@ -89,7 +89,7 @@ def test_sheet_is_blinded_and_results_do_not_contain_the_key(study):
     assert "identity" not in text
     assert "mat" not in {row["best 1"] for row in csv.DictReader(io.StringIO(text))}
     assert "level" not in text.splitlines()[0]
-    saved = json.loads((study / "results.json").read_text())["studies"]["plausibility"]
+    saved = json.loads((study / "results.json").read_text())["studies"]["human_evaluation"]
     check_figures(human_evaluation.STUDY, saved)
     assert list(saved["tables"]) == ["sheet"]
     assert saved["tables"]["sheet"][0]["items"] == 120
@@ -101,10 +101,10 @@ def test_items_are_shuffled_by_the_seed(setup, study, tmp_path):
     order = [(item["sentence"], item["level"]) for item in key_of(study).values()]
     assert order != sorted(order)
     assert order[:10] != sorted(order)[:10]
-    run_studies(setup, select_studies("plausibility"), tmp_path)
+    run_studies(setup, select_studies("human_evaluation"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() == (study / SHEET).read_bytes()
-    other = setup.with_empty_cache(settings=Settings(test_positions=50, seed=1))
-    run_studies(other, select_studies("plausibility"), tmp_path)
+    other = setup.with_empty_cache(settings=StudySettings(n_test_positions=50, seed=1))
+    run_studies(other, select_studies("human_evaluation"), tmp_path)
     assert (tmp_path / SHEET).read_bytes() != (study / SHEET).read_bytes()
 
 
@@ -172,7 +172,7 @@ def test_invalid_sheets_raise_one_line(copy, change, keep, message):
 
 
 def test_other_files_raise(study, tmp_path):
-    with pytest.raises(BadArtifact, match="there is no file"):
+    with pytest.raises(BadArtifact, match="does not exist"):
         read_marks(tmp_path)
     (tmp_path / KEY).write_text('{"kind": "something else"}')
     with pytest.raises(BadArtifact, match="not the key"):
@@ -200,7 +200,7 @@ def test_the_command(setup, copy):
 
     def run(*arguments):
         return subprocess.run(
-            [sys.executable, "-m", "layerjump", "human-eval", "score", *map(str, arguments)],
+            [sys.executable, "-m", "layerjump", "human-eval", *map(str, arguments)],
             capture_output=True,
             text=True,
             check=False,

@@ -7,9 +7,9 @@ from helpers.pretraining import HELD_OUT, TEXT
 from helpers.study_results import check_figures
 
 import layerjump as lj
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 from layerjump.studies import attention_heads, submodules
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 from layerjump.training.pretrain import Recipe, pretrain
 
 RECIPE = Recipe(
@@ -21,8 +21,8 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory) -> Setup:
     folder = tmp_path_factory.mktemp("hybrid") / "model"
-    pretrain(TEXT, folder, RECIPE, held_out=HELD_OUT, device="cpu")
-    return Setup(lj.load(folder), TEXT, Settings(tokens=4_000, test_positions=100, variant_tokens=300))
+    pretrain(TEXT, folder, RECIPE, eval_text=HELD_OUT, device="cpu")
+    return Setup(lj.load(folder), TEXT, StudySettings(tokens=4_000, n_test_positions=100, rerun_tokens=300))
 
 
 def test_submodules_of_each_block(setup):

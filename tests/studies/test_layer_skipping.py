@@ -1,4 +1,4 @@
-"""`alternation`: schedules against brute force; runs of a small trained model and of one with affine blocks."""
+"""`layer_skipping`: schedules against brute force; runs of a small trained model and of one with affine blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from helpers.tokenizers import byte_tokenizer
 
 import layerjump as lj
 from layerjump.errors import BadArtifact
-from layerjump.interventions.patching import Rerun
+from layerjump.interventions.rerun_from_level import Rerun
 from layerjump.report.write_report import panels
 from layerjump.studies import layer_skipping
+from layerjump.studies.compare_variants import small_batches
 from layerjump.studies.layer_skipping import Schedule, cheapest, most_explained, round_robins, single_jumps
-from layerjump.studies.model_comparison import small_batches
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 
-SETTINGS = Settings(tokens=12_000, test_positions=100, variant_tokens=400)
+SETTINGS = StudySettings(tokens=12_000, n_test_positions=100, rerun_tokens=400)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_choice_is_made_on_select_documents(setup):
 
 
 def test_without_select_documents_some_are_held_out(setup):
-    other = setup.with_empty_cache(settings=Settings(tokens=6_000, split="300/0/60"))
+    other = setup.with_empty_cache(settings=StudySettings(tokens=6_000, split="300/0/60"))
     changed, note = layer_skipping.with_validation_documents(other)
     assert "held out" in note
     assert changed.splits().test == other.splits().test
@@ -124,7 +124,7 @@ def test_a_real_sinks_state_survives_every_jump(real_folder, text):
 def test_in_an_affine_network_every_schedule_is_exact(text):
     hf = silent_gpt2()
     model = lj.Model.wrap(hf, byte_tokenizer())
-    settings = Settings(tokens=8_000, test_positions=60, variant_tokens=200, estimators=("affine",))
+    settings = StudySettings(tokens=8_000, n_test_positions=60, rerun_tokens=200, estimators=("affine",))
     result = layer_skipping.run(Setup(model, text, settings))
     for row in tables_of(result)["schedules"]:
         assert row["p@1"] == 1
@@ -142,7 +142,7 @@ def test_it_runs_on_an_encoder(data_folder, text):
 
 
 def test_it_follows_the_papers_protocol(data_folder, text):
-    settings = Settings(positions="one", split="330/0/60", paper=True, test_positions=10**9, variant_tokens=400)
+    settings = StudySettings(positions="one", split="330/0/60", paper=True, n_test_positions=10**9, rerun_tokens=400)
     setup = Setup(lj.load(data_folder / "tiny-gpt2"), text, settings)
     result = layer_skipping.run(setup)
     assert result.settings["n_fit"] == 297

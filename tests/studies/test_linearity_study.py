@@ -7,9 +7,9 @@ from helpers.regression_data import random
 from helpers.study_results import tables_of
 
 from layerjump.jumps.moments import Moments
-from layerjump.jumps.scoring import block_map, block_scores
+from layerjump.jumps.score_from_moments import block_map, block_scores
 from layerjump.metrics import geometry as measure
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 from layerjump.studies import linearity
 
 

@@ -1,12 +1,15 @@
 """The main studies: what must hold of them whatever the model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers.study_results import tables_of
 
 from layerjump.errors import BadText
-from layerjump.generation.rules import FINE, GRID, NEVER
+from layerjump.generation.exit_rules import FINE, GRID, NEVER, SoftmaxGap
 from layerjump.studies import early_exit, examples, predictions, r2
+from layerjump.studies.formatting import number
 from layerjump.studies.setup import make_settings
 
 
@@ -21,6 +24,69 @@ def test_the_ends_of_the_exit_curve(study_setup):
         assert by[-NEVER]["blocks"] == 1
         costs = [row["blocks"] for row in rows]
         assert costs == sorted(costs)
+
+
+def test_the_exact_curve_is_the_rule_at_every_threshold(study_setup):
+    """At any λ it has the exits that the rule gives; nothing changes between two of its points."""
+    scores = study_setup.lens_scores()
+    length = float((scores.position + 1).double().mean())
+    ones = np.ones(scores.n_examples)
+    for index, _ in enumerate(scores.lenses):
+        gaps, hits = scores.confidence[index], scores.hits(1)[index]
+        curve = early_exit.ExactCurve.of(gaps, hits, SoftmaxGap(0, length), scores.position)
+        lams, (blocks, agreement) = curve.lams, curve(ones)
+        assert len(lams) == len(blocks) > scores.n_examples
+        assert (np.diff(lams) < 0).all()
+        assert (np.diff(blocks) < 0).all()  # every change lets an example exit earlier
+        assert (blocks[0], agreement[0], blocks[-1]) == (study_setup.model.n_blocks, 1, 1)
+        changes = np.unique(curve.lam)
+        for lam in (*GRID, *np.random.default_rng(0).uniform(-0.2, 1.2, 200)):
+            point = np.searchsorted(-changes[::-1], -lam)  # how many changes lie above λ
+            level = SoftmaxGap(lam, length).replay(gaps, scores.position)
+            assert float(level.double().mean()) == pytest.approx(blocks[point])
+            right = hits.gather(0, level[None])[0].double()
+            assert float(right.mean()) == pytest.approx(agreement[point])
+
+
+def test_weights_of_examples_are_repetitions_of_them(study_setup):
+    scores = study_setup.lens_scores()
+    weights = np.random.default_rng(1).integers(0, 3, scores.n_examples)
+    rule, hits, gaps = SoftmaxGap(0, 10.0), scores.hits(1)[0], scores.confidence[0]
+    rows = np.repeat(np.arange(scores.n_examples), weights)
+    repeated = early_exit.ExactCurve.of(gaps[:, rows], hits[:, rows], rule, scores.position[rows])
+    weighted = early_exit.ExactCurve.of(gaps, hits, rule, scores.position)
+    for target in (0.8, 0.95):
+        found = early_exit.blocks_needed(*weighted(weights.astype(float)), target)
+        assert found == pytest.approx(early_exit.blocks_needed(*repeated(np.ones(len(rows))), target))
+
+
+def test_the_paper_s_grid_reads_points_of_the_exact_curve(study_setup):
+    """So no point of the grid is better than the exact curve at the same cost, and the headline is the exact one."""
+    result = early_exit.run(study_setup)
+    saved = {(r["lens"], r["kind"]): r for r in tables_of(result)["saved"]}
+    for lens in ("identity", "mat"):
+        exact = saved[lens, "exact"]
+        assert result.headline.blocks_saved[f"exact_{lens}_at_0.95"] == exact["blocks_saved"]
+        assert exact["low"] <= exact["blocks_saved"] <= exact["high"]
+        assert number(exact["blocks_saved"]) in early_exit.saved_sentence(result)
+        listed = [r for r in tables_of(result)["curves"] if (r["lens"], r["kind"]) == (lens, "exact")]
+        assert 10 < len(listed) <= early_exit.LISTED_POINTS
+        grid = [r for r in tables_of(result)["curves"] if (r["lens"], r["kind"]) == (lens, "dynamic")]
+        reaching = [r["blocks"] for r in grid if r["agreement"] >= 0.95]
+        assert study_setup.model.n_blocks - min(reaching) <= exact["blocks_saved"] + 1e-9
+
+
+def test_results_without_an_exact_curve_still_have_a_sentence(study_setup):
+    """Results of earlier versions hold the grid alone."""
+    result = early_exit.run(study_setup)
+    tables = early_exit.Tables(
+        [row for row in result.tables.curves if row.kind != "exact"],
+        [row for row in result.tables.saved if row.kind != "exact"],
+    )
+    former = replace(result, tables=tables)
+    (row,) = [row for row in tables.saved if (row.lens, row.kind) == ("mat", "dynamic")]
+    assert number(row.blocks_saved) in early_exit.saved_sentence(former)
+    assert len(early_exit.figures(former)) == 2
 
 
 def test_a_fixed_exit_is_the_lens_at_that_level(study_setup):
@@ -94,7 +160,7 @@ def test_r2_of_neighbours_is_their_composition_and_the_map_beats_identity(study_
 
 def test_every_estimator_is_composed_and_read(study_setup):
     names = ("identity", "mean-shift", "affine", "ridge", "orthogonal", "n-njtc")
-    settings = make_settings("ours", tokens=6_000, test_positions=120, estimators=names)
+    settings = make_settings("ours", tokens=6_000, n_test_positions=120, estimators=names)
     other = study_setup.with_empty_cache(settings=settings)
     result = r2.run(other)
     for name in names:

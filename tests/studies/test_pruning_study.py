@@ -64,7 +64,7 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
 
     data = write_questions(tmp_path)
     settings = make_settings(
-        "ours", tokens=6_000, test_positions=120, eval_tasks=("copa", "lambada"), eval_data=str(data)
+        "ours", tokens=6_000, n_test_positions=120, eval_tasks=("copa", "lambada"), eval_data=str(data)
     )
     result = pruning.run(study_setup.with_empty_cache(settings=settings)).to_json()
     if study_setup.model.masked:
@@ -89,5 +89,5 @@ def test_tasks_are_scored_for_every_model(study_setup, tmp_path):
 def test_wrong_tasks_raise_before_the_run(tmp_path):
     with pytest.raises(BadStudy, match="pass eval_data"):
         make_settings("ours", eval_tasks=("copa",))
-    with pytest.raises(BadEvaluation, match="there is no"):
+    with pytest.raises(BadEvaluation, match="does not exist"):
         make_settings("ours", eval_tasks=("copa",), eval_data=str(tmp_path))

@@ -22,7 +22,7 @@ model, corpus = seq2seq_models.model, seq2seq_models.corpus  # fixtures
 
 @pytest.fixture(scope="module")
 def setup(model, corpus) -> Setup:
-    return Setup(model, corpus, make_settings("ours", split="60/20/20", test_positions=60))
+    return Setup(model, corpus, make_settings("ours", split="60/20/20", n_test_positions=60))
 
 
 def test_submodules_take_in_cross_attention(model, corpus):
@@ -103,7 +103,7 @@ def test_a_short_encoder_and_a_long_decoder_are_told_apart(corpus):
 
 
 def test_cross_attention_is_replaced_beside_self_attention(model, corpus):
-    settings = make_settings("ours", split="60/20/20", variant_tokens=200, estimators=("ridge",), test_positions=40)
+    settings = make_settings("ours", split="60/20/20", rerun_tokens=200, estimators=("ridge",), n_test_positions=40)
     tables = submodules.run(Setup(model, corpus, settings)).to_json()["tables"]
     suffix, why = tables["suffix"], tables["why"]
     assert {"attn", "xattn", "ffn", "norms"} <= {row["part"] for row in suffix}

@@ -11,7 +11,7 @@ from layerjump.data.positions import PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort
 from layerjump.report.write_report import write_report
 from layerjump.studies.runner import run_studies, select_studies
-from layerjump.studies.setup import Settings, Setup, make_settings, paper_deviations
+from layerjump.studies.setup import Setup, StudySettings, make_settings, paper_deviations
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def text():
 @pytest.fixture(scope="module", params=["causal", "masked"])
 def story_setup(request):
     model = request.getfixturevalue(request.param)
-    return Setup(model, stories(200), Settings(test_positions=60))
+    return Setup(model, stories(200), StudySettings(n_test_positions=60))
 
 
 def setup_of(model, text, **settings):
@@ -46,7 +46,7 @@ def test_the_protocol_of_the_paper():
     settings = make_settings("paper", estimators=("mat",), seed=3, tokens=None)
     assert (settings.split, settings.positions) == ("9000/0/1000", "one")
     assert (settings.paper, settings.seed) == (True, 3)
-    assert make_settings("ours") == Settings()
+    assert make_settings("ours") == StudySettings()
     assert make_settings("paper", split="90/0/10").split == "90/0/10"
 
 
@@ -54,8 +54,8 @@ def test_the_protocol_of_the_paper():
     ("error", "message", "protocol", "settings"),
     [
         (BadStudy, "expected protocol='ours' or protocol='paper', got 'theirs'", "theirs", {}),
-        (BadEstimator, "no estimator 'magic'", "ours", {"estimators": ("mat", "magic")}),
-        (BadStudy, "expected test_positions of at least 1, got 0", "ours", {"test_positions": 0}),
+        (BadEstimator, "unknown estimator 'magic'", "ours", {"estimators": ("mat", "magic")}),
+        (BadStudy, "expected n_test_positions of at least 1, got 0", "ours", {"n_test_positions": 0}),
         (BadStudy, "expected tokens of at least 1, got -5", "ours", {"tokens": -5}),
         (BadStudy, "expected exit_position of at least 0, got -1", "ours", {"exit_position": -1}),
         (BadStudy, "above 0 and at most 1", "ours", {"targets": (95.0,)}),
@@ -109,7 +109,7 @@ def test_where_predictions_are_scored(causal, masked, text):
 @pytest.mark.parametrize("picks", [40, 300])
 def test_about_as_many_positions_are_scored_as_asked_for(picks, causal, masked, text):
     for model in (causal, masked):
-        batches = setup_of(model, text, test_positions=picks).batches(picks=picks)
+        batches = setup_of(model, text, n_test_positions=picks).batches(picks=picks)
         assert 0.6 * picks <= batches.n_picks <= 1.6 * picks
 
 
@@ -169,7 +169,7 @@ def test_a_split_without_test_documents_raises(causal, text):
 
 def test_lenses_are_scored_on_the_same_text_as_the_test_scores_of_a_fit(causal, text):
     for estimators in (("mat",), ("mat", "ridge")):
-        setup = setup_of(causal, text, tokens=4_000, estimators=estimators, test_positions=10**9)
+        setup = setup_of(causal, text, tokens=4_000, estimators=estimators, n_test_positions=10**9)
         assert setup.lens_scores().n_examples == setup.moments().test.n
 
 
@@ -185,7 +185,7 @@ def test_fits_and_scores_are_computed_once(causal, text):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_lens_scores_a_model_in_any_precision(data_folder, dtype):
     model = lj.load(data_folder / "tiny-gpt2", dtype=dtype)
-    setup = Setup(model, stories(60), Settings(test_positions=30))
+    setup = Setup(model, stories(60), StudySettings(n_test_positions=30))
     scores = setup.lens_scores()
     assert scores.n_levels == 5
     assert isinstance(setup.lenses()["mat"], lj.Lens)

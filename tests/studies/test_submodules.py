@@ -1,4 +1,4 @@
-"""`submodules` and `heads` on small trained models: properties that hold for any numbers."""
+"""`submodules` and `attention_heads` on small trained models: properties that hold for any numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from helpers.study_results import check_figures
 
 import layerjump as lj
 from layerjump.data.positions import Positions
-from layerjump.interventions.patching import Rerun, replace_by_map
+from layerjump.interventions.change_states import replace_by_map
+from layerjump.interventions.rerun_from_level import Rerun
 from layerjump.studies import attention_heads, submodules
-from layerjump.studies.model_comparison import small_batches
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.compare_variants import small_batches
+from layerjump.studies.setup import Setup, StudySettings
 
-SETTINGS = Settings(tokens=12_000, test_positions=150, variant_tokens=600)
+SETTINGS = StudySettings(tokens=12_000, n_test_positions=150, rerun_tokens=600)
 
 
 def setup_of(folder, name: str, **changes) -> Setup:
@@ -200,7 +201,7 @@ def test_settings_state_the_cost(result):
 
 
 def test_more_score_tokens_than_the_text_has_take_all(gpt2):
-    settings = Settings(tokens=2_000, variant_tokens=10**7, test_positions=50)
+    settings = StudySettings(tokens=2_000, rerun_tokens=10**7, n_test_positions=50)
     few = gpt2.with_empty_cache(settings=settings)
     assert small_batches(few).n_picks > 0
 

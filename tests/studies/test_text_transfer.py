@@ -1,4 +1,4 @@
-"""`transfer`: maps of every text, scored on every text."""
+"""`text_transfer`: maps of every text, scored on every text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from layerjump.jumps.fit import solve_jumps
 from layerjump.models.loading import load
 from layerjump.studies import text_transfer
 from layerjump.studies.runner import run_studies, select_studies
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
 
-SETTINGS = Settings(test_positions=150, estimators=("affine",))
+SETTINGS = StudySettings(n_test_positions=150, estimators=("affine",))
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_scores_on_the_text_of_the_fit_equal_a_plain_fit(setup, result):
 
 def test_one_text_is_skipped(setup, tmp_path):
     alone = setup.with_empty_cache(others=())
-    results = run_studies(alone, select_studies("transfer"), tmp_path)
-    assert "pass text more than once" in results.studies["transfer"].reason
+    results = run_studies(alone, select_studies("text_transfer"), tmp_path)
+    assert "pass text more than once" in results.studies["text_transfer"].reason
 
 
 def test_every_table_has_a_figure(result):

@@ -1,4 +1,4 @@
-"""`dynamics`, `finetune`, `architecture`: small runs and their figures."""
+"""`training_dynamics`, `finetuning`, `architecture`: small runs and their figures."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import layerjump as lj
 from layerjump.errors import BadStudy, ModelNotFound
 from layerjump.studies import architecture, finetuning, training_dynamics
 from layerjump.studies.runner import run_studies, select_studies
-from layerjump.studies.setup import Settings, Setup
+from layerjump.studies.setup import Setup, StudySettings
+from layerjump.training.build_model import VARIANTS
 from layerjump.training.finetune_on_task import ChoiceItem
 from layerjump.training.linearity_profile import measure_profile
-from layerjump.training.model import VARIANTS
 from layerjump.training.pretrain import pretrain
 
 TEXT = stories(200)
@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def setup(trained):
-    return Setup(lj.load(trained), stories(60, seed=2), Settings(training_runs=2))
+    return Setup(lj.load(trained), stories(60, seed=2), StudySettings(training_runs=2))
 
 
 def with_settings(setup, **changes):
@@ -42,10 +42,10 @@ def with_settings(setup, **changes):
 
 
 def test_missing_settings_are_skipped(setup, tmp_path):
-    results = run_studies(setup, select_studies("dynamics,finetune,architecture"), tmp_path)
+    results = run_studies(setup, select_studies("training_dynamics,finetuning,architecture"), tmp_path)
     reasons = {name: outcome.reason for name, outcome in results.studies.items()}
-    assert "pass checkpoints" in reasons["dynamics"]
-    assert "pass finetune_task" in reasons["finetune"]
+    assert "pass checkpoints" in reasons["training_dynamics"]
+    assert "pass finetune_data" in reasons["finetuning"]
     assert "pass training_steps" in reasons["architecture"]
 
 
@@ -87,7 +87,7 @@ def test_finetune_measures_before_and_after(setup, tmp_path):
     task = tmp_path / "task.jsonl"
     rows = [{"query": f"Tom has {n}", "choices": ["balls", "dogs"], "gold": n % 2} for n in range(8)]
     task.write_text("\n".join(map(json.dumps, rows)))
-    run_setup = with_settings(setup, finetune_task=str(task), training_steps=3)
+    run_setup = with_settings(setup, finetune_data=str(task), training_steps=3)
     result = finetuning.run(run_setup).to_json()
     before = measure_profile(setup.model, setup.corpus)
     assert [row["items scored"] for row in result["tables"]["runs"]] == [4, 4]
@@ -122,6 +122,6 @@ def test_architectures_are_trained_and_compared(setup):
 
 
 def test_masked_models_are_skipped(data_folder):
-    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, Settings(training_steps=2, finetune_task="x"))
+    setup = Setup(lj.load(data_folder / "tiny-bert"), TEXT, StudySettings(training_steps=2, finetune_data="x"))
     assert "not causal" in architecture.cannot_run(setup)
     assert "not causal" in finetuning.cannot_run(setup)

@@ -9,8 +9,8 @@ import torch
 
 import layerjump as lj
 from layerjump.errors import BadText
-from layerjump.training.data import IGNORE_INDEX
 from layerjump.training.finetune_on_task import ChoiceItem, accuracy, encode_example, finetune, load_task, pad_examples
+from layerjump.training.packed_rows import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,11 @@ from helpers.story_text import stories
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact
-from layerjump.training.data import PackedRows, pack_rows
+from layerjump.training.build_model import ARCHITECTURES, VARIANTS, ModelShape, build_model
 from layerjump.training.linearity_profile import LevelProfile, measure_profile
-from layerjump.training.model import ARCHITECTURES, VARIANTS, ModelShape, build_model, train_tokenizer
+from layerjump.training.packed_rows import PackedRows, pack_rows
 from layerjump.training.pretrain import PretrainingRecord, pretrain, train_model, training_arguments
+from layerjump.training.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def train(recipe, tokenizers, folder, *, accumulate=1, dtype=torch.float32):
     tokenizer = tokenizers[masked]
     rows = pack_rows(TEXT.documents, Tokenization.of(tokenizer, max_positions=16, masked=masked), 16)
     hf = build_model(recipe.architecture, recipe, tokenizer, seed=recipe.seed).to(dtype)
-    settings = training_arguments(recipe, folder, gradient_accumulation_steps=accumulate, device="cpu")
+    settings = training_arguments(recipe, folder, micro_batches=accumulate, device="cpu")
     log = train_model(hf, tokenizer, rows, recipe, settings)
     return hf.state_dict(), log
 
@@ -122,9 +123,9 @@ def test_two_processes_train_the_same_model_as_one(tmp_path):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_folder_is_an_ordinary_checkpoint(arch, tmp_path):
     recipe = replace(SMALL, arch=arch, steps=2, eval_every=2)
-    record = pretrain(TEXT, tmp_path / "model", recipe, held_out=HELD_OUT, device="cpu")
+    record = pretrain(TEXT, tmp_path / "model", recipe, eval_text=HELD_OUT, device="cpu")
     with pytest.raises(BadArtifact, match="force=True"):
-        pretrain(TEXT, tmp_path / "model", recipe, held_out=HELD_OUT)
+        pretrain(TEXT, tmp_path / "model", recipe, eval_text=HELD_OUT)
     model = lj.load(tmp_path / "model")
     assert model.n_blocks == 2
     assert model.tokenization.tokenizer.model_max_length == 16

@@ -12,8 +12,9 @@ from helpers.pretraining import HELD_OUT, SMALL, TEXT
 
 import layerjump as lj
 from layerjump.errors import BadTraining
-from layerjump.training.model import ARCHITECTURES, ModelShape, build_model, find_architecture, train_tokenizer
+from layerjump.training.build_model import ARCHITECTURES, ModelShape, build_model, find_architecture
 from layerjump.training.pretrain import Recipe, pretrain
+from layerjump.training.tokenizer import train_tokenizer
 
 RECIPE = replace(SMALL, layers=2, hidden_size=64, heads=4, steps=6, eval_every=6, penalty="none")
 
@@ -33,7 +34,7 @@ def tokenizer():
     ],
 )
 def test_a_model_of_any_type_is_trained_and_loads_again(arch, loader, tmp_path):
-    record = pretrain(TEXT, tmp_path / "model", replace(RECIPE, arch=arch), held_out=HELD_OUT, device="cpu")
+    record = pretrain(TEXT, tmp_path / "model", replace(RECIPE, arch=arch), eval_text=HELD_OUT, device="cpu")
     steps = record.tables.steps
     assert steps[-1]["loss"] < steps[0]["loss"]
     model = lj.load(tmp_path / "model")
@@ -86,7 +87,7 @@ def test_other_types_are_refused(arch, message):
 
 def test_a_type_that_reads_both_ways_is_refused(tmp_path):
     with pytest.raises(BadTraining, match="xlnet, whose states depend on later tokens"):
-        pretrain(TEXT, tmp_path / "model", replace(RECIPE, arch="xlnet"), held_out=HELD_OUT, device="cpu")
+        pretrain(TEXT, tmp_path / "model", replace(RECIPE, arch="xlnet"), eval_text=HELD_OUT, device="cpu")
 
 
 def test_a_type_that_does_not_read_text_is_refused(tokenizer):
@@ -95,5 +96,5 @@ def test_a_type_that_does_not_read_text_is_refused(tokenizer):
 
 
 def test_a_type_with_more_kinds_of_blocks_gets_as_many_blocks(tmp_path):
-    record = pretrain(TEXT, tmp_path / "model", replace(RECIPE, arch="nemotron_h"), held_out=HELD_OUT, device="cpu")
+    record = pretrain(TEXT, tmp_path / "model", replace(RECIPE, arch="nemotron_h"), eval_text=HELD_OUT, device="cpu")
     assert record.settings.layers == lj.load(tmp_path / "model").n_blocks == 4

@@ -18,17 +18,17 @@ from helpers.processes import end_of, start
 import layerjump as lj
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadArtifact, BadText, BadTraining, Diverged, TextTooShort
-from layerjump.training.data import pack_rows
-from layerjump.training.model import ModelShape
+from layerjump.training.build_model import ModelShape
+from layerjump.training.packed_rows import pack_rows
 from layerjump.training.pretrain import pretrain
 
 
 @pytest.mark.parametrize(("arch", "penalty"), [("llama", "cosine"), ("bert", "none")])
 def test_a_killed_run_resumes_to_the_same_bytes(arch, penalty, tmp_path):
     recipe = replace(SMALL, arch=arch, penalty=penalty, steps=24, eval_every=6)
-    whole = pretrain(TEXT, tmp_path / "whole", recipe, held_out=HELD_OUT, device="cpu")
+    whole = pretrain(TEXT, tmp_path / "whole", recipe, eval_text=HELD_OUT, device="cpu")
     killed, work = tmp_path / "killed", tmp_path / "killed-training"
-    child = start(lambda: pretrain(TEXT, killed, recipe, held_out=HELD_OUT, device="cpu"))
+    child = start(lambda: pretrain(TEXT, killed, recipe, eval_text=HELD_OUT, device="cpu"))
     while not (work / "checkpoint-6" / "whole").exists():
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
@@ -37,8 +37,8 @@ def test_a_killed_run_resumes_to_the_same_bytes(arch, penalty, tmp_path):
     (work / "checkpoint-23").mkdir()  # a truncated checkpoint
     (work / "checkpoint-23" / "model.safetensors").write_bytes(b"half")
     with pytest.raises(BadArtifact, match="learning_rate"):
-        pretrain(TEXT, killed, replace(recipe, learning_rate=1e-3), held_out=HELD_OUT)
-    record = pretrain(TEXT, killed, recipe, held_out=HELD_OUT, device="cpu")
+        pretrain(TEXT, killed, replace(recipe, learning_rate=1e-3), eval_text=HELD_OUT)
+    record = pretrain(TEXT, killed, recipe, eval_text=HELD_OUT, device="cpu")
     weights = [tmp_path / name / "model.safetensors" for name in ("whole", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [row["step"] for row in record.tables.steps] == [0, 6, 12, 18, 24]
@@ -51,7 +51,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(arch, penalty, tmp_path):
 def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(tmp_path):
     recipe = replace(SMALL, steps=400, eval_every=2, learning_rate=20.0)
     with pytest.raises(Diverged, match="learning_rate below 20") as stopped:
-        pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, device="cpu")
+        pretrain(TEXT, tmp_path / "out", recipe, eval_text=HELD_OUT, device="cpu")
     assert not (tmp_path / "out").exists()
     checkpoint = Path(str(stopped.value).split("checkpoint is ")[1].split(";")[0])
     good = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -79,7 +79,7 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(tmp_path):
 def test_bad_settings_are_refused(changes, error, message, tmp_path):
     def train():
         recipe = replace(SMALL, **changes)
-        pretrain(TEXT, tmp_path / "out", recipe, held_out=HELD_OUT, gradient_accumulation_steps=2, device="cpu")
+        pretrain(TEXT, tmp_path / "out", recipe, eval_text=HELD_OUT, micro_batches=2, device="cpu")
 
     with pytest.raises(error, match=message):
         train()
@@ -87,17 +87,17 @@ def test_bad_settings_are_refused(changes, error, message, tmp_path):
 
 
 def test_a_finished_training_is_not_repeated(tmp_path):
-    record = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", keep_checkpoints=True)
+    record = pretrain(TEXT, tmp_path / "out", SMALL, eval_text=HELD_OUT, device="cpu", keep_checkpoints=True)
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    again = pretrain(TEXT, tmp_path / "out", SMALL, held_out=HELD_OUT, device="cpu", force=True)
+    again = pretrain(TEXT, tmp_path / "out", SMALL, eval_text=HELD_OUT, device="cpu", force=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
     assert again.tables == record.tables
 
 
 def test_a_failed_run_does_not_block_the_next(tmp_path):
     with pytest.raises(BadTraining):
-        pretrain(TEXT, tmp_path / "out", replace(SMALL, vocab_size=50_000), held_out=HELD_OUT)
-    record = pretrain(TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), held_out=HELD_OUT)
+        pretrain(TEXT, tmp_path / "out", replace(SMALL, vocab_size=50_000), eval_text=HELD_OUT)
+    record = pretrain(TEXT, tmp_path / "out", replace(SMALL, steps=1, eval_every=1), eval_text=HELD_OUT)
     assert record.settings.vocab_size == len(lj.load(tmp_path / "out").tokenization.tokenizer) == 300
 
 
@@ -109,7 +109,7 @@ def test_bad_shapes_and_texts(tmp_path):
     with pytest.raises(BadTraining, match="layers of 1 or more, got 0"):
         ModelShape(layers=0)
     with pytest.raises(BadText, match="another"):
-        pretrain(TEXT, tmp_path / "out", SMALL, held_out=TEXT)
+        pretrain(TEXT, tmp_path / "out", SMALL, eval_text=TEXT)
     with pytest.raises(TextTooShort):
         pretrain(lj.Corpus("one", ("Tom.",), ""), tmp_path / "out", SMALL)
 

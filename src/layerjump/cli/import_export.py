@@ -1,4 +1,4 @@
-"""`layerjump import` and `layerjump export`: lenses of other tools."""
+"""`layerjump import` and `layerjump export`: lenses of other tools, and models as GGUF files."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from pathlib import Path
 
 import typer
 
-from layerjump.cli._options import LoadModel, loads_model, option
-from layerjump.cli._output import FORCE, JSON, JUMPS, locks_output, log
+from layerjump.cli._options import FORCE, JSON, LoadModel, loads_model, option
+from layerjump.cli._output_folder import JUMPS, locks_output
+from layerjump.cli._printing import log
 from layerjump.cli.inspect import print_jumps
+from layerjump.errors import BadArtifact
 
 LENS_MODEL: str = typer.Option(..., "--model", help="The lens's model: a hub id, a folder, a GGUF file, or `smollm2`.")
 
 
 @locks_output("run the same command again", refuses=JUMPS)
-@loads_model(device_map=True)
+@loads_model
 def import_lens(
     source: Path = typer.Argument(help="File or folder of the lens."),
     model: str = LENS_MODEL,
@@ -34,7 +36,7 @@ def import_lens(
     [bold]layerjump import linreg/gpt2/wikipedia --model gpt2 -o jumps[/]    matrices of the mat paper: 0_12.pickle …
     [bold]layerjump import gpt2_jacobian_lens.pt --model gpt2 -o jumps[/]    a Jacobian lens
     """
-    from layerjump.jumps.convert import import_lens as read_lens
+    from layerjump.jumps.convert.import_export import import_lens as read_lens
 
     loaded = load(model)
     jumps = read_lens(source, loaded, format=format)
@@ -44,32 +46,40 @@ def import_lens(
 
 
 @locks_output("run the same command again", is_replaced=True)
-@loads_model(device_map=True)
-def export_lens(
-    jumps: Path = typer.Argument(help="Folder of jumps."),
-    model: str = LENS_MODEL,
-    format: str = typer.Option(help="tuned-lens, mat or jacobian."),
+@loads_model
+def export(
+    source: str = typer.Argument(help="Folder of jumps; with --format gguf, a model."),
+    model: str | None = option(None, "The model of the jumps: a hub id, a folder, a GGUF file, or `smollm2`."),
+    format: str = typer.Option(help="tuned-lens, mat, jacobian or gguf."),
     output: Path = typer.Option(
-        ..., "-o", "--output", metavar="<folder or file>", help="Folder (jacobian: file) to write."
+        ..., "-o", "--output", metavar="<folder or file>", help="Folder (jacobian, gguf: file) to write."
     ),
     force: bool = FORCE,
     *,
     load: LoadModel,
 ) -> None:
-    """Convert a folder of jumps to a lens of another tool.
+    """Convert a folder of jumps to a lens of another tool, or a model to a GGUF file.
 
     A tuned lens holds a map from every level to the last; mat from any level to any later one; a Jacobian lens from
     levels 1, 2, … to the last, without biases. Jumps that the format cannot hold are skipped with a warning.
+    A GGUF file holds a model of the Llama, Qwen or Gemma families, such as a pruned one; it is read back and compared.
 
     [bold]layerjump export jumps --model gpt2 --format tuned-lens -o lens/gpt2[/]
     [bold]layerjump export jumps --model gpt2 --format mat -o linreg/gpt2[/]
     [bold]layerjump export jumps --model gpt2 --format jacobian -o lens.pt[/]
+    [bold]layerjump export smaller --format gguf -o smaller.gguf[/]    a model that `layerjump prune` wrote
     """
     from layerjump.io import check_free
-    from layerjump.jumps.convert import export_lens as write_lens
+    from layerjump.jumps.convert.import_export import export_lens as write_lens
     from layerjump.jumps.jumps import Jumps
+    from layerjump.models.write_gguf import write_gguf
 
     check_free(output, force=force)
-    loaded = load(model)
-    write_lens(Jumps.from_pretrained(jumps, model=loaded), loaded, output, format)
+    if format == "gguf":
+        write_gguf(load(source), output)
+    elif model is None:
+        raise BadArtifact(f"--format {format} needs --model, the model of the jumps")
+    else:
+        loaded = load(model)
+        write_lens(Jumps.from_pretrained(Path(source), model=loaded), loaded, output, format)
     log(f"wrote {output}")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerjump.cli._output import JSON, print_table
+from layerjump.cli._options import JSON
+from layerjump.cli._printing import print_table
 
 if TYPE_CHECKING:
     from layerjump.jumps.jumps import Jumps
-    from layerjump.models.structure import Pair
+    from layerjump.models.sites import Pair
 
 
 def inspect(path: Path = typer.Argument(help="A jumps folder, or a moments file."), as_json: bool = JSON) -> None:
@@ -22,7 +23,7 @@ def inspect(path: Path = typer.Argument(help="A jumps folder, or a moments file.
     [bold]layerjump inspect jumps/moments.safetensors --json[/]   second moments of `fit --save-moments`
     """
     from layerjump.jumps.jumps import Jumps
-    from layerjump.jumps.moments import SplitMoments
+    from layerjump.jumps.moments_of_splits import SplitMoments
 
     if not path.is_file():
         print_jumps(Jumps.from_pretrained(path), as_json=as_json, spectrum=True)
@@ -69,7 +70,7 @@ def _refined_kl(jumps: Jumps) -> dict[Pair, tuple[float | None, float | None]]:
     columns = [record.get(name) for name in ("kl_before", "kl_after")]
     if not all(isinstance(column, list) for column in columns):
         return {}
-    from layerjump.models.structure import FINAL, Site
+    from layerjump.models.sites import FINAL, Site
 
     ends = (FINAL, Site(jumps.provenance.n_blocks))
     by_source = {pair[0]: pair for pair in jumps if pair[1] in ends}

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import typer
 
-from layerjump.cli._options import COLUMN, Panel, option, parse_numbers
-from layerjump.cli._output import FORCE, JSON, locks_output, log, output_folder, output_option, print_json, print_table
+from layerjump.cli._options import COLUMN, FORCE, JSON, OptionPanel, option, output_folder, output_option, parse_numbers
+from layerjump.cli._output_folder import locks_output
+from layerjump.cli._printing import log, print_json, print_table
 from layerjump.errors import BadTraining
 
-penalty_option, training_option = Panel("Linearity penalty"), Panel("Training")
-architecture_option = Panel("Architecture")
+penalty_option, training_option = OptionPanel("Linearity penalty"), OptionPanel("Training")
+architecture_option = OptionPanel("Architecture")
 
 
 @locks_output("run the same command to continue from the last checkpoint, if there is one", is_replaced=True)
 def pretrain(
     text: list[str] = typer.Option(help="A file, a hub dataset, `-` for standard input, or `pydoc`; may be repeated."),
-    held_out: str | None = option(None, "Evaluation text (default: 5 % of the documents)."),
+    eval_text: str | None = option(None, "Evaluation text (default: 5 % of the documents)."),
     column: str | None = COLUMN,
     penalty: str = penalty_option("none", "Loss term: none, cosine, mse or jump."),
     penalty_weight: float = penalty_option(0.5, "Weight of the penalty."),
@@ -28,15 +29,15 @@ def pretrain(
     arch: str = architecture_option(
         "llama", "llama, mistral, gpt2, bert, or any causal model type of transformers, such as qwen3_moe.", "--arch"
     ),
-    layers: int = architecture_option(4, "Blocks."),
+    layers: int = architecture_option(4, "Number of blocks."),
     hidden_size: int = architecture_option(128, "Width of the residual stream."),
-    heads: int = architecture_option(4, "Attention heads."),
-    vocab_size: int = architecture_option(2048, "Vocabulary of the byte-level BPE."),
+    heads: int = architecture_option(4, "Number of attention heads."),
+    vocab_size: int = architecture_option(2048, "Vocabulary size of the byte-level BPE tokenizer."),
     max_positions: int | None = architecture_option(None, "Longest sequence of the model (default: --length)."),
     steps: int = training_option(1000, "Optimiser steps."),
-    batch_size: int = training_option(32, "Sequences a step, over all processes."),
-    gradient_accumulation_steps: int = training_option(1, "Parts that a batch is run in."),
-    length: int = training_option(128, "Tokens a sequence."),
+    batch_size: int = training_option(32, "Sequences per step, over all processes."),
+    micro_batches: int = training_option(1, "Split each batch into this many parts, run one after the other."),
+    length: int = training_option(128, "Tokens per sequence."),
     learning_rate: float = training_option(1e-3, "Peak learning rate."),
     eval_every: int | None = training_option(
         None, "Steps between evaluations, and between checkpoints (default: a tenth of --steps)."
@@ -45,7 +46,7 @@ def pretrain(
     bf16: bool = training_option(False, "Mixed precision.", "--bf16"),
     device: str | None = training_option(None, "cpu or cuda (default: a GPU if available)."),
     keep_checkpoints: bool = output_option(
-        False, "Keep all checkpoints, e.g. for the study `dynamics`.", "--keep-checkpoints"
+        False, "Keep all checkpoints, e.g. for the study `training_dynamics`.", "--keep-checkpoints"
     ),
     output: Path = output_folder("model"),
     force: bool = FORCE,
@@ -57,7 +58,7 @@ def pretrain(
     same command continues a stopped run from its checkpoints in OUTPUT-training.
 
     [bold]layerjump pretrain --text stories.txt --penalty cosine --penalty-weight 0.5 -o model[/]
-    [bold]layerjump pretrain --text a.txt --text b.txt --held-out c.txt --arch gpt2 --layers 6[/]
+    [bold]layerjump pretrain --text a.txt --text b.txt --eval-text c.txt --arch gpt2 --layers 6[/]
     [bold]layerjump pretrain --text stories.txt --arch qwen3_moe -o experts[/]    any causal model type
     [bold]torchrun --nproc-per-node 2 -m layerjump pretrain --text stories.txt[/]    two processes
     """
@@ -88,8 +89,8 @@ def pretrain(
         join_corpora([load_text(source, column=column) for source in text]),
         output,
         recipe,
-        held_out=None if held_out is None else load_text(held_out, column=column),
-        gradient_accumulation_steps=gradient_accumulation_steps,
+        eval_text=None if eval_text is None else load_text(eval_text, column=column),
+        micro_batches=micro_batches,
         device=device,
         keep_checkpoints=keep_checkpoints,
         force=force,

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from layerjump.cli._options import (
     COLUMN,
+    FORCE,
+    JSON,
     MODEL,
     SEED,
     SPLIT,
-    TEXT,
     TOKENS,
     LoadModel,
-    Panel,
+    OptionPanel,
     loads_model,
     option,
+    output_folder,
     parse_numbers,
+    text_option,
 )
-from layerjump.cli._output import FORCE, JSON, Options, locks_output, log, output_folder, print_json, print_table
+from layerjump.cli._output_folder import Options, locks_output
+from layerjump.cli._printing import log, print_json, print_table
 from layerjump.errors import BadPruning
 
-distill_option = Panel("Distillation")
+distill_option = OptionPanel("Distillation")
+TEXTS: list[str] = text_option(
+    ["pydoc"],
+    "A file, a hub dataset, `-` for standard input, or `pydoc`; repeat it to mix texts in equal parts.",
+    "--text",
+    metavar="<str>",
+)
+OUT_OF_DOMAIN: list[str] = text_option(
+    [], "A text to measure the loss on that is not calibrated on; may be repeated.", "--out-of-domain", metavar="<str>"
+)
 
 
 def _resume_hint(options: Options) -> str:
-    if options["distill_steps"] is None:
-        return "nothing was written: run the same command to start again"
-    return "run the same command to continue from the last checkpoint of the distillation"
+    if options["distill_steps"] is not None:
+        return "run the same command to continue from the last checkpoint of the distillation"
+    if str(options["method"]).endswith("refit"):
+        return "run the same command to continue after the last block that was refitted"
+    return "nothing was written: run the same command to start again"
 
 
 @locks_output(_resume_hint, is_replaced=True)
-@loads_model()
+@loads_model
 def prune(
     model: str = MODEL,
     drop: str | None = option(None, "Blocks to drop: a number, or a share such as 25%."),
     max_loss_ratio: str | None = option(
         None, "Drop as many blocks as possible while the loss stays below this multiple of the original, e.g. 1.05x."
     ),
-    keep_first: int | None = option(
-        None, "Keep this many first blocks and merge a jump to the output into the LM head: a draft model."
+    draft_blocks: int | None = option(
+        None, "Write a draft model: keep this many first blocks, and merge a jump to the output into the LM head."
     ),
     method: str = option(
         "auto",
-        "Replacement of dropped blocks: remove, linear, replaceme, fold, rotation (default: the best that "
-        "stores no extra weights).",
+        "Replacement of dropped blocks: remove, linear, replaceme, fold, rotation, refit, rotation-refit (default: "
+        "the best that stores no extra weights and takes one pass).",
     ),
     criterion: str = option(
         "loss", "How blocks are selected: loss, linearity, linearity-iterative, influence, angle, deepest."
@@ -52,7 +68,11 @@ def prune(
     protect: str | None = option(
         None, "Blocks to keep, e.g. 1,30 (default: the first, the last, and those that form the attention sink)."
     ),
-    text: str = TEXT,
+    text: list[str] = TEXTS,
+    out_of_domain: list[str] = OUT_OF_DOMAIN,
+    self_generated: bool = text_option(
+        False, "Fit on the model's own continuations of the documents' openings.", "--self-generated"
+    ),
     column: str | None = COLUMN,
     tokens: int | None = TOKENS,
     split: str = SPLIT,
@@ -75,10 +95,13 @@ def prune(
 
     [bold]layerjump prune smollm2 --drop 25% --tokens 20000 -o smaller[/]
     [bold]layerjump prune MODEL --text wiki.txt --max-loss-ratio 1.05x --method rotation[/]
+    [bold]layerjump prune MODEL --text wiki.txt --drop 6 --method refit[/]    refit output projections
     [bold]layerjump prune MODEL --drop 3 --method linear --distill-steps 200[/]    train the maps afterwards
-    [bold]layerjump prune MODEL --keep-first 12 -o draft[/]                        a draft model
+    [bold]layerjump prune MODEL --drop 6 --text wiki.txt --text tales.txt --out-of-domain law.txt[/]    mixed texts
+    [bold]layerjump prune MODEL --draft-blocks 12 -o draft[/]                        a draft model
     """
     from layerjump.data.corpus import load_text
+    from layerjump.data.mixture import mix_texts
     from layerjump.io import check_free
     from layerjump.pruning.checkpoint import PruningRecord
     from layerjump.pruning.distill import distill
@@ -88,12 +111,14 @@ def prune(
     from layerjump.training.trainer import remove_training_folder
 
     check_free(output, force=force)
-    if sum(value is not None for value in (drop, max_loss_ratio, keep_first)) != 1:
-        raise BadPruning("give one of --drop, --max-loss-ratio and --keep-first")
+    if sum(value is not None for value in (drop, max_loss_ratio, draft_blocks)) != 1:
+        raise BadPruning("give one of --drop, --max-loss-ratio and --draft-blocks")
+    refitting = output.with_name(f"{output.name}-refitting") if method.endswith("refit") else None
     loaded = load(model)
-    corpus = load_text(text, column=column)
-    if keep_first is not None:
-        pruned = make_draft_model(loaded, corpus, keep_first, tokens=tokens, split=split, seed=seed)
+    texts = [load_text(each, column=column) for each in text]
+    corpus = texts[0] if len(texts) == 1 else mix_texts(texts)
+    if draft_blocks is not None:
+        pruned = make_draft_model(loaded, corpus, draft_blocks, tokens=tokens, split=split, seed=seed)
     else:
         pruned = prune_model(
             loaded,
@@ -107,12 +132,23 @@ def prune(
             tokens=tokens,
             split=split,
             seed=seed,
+            self_generated=self_generated,
+            out_of_domain=out_of_domain,
+            work_folder=refitting,
         )
     training = output.with_name(f"{output.name}-training")
     if distill_steps is not None:
         pruned = distill(
             pruned,
-            prepare_calibration(loaded, corpus, tokens=tokens, split=split, seed=seed),
+            prepare_calibration(
+                loaded,
+                corpus,
+                tokens=tokens,
+                split=split,
+                seed=seed,
+                self_generated=self_generated,
+                out_of_domain=out_of_domain,
+            ),
             training,
             steps=distill_steps,
             learning_rate=distill_learning_rate,
@@ -123,6 +159,8 @@ def prune(
     pruned.save(output, force=force)
     if distill_steps is not None:
         remove_training_folder(training)
+    if refitting is not None:
+        shutil.rmtree(refitting)
     if as_json:
         print_json(PruningRecord.of(pruned).to_json())
     else:
@@ -137,6 +175,9 @@ def prune(
         dropped = ", ".join(map(str, pruned.dropped))
         title = f"{pruned.original.name}: dropped blocks {dropped}, method {pruned.method}"
         print_table(title, [dict(zip(("", "before", "after"), row, strict=True)) for row in rows])
+        for each in pruned.text_losses:
+            kind = "calibrated on" if each.in_domain else "not calibrated on"
+            print(f"{each.text} ({kind}): perplexity ratio {each.loss.ratio:.3f}")
         print(f"perplexity ratio {loss.ratio:.3f} (95 % interval {loss.low:.3f} to {loss.high:.3f})")
     log(f"wrote {output}")
 

@@ -22,7 +22,7 @@ _MAX_PADDING = 0.15  # of a batch's cells: a short text has few sequences of sim
 
 
 @dataclass
-class Sequences:
+class TokenSequences:
     """Token sequences, stored end to end: a million sequences are eight arrays, not a million lists."""
 
     ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -111,7 +111,7 @@ class Batches:
     tokenization: Tokenization
     positions: Positions
     seed: int
-    sequences: Sequences = field(repr=False)
+    sequences: TokenSequences = field(repr=False)
     groups: tuple[Ints, ...] = field(repr=False)
     """The sequences of each batch, by index."""
     picks_at: Positions | None = None
@@ -148,21 +148,9 @@ class Batches:
         sequences = replace(self.sequences, picks=picks, uncut=self.sequences.length)
         return replace(self, sequences=sequences, picks_at=positions)
 
-    def shard(self, rank: int, world: int) -> "Batches":
-        """The batches of one process of a group: disjoint, and about as many tokens for each process."""
-        if not 0 <= rank < world:
-            raise BadText(f"expected a rank from 0 to {world - 1}, got {rank}")
-        sizes = [self._tokens_in(group) for group in self.groups]
-        largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-        share, totals = [], [0] * world
-        # In each round one batch goes to every rank, the largest to the lightest rank.
-        for start in range(0, len(sizes), world):
-            ranks = sorted(range(world), key=lambda rank: totals[rank])
-            for lightest, index in zip(ranks, largest_first[start : start + world], strict=False):
-                totals[lightest] += sizes[index]
-                if lightest == rank:
-                    share.append(index)
-        return replace(self, groups=tuple(self.groups[index] for index in sorted(share)))
+    def first(self, count: int) -> "Batches":
+        """The first batches."""
+        return replace(self, groups=self.groups[:count])
 
     @property
     def n_sequences(self) -> int:
@@ -276,7 +264,7 @@ def make_batches(
         for chunk in chunks
         for document, ids in zip(chunk, tokenization.encode([corpus.documents[i] for i in chunk]), strict=True)
     )
-    sequences = Sequences()
+    sequences = TokenSequences()
     around = tokenization.around
     # Tokens after the last pick cannot change a causal model's states there, and are cut off. (Not from a decoder's
     # half: rows that are as long as their sources need less padding.)

@@ -87,7 +87,7 @@ def load_text(source: str | Path | Iterable[str], *, column: str | None = None, 
     return Corpus(opened.name, documents, f"{first}{len(documents):,} {noun}, {opened.format}")
 
 
-def split_documents(n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0) -> Splits:
+def split_indices(n_documents: int, split: str | tuple[float | int, ...] = "80/10/10", *, seed: int = 0) -> Splits:
     """Assign documents to the fit, validation and test splits at random.
 
     The result depends on the seed and the number of documents alone. Sizes that add up to 100 are percentages (a
@@ -177,7 +177,7 @@ def _open(source: str | Path | Iterable[str], column: str | None) -> _Source:
         hub = _HUB_ID.fullmatch(str(source))
         if isinstance(source, Path) or hub is None or source.endswith((".txt", *SUFFIXES)):
             raise BadText(
-                f"there is no file {shorten(source)!r}; pass a file, a hub dataset (owner/name), "
+                f"file {shorten(source)!r} does not exist; pass a file, a hub dataset (owner/name), "
                 "`pydoc`, `-` for standard input, or a list of texts"
             )
         return _hub(hub, column)
@@ -283,7 +283,7 @@ def _hub(hub: re.Match[str], column: str | None) -> _Source:
         rows = datasets.load_dataset(hub["id"], hub["config"], split=hub["split"] or "train", streaming=True)
     except Exception as error:  # `datasets` raises whatever its back ends do
         raise BadText(
-            f"there is no file {hub[0]!r}, and as a hub dataset it cannot be read "
+            f"{hub[0]!r} is not a file, and as a hub dataset it cannot be read "
             f"({shorten(error)}); check the name and the network, or pass a file"
         ) from error
     finally:

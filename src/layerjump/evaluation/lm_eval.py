@@ -30,13 +30,13 @@ from torch import Tensor
 from layerjump.errors import BadEvaluation
 from layerjump.evaluation.model_variants import EarlyExitModel, ModelVariant, make_variant
 from layerjump.evaluation.tasks import Progress, Task, TaskItem, macro_f1
+from layerjump.generation.exit_rules import ExitConfig, Rule
 from layerjump.generation.generate import early_exit
-from layerjump.generation.rules import ExitConfig, Rule
 from layerjump.jumps.jumps import Jumps
 from layerjump.models.hooks import Capture
 from layerjump.models.loading import load, quiet_transformers
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 _FIELDS = {
     "choice": {"doc_to_text": "context", "doc_to_choice": "choices", "doc_to_target": "gold"},
@@ -96,12 +96,20 @@ class LayerjumpLM(HFLM):
         revision: str | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        device_map: str | None = None,
+        quantization: str | None = None,
         trust_remote_code: bool = False,
         **hflm_settings: Any,
     ) -> None:
         if not isinstance(pretrained, Model):
             pretrained = load(
-                pretrained, revision=revision, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+                pretrained,
+                revision=revision,
+                device=device,
+                dtype=dtype,
+                device_map=device_map,
+                quantization=quantization,
+                trust_remote_code=trust_remote_code,
             )
         if variant is None:
             variant = make_variant(pretrained, jumps=jumps, exit=exit, level=level, parts=parts, blocks=blocks)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadEvaluation, argument
-from layerjump.generation.calibration import serialization
-from layerjump.generation.rules import ExitConfig, Fixed, LevelReading, Never, Rule, checked_levels
+from layerjump.generation.calibration import calibration_file
+from layerjump.generation.exit_rules import ExitConfig, Fixed, LevelReading, Never, Rule, checked_levels
 from layerjump.interventions.linearize import linearize
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.logits import chunk_rows
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def make_variant(
         return EarlyExitModel(jumps, ExitConfig.of(exit))
     if jumps is None:
         return WholeModel()
-    if folder is None or not (folder / serialization.FILE_NAME).is_file():
+    if folder is None or not (folder / calibration_file.FILE_NAME).is_file():
         raise BadEvaluation(
             f"the jumps have neither an exit rule nor parts to replace, and no calibrated rule; pass "
             f"{argument('exit')} or {argument('parts')}"
         )
-    return EarlyExitModel(jumps, serialization.load_calibration(folder, model=model).exit)
+    return EarlyExitModel(jumps, calibration_file.load_calibration(folder, model=model).exit)
 
 
 def require_causal(model: Model) -> None:

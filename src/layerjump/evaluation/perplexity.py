@@ -21,7 +21,7 @@ from layerjump.metrics.bootstrap import mean_interval
 from layerjump.metrics.logits import upcast
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
 
 
 @dataclass(frozen=True)

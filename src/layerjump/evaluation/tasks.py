@@ -1,6 +1,6 @@
 """evaluate(): score a model on benchmark tasks through lm-eval, from local files.
 
-    evaluation = evaluate(lj.load("smollm2"), "copa,piqa", "eval-data", limit=100)
+    evaluation = lj.evaluate(lj.load("smollm2"), "copa,piqa", "eval-data", limit=100)
     evaluation.scores                             # value, standard error and 95 % interval of each metric
 
 A task file has one JSON object a line. Multiple-choice sets have `query`, `choices` and `gold`, Winograd has
@@ -51,7 +51,7 @@ class TaskItem:
                 raise ValueError(f"`gold` is {self.gold}, but there are {len(self.choices)} choices")
         predicted = self.choices or () if self.target is None else (self.target,)
         if not all(text.strip() for text in predicted) or self.context == "":
-            raise ValueError("there is nothing to predict, or nothing to predict it from")
+            raise ValueError("expected a text to predict and a context to predict it from, got an empty one")
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def load_items(task: Task, data: str | Path, limit: int | None = None) -> list[T
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BadEvaluation(
-            f"there is no {path}; pass the folder that holds {task.file}, or leave {task.name} out"
+            f"{path} does not exist; pass the folder that holds {task.file}, or leave {task.name} out"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadEvaluation(f"{path} cannot be read ({shorten(error)}); correct the file") from error

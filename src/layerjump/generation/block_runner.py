@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -30,7 +30,24 @@ from layerjump.errors import BadModel
 from layerjump.models.hooks import Call, intercept_calls
 from layerjump.models.model import Model
 
+_KEPT_TOKENS = 64  # latest tokens whose states of a level are kept, more than a verification step has
 _SPARE = 64  # tokens of spare capacity of a KV cache at first; later the capacity doubles
+
+
+@dataclass
+class DraftCounts:
+    """The drafts of one drafter by depth: the first draft of a step, the second, …"""
+
+    drafted: list[int] = field(default_factory=list)
+    """Tokens that were verified."""
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, depth: int, accepted: bool) -> None:
+        """Count a verified draft; `depth` counts from 0."""
+        for counts in (self.drafted, self.accepted):
+            counts += [0] * (depth + 1 - len(counts))
+        self.drafted[depth] += 1
+        self.accepted[depth] += accepted
 
 
 @dataclass
@@ -50,18 +67,22 @@ class Counts:
     shortlist_unembeddings: int = 0
     """Products with the unembedding of a shortlist."""
     probe_evaluations: int = 0
+    steps: int = 0
+    """Passes of the full model that verified drafts, or decided a token without any."""
     drafts: int = 0
-    """Tokens that exited early and were then verified by the full model."""
+    """Drafted tokens that the full model verified; not those after a rejected one."""
     accepted: int = 0
     """Drafts that the full model confirmed."""
+    drafters: dict[str, DraftCounts] = field(default_factory=dict)
+    """Drafter → its drafts and how many were accepted at each depth."""
     rollbacks: int = 0
     """Times that tokens were dropped from the KV cache."""
     near_ties: int = 0
     """Verified tokens whose two largest logits differ by less than 1e-4, where rounding decides."""
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("blocks", "unembeddings", "rules", "rest"), 0.0)
+        default_factory=lambda: dict.fromkeys(("blocks", "unembeddings", "rules", "drafts", "rest"), 0.0)
     )
-    """Wall-clock time by part."""
+    """Wall-clock time by part; on an accelerator, a part's time includes what the host waited for there."""
 
     def __post_init__(self) -> None:
         self._since = time.perf_counter()
@@ -258,7 +279,21 @@ class BlockRunner:
         self._mask, self._positions = mask, positions
         self.length = 0
         """Tokens entered so far, in every row."""
+        self.padding: list[int] | None = None if mask is None else (mask == 0).sum(1).tolist()
+        """Columns of padding on the left of each row; None: there is no padding."""
         self.counts = Counts()
+        self._kept: dict[int, Tensor] = {}
+        """Level → its states of the latest tokens, (rows, tokens, d_model), the last that entered its block last."""
+        self._spliced: dict[int, list[int]] = {}
+        """Block → the cache layers that hold tokens which entered it by a splice."""
+
+    def keep_levels(self, levels: Iterable[int]) -> None:
+        """Keep the latest states of these levels, from 1 to L, for `kept`."""
+        self._kept |= {level: torch.empty(0) for level in levels}
+
+    def kept(self, level: int) -> Tensor:
+        """The states of a level of the latest tokens, (rows, tokens, d_model); the last is the newest that has run."""
+        return self._kept[level]
 
     @property
     def positions(self) -> Tensor:
@@ -287,10 +322,21 @@ class BlockRunner:
         self.counts.block_tokens += states.shape[0] * states.shape[1]
         output = self._blocks.run(block - 1, states)
         self._queues[block - 1] = None
+        if block in self._kept:
+            before = self._kept[block]
+            self._kept[block] = torch.cat([before, output], 1)[:, -_KEPT_TOKENS:] if before.numel() else output
         if block < self.n_blocks:
             queue = self._queues[block]
             self._queues[block] = output if queue is None else torch.cat([queue, output], 1)
         return output
+
+    def run_all(self) -> Tensor:
+        """Run every block that tokens wait for; level L of all tokens that had not reached it."""
+        states = torch.empty(0)
+        for block in range(1, self.n_blocks + 1):
+            if self._queues[block - 1] is not None:
+                states = self.run(block)
+        return states
 
     def fill(self, block: int, states: Tensor) -> None:
         """Store keys and values of predicted states in a block, counted from 1, and empty its queue."""
@@ -298,8 +344,37 @@ class BlockRunner:
         self._blocks.store(block - 1, states)
         self._queues[block - 1] = None
 
+    def splice(self, level: int, states: Tensor) -> Tensor:
+        """Run the blocks above a level on predicted states of tokens that wait below it; their level L.
+
+        States, (rows, tokens, d_model), follow the tokens that these blocks have stored. `end_splice` drops them again.
+        """
+        for block in range(level, self.n_blocks):
+            self.counts.block_runs += 1
+            self.counts.block_tokens += states.shape[0] * states.shape[1]
+            self.cache.begin(block)
+            states = self._blocks.run(block, states)
+            self._spliced[block] = list(self.cache.updated)
+        return states
+
+    @property
+    def is_spliced(self) -> bool:
+        """Whether blocks hold tokens that entered by a splice."""
+        return bool(self._spliced)
+
+    def end_splice(self, length: int) -> None:
+        """Drop the predicted states after the first `length` tokens, so that the tokens themselves can enter."""
+        for block, layers in self._spliced.items():
+            self.cache.lengths[block] = length
+            for layer in layers:
+                self.cache.layers[layer].rollback(length)
+        self._spliced = {}
+
     def rollback(self, length: int) -> None:
         """Drop every token after the first `length`; all blocks must have run on the others."""
+        n_dropped = self.cache.lengths[0] - length
+        for level, states in self._kept.items():
+            self._kept[level] = states[:, : states.shape[1] - n_dropped] if n_dropped > 0 else states
         self.cache.rollback(length)
         self._queues = [None] * self.n_blocks
         self.length = length

@@ -73,11 +73,13 @@ class PackedLinear:
 
 
 def can_pack(weights: Iterable[Tensor]) -> bool:
-    """Whether oneDNN can pack these weights: float32 on a CPU, within the size limit."""
+    """Whether oneDNN can pack these weights: plain float32 tensors on a CPU, within the size limit."""
     weights = list(weights)
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        # Exact types: a subclass may report float32 and hold codes.
+        and all(type(w) in (Tensor, nn.Parameter) for w in weights)
         and all(w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)
         and sum(w.nbytes for w in weights) <= _MAX_BYTES
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadExit
-from layerjump.generation.rules import LevelReading
+from layerjump.generation.exit_rules import LevelReading
 
 _NEWTON_STEPS = 30  # at most; a handful is usual
 
@@ -39,10 +39,10 @@ class Probe:
 
     def log_odds(self, level: int, states: Tensor, positions: Tensor) -> Tensor:
         """The log-odds that the level predicts the full model's token, (rows,)."""
-        if len(states) > 1 or states.dtype != torch.float32:
+        if len(states) > 1 or states.dtype != torch.float32 or states.device.type != "cpu":
             features = probe_features(states, positions)
             return features @ self.weights[self.levels.index(level)].to(features)
-        # The same sum for a single token in fewer calls, which dominate its cost.
+        # The same sum for a single token in fewer calls, which dominate its cost on a CPU.
         weight, (slope, drift, bias) = self._weights_by_level[level]
         rms = float(states.norm()) / math.sqrt(states.shape[1])
         rms = max(rms, torch.finfo(states.dtype).tiny)

@@ -1,9 +1,9 @@
-"""Replace attention, MLP, norms or whole blocks of a model by linear maps.
+"""Replace parts of blocks, or runs of blocks, by linear maps.
 
     with linearize(model, jumps, parts="attn", blocks=range(4, 9)):
         model.hf.generate(**inputs)               # the attention of blocks 4 to 8 is a linear map here
-    with skip_blocks(model, jumps, 13, 16):       # one map from level 13 to level 16
-        model.hf(input_ids)
+    with skip_blocks(model, jumps, 13, 16):
+        model.hf.generate(**inputs)               # one map takes level 13 to level 16
 
 A replaced sub-module still runs and its output is discarded, which works in every family. Replaced blocks do not run.
 """
@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import Cache
 
 from layerjump.errors import BadModel, argument
-from layerjump.interventions.patching import Map, patch, replace_by_map
+from layerjump.interventions.change_states import Map, change_states, replace_by_map
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
 from layerjump.models.hooks import hidden_output, watch_outputs
 from layerjump.models.model import Model, require_model
 from layerjump.models.self_check import sample
-from layerjump.models.structure import Pair, Site
+from layerjump.models.sites import Pair, Site
 
 PARTS = {"attn": ("attn",), "mixer": ("mixer",), "xattn": ("xattn",), "ffn": ("ffn",), "norms": ("ln1", "lnx", "ln2")}
 """Values of `parts` besides `block` → the sub-modules that are replaced."""
@@ -56,8 +56,15 @@ def linearize(
     pairs = [pair for block in selected for pair in submodule_pairs(model, block, parts)]
     if selected and not pairs:
         raise BadModel(f"this model has no {parts} to replace; pass other {argument('parts')}")
-    with patch(model, {pair: replace_by_map(jumps[pair]) for pair in pairs}):
+    with change_states(model, {pair: replace_by_map(jumps[pair]) for pair in pairs}):
         yield model
+
+
+def submodule_pairs(model: Model, block: int, part: str) -> list[Pair]:
+    """The (input, output) sites of a part in a block, without norms that the family does not have."""
+    present = set(model.structure.sites())
+    pairs = [(Site(block, f"{name}.in"), Site(block, f"{name}.out")) for name in PARTS[part]]
+    return [pair for pair in pairs if pair[0] in present]
 
 
 @contextmanager
@@ -73,20 +80,13 @@ def skip_blocks(model: Model, jumps: Jumps, source: int, target: int) -> Iterato
         yield model
 
 
-def submodule_pairs(model: Model, block: int, part: str) -> list[Pair]:
-    """The (input, output) sites of a part in a block, without norms that the family does not have."""
-    present = set(model.structure.sites())
-    pairs = [(Site(block, f"{name}.in"), Site(block, f"{name}.out")) for name in PARTS[part]]
-    return [pair for pair in pairs if pair[0] in present]
-
-
 @contextmanager
 def replace_blocks(model: Model, spans: Mapping[Span, Map]) -> Iterator[Model]:
     """Replace runs of blocks that do not overlap by one map each inside the `with` block."""
     blocks = model.structure.blocks
     if model.task in ("seq2seq", "encoder") or len(set(blocks)) < len(blocks):
         # These blocks must run: T5's first block computes a bias for all others, ALBERT's blocks are one module.
-        with patch(model, {span: replace_by_map(jump) for span, jump in spans.items()}):
+        with change_states(model, {span: replace_by_map(jump) for span, jump in spans.items()}):
             yield model
         return
     n_extras = _count_extra_outputs(model) if spans else []

@@ -1,4 +1,4 @@
-"""The pass over the text: hidden states in, second moments out; with checkpoints, resume and several processes.
+"""The pass over the text: hidden states in, second moments out.
 
 `plan_run` decides which documents, positions and moments a run takes; `RunPlan.run` performs it. A run can be stopped
 at any moment and resumed, and several processes under `torchrun` can share it.
@@ -7,39 +7,42 @@ at any moment and resumed, and several processes under `torchrun` can share it.
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from layerjump.data.batches import Batches, make_batches
-from layerjump.data.corpus import Corpus, load_text, split_documents
+from layerjump.data.batches import Batch, Batches, make_batches
+from layerjump.data.corpus import Corpus, load_text, split_indices
 from layerjump.data.positions import Positions
-from layerjump.errors import BadArtifact, BadEstimator, BadMoments, BadText, RunStopped, argument
-from layerjump.io import writing
-from layerjump.jumps.cost_estimate import CostEstimate, estimate_cost
+from layerjump.errors import BadEstimator, BadMoments, BadText, RunStopped, TextTooShort, argument
+from layerjump.jumps.cost_estimate import CostEstimate, MemoryPlan, estimate_cost, measure_speed
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import RunInfo
+from layerjump.jumps.layer_pass import can_run_by_layer, capture_by_layer
 from layerjump.jumps.maps import FEATURES, FeatureKind
-from layerjump.jumps.moments import MAX_LENGTH, SPLITS, Moments, SplitMoments, sampling_keys
-from layerjump.models.model import Model, capture_states, require_model
-from layerjump.models.structure import Site, parse_pairs
+from layerjump.jumps.moments import Moments, check_states, describe_pairs
+from layerjump.jumps.moments_checkpoint import Checkpoint, PartialSums, deferred_interrupt, join_equal_parts
+from layerjump.jumps.moments_of_splits import MAX_LENGTH, SPLITS, SplitMoments
+from layerjump.jumps.process_group import Layout, ProcessGroup
+from layerjump.jumps.reservoir import sampling_keys
+from layerjump.jumps.spill_states import SUFFIX, StagedMoments, StoredMoments, spill_folder
+from layerjump.jumps.text_shards import TextShard, describe_shards, parse_shard
+from layerjump.models.fully_sharded import is_fully_sharded
+from layerjump.models.model import Model, States, capture_states, require_model
+from layerjump.models.sites import Pair, Site, lag_of, parse_pairs
+from layerjump.models.weight_forms import is_offloaded
 
 log = logging.getLogger("layerjump")
 
+_FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
+"""Compute capabilities of CUDA devices that form float64 products at half the rate of float32 or more."""
 Progress = Callable[[int, int], None]
 """Called after each batch with the tokens done and the tokens to do."""
-SAVING_SHARE = 0.05
-"""Saving sums takes at most this share of a run's time, however large they are."""
 
 
 def plan_run(
@@ -57,12 +60,14 @@ def plan_run(
     max_length: int = MAX_LENGTH,
     features: FeatureKind | None = None,
     float32_products: bool | None = None,
+    shard: str | None = None,
 ) -> RunPlan:
     """Plan a pass over a text: which documents, positions and second moments it takes.
 
     The arguments are those of `fit`. The `estimator` decides what is not passed, and checks the pairs; without one,
     pairs are to-last, features raw, and the validation split runs too. With a `strength`, ridge needs no validation
-    split. Products of both features in float32 suffice for an estimator with a penalty.
+    split. Products of both features in float32 suffice for an estimator with a penalty. A `shard` "2/8" is the third of
+    eight parts of the documents, for eight runs whose moments are merged; `tokens` are those of all eight.
     """
     require_model(model)
     if tokens is not None and tokens < 1:
@@ -80,15 +85,23 @@ def plan_run(
     site_pairs = parse_pairs(pairs, model.structure)
     if needs is not None:
         needs.check_targets(site_pairs, model.n_blocks)
+        needs.check_widths(site_pairs, model.structure.width)
     corpus = text if isinstance(text, Corpus) else load_text(text)
-    documents = split_documents(len(corpus.documents), split, seed=seed)
+    documents = split_indices(len(corpus.documents), split, seed=seed)
     parts = {"fit": documents.fit, "test": documents.test}
     if use_validation:
         parts = {"fit": documents.fit, "validation": documents.validation, "test": documents.test}
-    n_documents = sum(map(len, parts.values()))
+    index, n_shards = parse_shard(shard) if shard is not None else (0, 1)
+    sharded = {name: part[index::n_shards] for name, part in parts.items()}
+    if len(documents.fit) < n_shards:
+        raise TextTooShort(
+            f"expected at least {n_shards} documents in the fit split for {n_shards} shards, got "
+            f"{len(documents.fit)}; use fewer shards, or more text"
+        )
 
-    def cut(positions: Positions) -> dict[str, Batches]:
+    def cut(positions: Positions, parts: Mapping[str, Sequence[int]], tokens: int | None) -> dict[str, Batches]:
         """Batches of every split that has documents; tokens are shared out by their number."""
+        n_documents = sum(map(len, parts.values()))
         return {
             name: make_batches(
                 corpus,
@@ -112,9 +125,14 @@ def plan_run(
     elif positions is None:
         positions = Positions("all", skip_first=skip_first, special=not only_levels)
         if pairs == "all":
-            positions = sample_positions(cut(positions)["fit"].n_picks, model.d_model)
-    batches = cut(positions)
-    n, d = batches["fit"].n_picks, model.d_model
+            # Of the whole text, so that all shards draw the same share.
+            positions = sample_positions(cut(positions, parts, tokens)["fit"].n_picks, model.d_model)
+    positions = _positions_with_history(positions, site_pairs)
+    batches = cut(positions, sharded, tokens and max(1, tokens // n_shards))
+    n = batches["fit"].n_picks * n_shards
+    if lag := lag_of(source for source, _ in site_pairs):
+        log.info("positions without the states of %s positions before them are left out: %s are fitted on", lag, n)
+    d = max(model.structure.width(source) for source, _ in site_pairs)
     if n < 5 * d:
         inflation = f"{1 + d / (n - d - 1):.2f}" if n > d + 1 else "unbounded"
         log.warning(
@@ -128,7 +146,21 @@ def plan_run(
     n_tokens = sum(part.n_tokens for part in batches.values())
     info = RunInfo.of(model, corpus, positions, tokens=n_tokens, split=split, seed=seed)
     moments = {name: Moments(site_pairs, products=products, features=features) for name in SPLITS}
-    return RunPlan(model, moments, batches, info, max_length)
+    text_shard = TextShard(corpus.name, corpus.sha256, index, n_shards)
+    return RunPlan(model, moments, batches, replace(info, text=describe_shards([text_shard])), max_length, text_shard)
+
+
+def _positions_with_history(positions: Positions, pairs: Sequence[Pair]) -> Positions:
+    """Return the positions at which every source has its earlier states, of positions that themselves count."""
+    lag = lag_of(source for source, _ in pairs)
+    if not lag:
+        return positions
+    if positions.kind == "first":
+        raise BadText(
+            f"expected {argument('positions')} that have earlier ones for {describe_pairs(pairs)}, got first; use last "
+            f"or all, or sources without an offset"
+        )
+    return replace(positions, skip_first=positions.skip_first + lag)
 
 
 def collect_moments(
@@ -145,12 +177,14 @@ def collect_moments(
     max_length: int = MAX_LENGTH,
     features: FeatureKind | None = None,
     float32_products: bool | None = None,
+    shard: str | None = None,
     progress: Progress | None = None,
 ) -> SplitMoments:
     """Collect second moments of hidden states in one pass over a text; the arguments are those of `fit`.
 
     The `estimator` decides what is not passed, and checks the pairs; without one, pairs are to-last, features raw, and
-    the validation split runs too.
+    the validation split runs too. A `shard` "2/8" is the third of eight parts of the documents, for eight runs whose
+    moments are merged; `tokens` are those of all eight.
     """
     plan = plan_run(
         model,
@@ -165,6 +199,7 @@ def collect_moments(
         max_length=max_length,
         features=features,
         float32_products=float32_products,
+        shard=shard,
     )
     return plan.run(progress=progress)
 
@@ -178,65 +213,190 @@ class RunPlan:
     batches: dict[str, Batches]
     info: RunInfo
     max_length: int
+    shard: TextShard
 
     @property
     def cost(self) -> CostEstimate:
         """The memory and arithmetic that the run will take."""
-        return estimate_cost(self.model, self.moments["fit"], self.batches)
+        moments = self.moments["fit"]
+        return estimate_cost(self.model, moments, self.batches, speed=measure_speed(self.model, moments.products))
 
     def run(self, *, progress: Progress | None = None, checkpoint: Checkpoint | None = None) -> SplitMoments:
         """Run the text through the model and return its moments (with several processes: in the first one)."""
-        self.cost.require_memory()
+        self.cost.require_memory(self.model.device)
         group = checkpoint.group if checkpoint else ProcessGroup()
-        collected = SplitMoments(**self.moments, info=self.info, max_length=self.max_length)
-        steps = dict.fromkeys(self.batches, 0)
+        fresh = SplitMoments(**self.moments, info=self.info, max_length=self.max_length, texts=(self.shard,))
+        parts = [PartialSums(fresh, dict.fromkeys(self.batches, 0))]
         if checkpoint is not None:
-            collected, steps = checkpoint.restore(collected, steps)
+            parts = checkpoint.restore(fresh, list(self.batches))
         earlier_tokens = 0
-        # The largest split runs last: memory peaks in its pass, where all sums are allocated already.
-        for name in sorted(self.batches, key=lambda name: self.batches[name].n_tokens):
-            moments = collected.splits[name]
-            batches = self.batches[name].shard(group.rank, group.world)
-            remaining = (batches[index] for index in range(steps[name], len(batches)))
-            resumed_tokens = sum(batches[index].n_tokens for index in range(steps[name]))
-            n_tokens = earlier_tokens + resumed_tokens * group.world
-            captured = capture_states(self.model, remaining, moments.sites, reuse_buffer_rows=batches.max_picks)
-            with deferred_interrupt() as interrupt, closing(captured) as stream:
+        folder = checkpoint.folder if checkpoint and checkpoint.folder.is_dir() else None
+        with deferred_interrupt() as interrupt:
+            # The largest split runs last: memory peaks in its pass, where all sums are allocated already.
+            for name in sorted(self.batches, key=lambda name: self.batches[name].n_tokens):
+                with closing(self._add_split(name, parts, group, folder)) as rounds:
+                    for split_tokens in rounds:
+                        n_tokens = earlier_tokens + split_tokens
+                        if progress:
+                            progress(n_tokens, self.info.tokens)
+                        parts[:] = join_equal_parts(parts, fresh)
+                        stops, saves = group.any_of(interrupt.is_set(), checkpoint is not None and checkpoint.is_due())
+                        if checkpoint is not None and (stops or saves):
+                            checkpoint.save(parts)
+                        if stops:
+                            self._stop(n_tokens, resumable=checkpoint is not None)
+                for part in parts:
+                    part.moments.splits[name].release_buffers()
+                earlier_tokens += self.batches[name].n_tokens
+        if group.world == 1:
+            return parts[0].moments
+        for name, moments in fresh.splits.items():
+            group.gather(parts[0].moments.splits[name] if parts else None, moments)
+        group.lowest(0)  # no process leaves while others talk
+        return fresh
+
+    def _add_split(
+        self, name: str, parts: list[PartialSums], group: ProcessGroup, folder: Path | None
+    ) -> Generator[int]:
+        """Add the batches of a split that the parts lack, in order; yield the number of tokens done."""
+        batches, moments = self.batches[name], self.moments[name]
+        first = group.lowest(min((part.done[name] for part in parts), default=len(batches)))
+        n_tokens = batches.first(first).n_tokens
+        # In every round each copy of the model runs one batch. Processes that gather weights together all run: those
+        # without a batch in the last round run the last one again, for nothing.
+        in_lockstep = is_fully_sharded(self.model.hf)
+        stop = len(batches) + group.replica if in_lockstep else len(batches)
+        own_indices = range(first + group.replica, stop, group.replicas)
+        own = (batches[min(index, len(batches) - 1)] for index in own_indices)
+        captured = self._capture(own, moments.sites, batches.max_picks, folder)
+        layout: Layout | None = None
+        with closing(captured) as stream:
+            for start in range(first, len(batches), group.replicas):
                 states = next(stream, None)
-                group.share_shift(moments, states.at if states else None)
-                while states is not None:
+                if start + group.replica >= len(batches):
+                    states = None
+                at = states.at if states else None
+                layout = layout or group.share_layout(at)
+                indices = range(start, min(start + group.replicas, len(batches)))
+                round_batches = [
+                    states.batch if states and index == start + group.replica else batches[index] for index in indices
+                ]
+                n_rows = [batch.n_picks for batch in round_batches]
+                received = group.exchange(at, n_rows, moments.pairs, layout, self.model.device)
+                outlying: Sequence[Tensor | None] = [None] * len(n_rows)
+                # With all sites at hand, `Moments.add` finds them itself.
+                if moments.products == torch.float32 and (group.world > 1 or len(parts) > 1):
+                    held = [part.moments.splits[name] for part in parts]
+                    outlying = _outlying_rows(name, start, held, round_batches, received, group)
+                for index, batch, rows, mask in zip(indices, round_batches, received, outlying, strict=True):
+                    self._add_batch(name, [part for part in parts if part.done[name] == index], batch, rows, mask)
+                n_tokens += sum(batch.n_tokens for batch in round_batches)
+                # Release the states before the next ones are computed.
+                del states, at, received, rows
+                yield n_tokens
+
+    def _capture(
+        self, batches: Iterable[Batch], sites: Sequence[Site], max_picks: int, folder: Path | None
+    ) -> Generator[States]:
+        """Capture the states of batches; of an offloaded model layer by layer, so that its weights are read once.
+
+        States of one layer then wait in `folder`.
+        """
+        if is_offloaded(self.model.hf) and can_run_by_layer(self.model):
+            return capture_by_layer(self.model, list(batches), sites, folder)
+        return capture_states(self.model, batches, sites, reuse_buffer_rows=max_picks)
+
+    def _add_batch(
+        self, name: str, parts: list[PartialSums], batch: Batch, rows: Mapping[Site, Tensor], outlying: Tensor | None
+    ) -> None:
+        keys = sampling_keys(batch.document, batch.position, batch.sequence, seed=self.info.seed)
+        for part in parts:
+            with naming_batch(batch, name, part.done[name]):
+                part.moments.splits[name].add(rows, keys=keys, outlying=outlying)
+            part.done[name] += 1
+
+    def _stop(self, n_tokens: int, *, resumable: bool) -> NoReturn:
+        message = f"stopped after {n_tokens:,} of {self.info.tokens:,} tokens"
+        if resumable:
+            message += f"; the sums are saved: run the same command with {argument('resume', True)} to continue"
+        raise RunStopped(message, resumable=resumable)
+
+    def restrict(self, pairs: Sequence[Pair]) -> RunPlan:
+        """Return the plan of a pass for some of the pairs."""
+        moments = {
+            name: Moments(pairs, reservoir=split.reservoir.size, products=split.products, features=split.features)
+            for name, split in self.moments.items()
+        }
+        return replace(self, moments=moments)
+
+    @contextmanager
+    def staged(self, plan: MemoryPlan, *, progress: Progress | None = None) -> Iterator[StagedMoments]:
+        """Run the text through the model once, and hold states as the plan says until the end of the context."""
+        with nullcontext() if plan.spill is None else spill_folder(plan.spill) as folder:
+            splits: dict[str, Moments | StoredMoments] = dict(self.moments)
+            for name, moments in self.moments.items():
+                if plan.storage == "spill" or name != "fit":
+                    n_rows = self.batches[name].n_picks if name in self.batches else 0
+                    splits[name] = StoredMoments(moments, n_rows, folder and folder / f"{name}{SUFFIX}")
+            pairs = self.moments["fit"].pairs
+            staged = StagedMoments(splits, pairs, self.info, self.max_length, plan.targets_at_once, folder)
+            try:
+                self.store(staged, progress=progress)
+                yield staged
+            finally:
+                staged.close()
+
+    def store(self, staged: StagedMoments, *, progress: Progress | None = None) -> None:
+        """Run the text through the model once, and store the states of the splits that are formed later."""
+        done = 0
+        with deferred_interrupt() as interrupt:
+            for name, batches in self.batches.items():
+                split = staged.splits[name]
+                captured = self._capture(batches, split.sites, batches.max_picks, staged.spill)
+                for number, states in enumerate(captured):
                     batch = states.batch
                     keys = sampling_keys(batch.document, batch.position, batch.sequence, seed=self.info.seed)
-                    try:
-                        moments.add(states.at, keys=keys)
-                    except BadMoments as error:
-                        documents = batch.document
-                        raise BadMoments(
-                            f"{error} in batch {steps[name]} of the {name} split (documents {int(documents.min())} to "
-                            f"{int(documents.max())}); load the model in float32, or leave that text out"
-                        ) from error
-                    steps[name] += 1
-                    if checkpoint:
-                        checkpoint.save_if_due(collected, steps)
-                    n_tokens += batch.n_tokens * group.world
+                    with naming_batch(batch, name, number):
+                        split.add(states.at, keys=keys)
+                    done += batch.n_tokens
+                    del states
                     if progress:
-                        progress(n_tokens, self.info.tokens)
+                        progress(done, self.info.tokens)
                     if interrupt.is_set():
-                        message = f"stopped after {n_tokens:,} of {self.info.tokens:,} tokens"
-                        if checkpoint is None:
-                            raise RunStopped(message)
-                        checkpoint.save(collected, steps)
-                        raise RunStopped(
-                            f"{message}; the sums are saved: run the same command with {argument('resume', True)} to "
-                            f"continue",
-                            resumable=True,
-                        )
-                    states = None  # release this batch's states before the next are computed
-                    states = next(stream, None)
-            earlier_tokens += self.batches[name].n_tokens
-        for moments in collected.splits.values():
-            group.reduce(moments)
-        return collected
+                        raise RunStopped(f"stopped after {done:,} of {self.info.tokens:,} tokens")
+
+
+@contextmanager
+def naming_batch(batch: Batch, split: str, number: int) -> Iterator[None]:
+    """Name a batch and its documents in the error that its states raise."""
+    try:
+        yield
+    except BadMoments as error:
+        documents = batch.document
+        raise BadMoments(
+            f"{error} in batch {number} of the {split} split (documents {int(documents.min())} to "
+            f"{int(documents.max())}); load the model in float32, or leave that text out"
+        ) from error
+
+
+def _outlying_rows(
+    split: str,
+    first: int,
+    parts: Sequence[Moments],
+    batches: Sequence[Batch],
+    received: Sequence[Mapping[Site, Tensor]],
+    group: ProcessGroup,
+) -> list[Tensor]:
+    """The rows of every batch that are outlying at any site: those of the parts, and of the other processes."""
+    masks = [torch.zeros(batch.n_picks, dtype=torch.bool) for batch in batches]
+    for number, (mask, batch, rows) in enumerate(zip(masks, batches, received, strict=True), start=first):
+        for moments in parts:
+            with naming_batch(batch, split, number):
+                widened, _ = check_states(rows, moments.sites)
+            if not moments.shift:
+                moments.shift = moments.shift_for(widened)
+            mask |= moments.outlying_rows(widened).cpu()
+    return group.combine_masks(masks)
 
 
 def product_dtype(model: Model, *, float32_products: bool = False) -> torch.dtype:
@@ -245,8 +405,15 @@ def product_dtype(model: Model, *, float32_products: bool = False) -> torch.dtyp
     `calibrated` collects three times the products of `mat`, and its penalty is far above their rounding. Without a
     penalty it would not be: h and h / rms(h) are nearly the same directions.
     """
-    exact = model.device.type == "cpu" and not float32_products
+    exact = _has_fast_float64(model.device) and not float32_products
     return torch.float64 if exact else torch.float32
+
+
+def _has_fast_float64(device: torch.device) -> bool:
+    """Whether float64 takes at most twice the time of float32: on CPUs and data-centre GPUs. Others take 32 times."""
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) in _FAST_FLOAT64
+    return device.type == "cpu"
 
 
 def sample_positions(available: int, width: int, *, everywhere: bool = False) -> Positions:
@@ -260,144 +427,3 @@ def sample_positions(available: int, width: int, *, everywhere: bool = False) ->
     if share == 1.0:
         return Positions("all", skip_first=skip_first, special=everywhere)
     return Positions("share", round(share + 5e-4, 3), skip_first=skip_first, special=everywhere)
-
-
-@dataclass
-class Checkpoint:
-    """Saved moments of an unfinished run, one file for each process."""
-
-    folder: Path
-    every: float = 60.0
-    """Seconds between saves; more where saving is slow."""
-    resume: bool = False
-    group: ProcessGroup = field(default_factory=lambda: ProcessGroup())
-
-    def __post_init__(self) -> None:
-        self._saved_at = time.monotonic()
-        self._seconds_to_save = 0.0
-
-    @property
-    def path(self) -> Path:
-        """The file of this process."""
-        return self.folder / f"unfinished-{self.group.rank}-of-{self.group.world}.safetensors"
-
-    def restore(self, fresh: SplitMoments, steps: dict[str, int]) -> tuple[SplitMoments, dict[str, int]]:
-        """Return the saved moments and steps if the run is to be resumed, or else those passed in."""
-        if not self.resume or not self.path.is_file():
-            return fresh, steps
-        saved, progress = SplitMoments.load_unfinished(self.path)
-        ours, theirs = (
-            asdict(run.info) | {"max_length": run.max_length, "features": run.fit.features} for run in (fresh, saved)
-        )
-        changed = [name for name in ours if theirs[name] != ours[name]]
-        if changed or saved.fit.pairs != fresh.fit.pairs or set(progress or {}) != set(steps):
-            changes = ", ".join(f"{name} {theirs[name]} → {ours[name]}" for name in changed)
-            raise BadArtifact(
-                f"the unfinished run in {self.folder} had other settings ({changes or 'pairs'}); use the same, or "
-                f"{argument('force', True)} instead of {argument('resume', True)} to start again"
-            )
-        return saved, progress or steps
-
-    def save_if_due(self, collected: SplitMoments, steps: Mapping[str, int]) -> None:
-        """Save if the last save is long enough ago."""
-        wait = max(self.every, self._seconds_to_save / SAVING_SHARE)
-        if time.monotonic() - self._saved_at >= wait:
-            self.save(collected, steps)
-
-    def save(self, collected: SplitMoments, steps: Mapping[str, int]) -> None:
-        """Save the moments and the number of batches done by split."""
-        start = time.monotonic()
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        collected.save(self.path, progress=steps)
-        self._saved_at = time.monotonic()
-        self._seconds_to_save = self._saved_at - start
-
-    def clear(self) -> None:
-        """Remove the unfinished files of all processes, and of a tuning that has ended."""
-        for path in self.folder.glob("unfinished-*"):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[threading.Event]:
-    """Let a batch finish before Ctrl-C or a termination request, which set the event: half-added sums are useless.
-
-    A second Ctrl-C stops at once, and loses what came after the last save.
-    """
-    interrupt = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt  # only the main thread may handle signals
-        return
-
-    def request(number: int, frame: object) -> None:
-        if interrupt.is_set():
-            raise KeyboardInterrupt
-        interrupt.set()
-
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@dataclass(frozen=True)
-class ProcessGroup:
-    """The rank of this process, and the number of processes that share a run."""
-
-    rank: int = 0
-    world: int = 1
-
-    @classmethod
-    def from_environment(cls) -> ProcessGroup:
-        """Join the process group that `torchrun` started, if it did."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world == 1:
-            return cls()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if not dist.is_initialized():
-            # Sums are on the devices, counts and samples in memory.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        return cls(dist.get_rank(), world)
-
-    def leave(self) -> None:
-        """Leave the group: a process that ends with open connections may be aborted on exit."""
-        if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
-
-    def share_shift(self, moments: Moments, first: Mapping[Site, Tensor] | None) -> None:
-        """Give every process the first process's shift: sums about one shift simply add."""
-        if self.world == 1:
-            return
-        ours = moments.shift or (moments.shift_for(first) if first else {})
-        message: list[Any] = [{str(site): shift.cpu() for site, shift in ours.items()}]
-        _communicate(lambda: dist.broadcast_object_list(message, src=0))
-        if moments.n == 0:
-            moments.set_shift({Site.parse(site): shift for site, shift in message[0].items()})
-
-    def reduce(self, moments: Moments) -> None:
-        """Add all processes' sums into the first process's."""
-        if self.world == 1:
-            return
-        count = torch.tensor(moments.n, dtype=torch.float64)
-        totals = [count, *(moments.sums.named().values() if moments.sums else ())]
-        _communicate(lambda: [dist.reduce(total, dst=0) for total in totals])
-        moments.n = int(count.item())
-        reservoirs: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        _communicate(lambda: dist.gather_object(moments.reservoir, reservoirs, dst=0))
-        for other in (reservoirs or [])[1:]:
-            moments.reservoir.merge(other)
-
-
-def _communicate(action: Callable[[], object]) -> None:
-    try:
-        action()
-    except RuntimeError as error:
-        raise RunStopped(
-            f"another process of this run has died; run the same command with {argument('resume', True)} to continue "
-            f"from the saved sums",
-            resumable=True,
-        ) from error

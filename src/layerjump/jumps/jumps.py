@@ -3,14 +3,15 @@
 jumps = Jumps.from_pretrained("jumps/smollm2", model=model)
 predicted = jumps[12, 30](states)     # states at level 12 → states at level 30
 jumps.info[12, 30].r2                 # R² on text that nothing was fitted or chosen on
+jumps["final@-1+12", "final"](both)   # of a joint source: (…, 2 d), `final` one position earlier, then level 12
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +21,22 @@ from torch import nn
 from layerjump import __version__
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
-from layerjump.errors import BadJumps, NoSuchJump
+from layerjump.errors import BadJumps, NoSuchJump, WrongModel
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, Unchanged, to_affine, to_module
 from layerjump.models.fingerprint import ModelIdentity, identify_model
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Pair, Site, parse_pair
+from layerjump.models.sites import EMBEDDING, FINAL, JointSource, Pair, Site, SourceName, parse_pair
+from layerjump.notebook_tables import rows_table
 
 Lands = Literal["level", "final", "site"]
+JumpDtype = Literal["float32", "bfloat16", "float16"]
 _MAX_LISTED = 8
+_MAX_ROWS = 64
+"""Jumps in a notebook's table."""
+_BY_LEVEL = "temperature"
+"""The setting of `calibrated` that a run records for each level."""
+_MAY_DIFFER = ("model", "revision", "tokenizer", "layerjump")
+"""Fields of the provenance in which sets of one fit may differ."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class Infos(Mapping[Pair, JumpInfo]):
             names = [f"{source} → {target}" for source, target in self._infos]
             more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
             raise NoSuchJump(
-                f"there is no jump {source} → {target} in this set, only {', '.join(names[:_MAX_LISTED])}{more}; use "
+                f"this set has no jump {source} → {target}, only {', '.join(names[:_MAX_LISTED])}{more}; use "
                 f"one of these, or fit that pair"
             )
         return info
@@ -153,10 +162,19 @@ class JumpSpectrum:
 class Jumps(nn.Module):
     """A set of jumps: `jumps[3, 6]` is the module that maps states at level 3 to level 6.
 
-    Iterating gives the (source, target) pairs, sorted. Parameters are float32 without gradients.
+    Iterating gives the (source, target) pairs, sorted. Parameters are float32 without gradients, unless another dtype
+    was asked for.
     """
 
-    def __init__(self, maps: Mapping[Pair, nn.Module], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> None:
+    def __init__(
+        self,
+        maps: Mapping[Pair, nn.Module],
+        infos: Mapping[Pair, JumpInfo],
+        provenance: Provenance,
+        *,
+        read_map: Callable[[Pair], nn.Module] | None = None,
+    ) -> None:
+        """`read_map` reads the maps that are not among `maps` when they are first used."""
         super().__init__()
         self.info = Infos(infos)
         self.provenance = provenance
@@ -164,7 +182,11 @@ class Jumps(nn.Module):
         """Name of the model they are used on, where its weights are not those they were fitted on."""
         self.folder: Path | None = None
         """Folder they were loaded from, in which a calibrated exit rule may be found too."""
-        self.maps = nn.ModuleDict({_module_name(pair): maps[pair] for pair in self.info})
+        self.maps = nn.ModuleDict({_module_name(pair): maps[pair] for pair in self.info if pair in maps})
+        self._read_map = read_map
+        self._placement: torch.Tensor
+        # Follows `to`, `half` and the like, for maps that are read later.
+        self.register_buffer("_placement", torch.empty(0), persistent=False)
 
     @classmethod
     def from_maps(cls, maps: Mapping[Pair, Affine], infos: Mapping[Pair, JumpInfo], provenance: Provenance) -> Jumps:
@@ -179,13 +201,37 @@ class Jumps(nn.Module):
         modules = {pair: to_module(maps[pair], infos[pair].features) for pair in maps}
         return cls(modules, infos, provenance)
 
+    @classmethod
+    def join(cls, parts: Sequence[Jumps]) -> Jumps:
+        """Put several sets of one model, text and estimator into one: the levels of a fit, split over several runs.
+
+        Raises `WrongModel` for different weights, and `BadJumps` for a pair in two sets and for other differences.
+        """
+        if not parts:
+            raise BadJumps("expected at least one set of jumps to join, got none")
+        provenance, maps, infos = parts[0].provenance, {}, {}
+        temperatures: dict[str, float] = {}
+        for part in parts:
+            _check_joinable(provenance, part.provenance)
+            for pair, info in part.info.items():
+                if pair in infos:
+                    raise BadJumps(f"the jump {pair[0]} → {pair[1]} is in more than one of these sets; leave one out")
+                maps[pair], infos[pair] = part[pair], info
+            temperatures |= part.provenance.settings.get(_BY_LEVEL, {})
+        settings = provenance.settings | ({_BY_LEVEL: temperatures} if temperatures else {})
+        return cls(maps, infos, replace(provenance, settings=settings))
+
     def __getitem__(self, pair: Any) -> nn.Module:
         source, target = parse_pair(pair)
         if source == target:
             _check_site(source, self.provenance.n_blocks)
             return Unchanged(self.provenance.width)
         info = self.info[source, target]
-        return self.maps[_module_name((info.source, info.target))]
+        name = _module_name((info.source, info.target))
+        if name not in self.maps:
+            assert self._read_map is not None
+            self.maps[name] = self._read_map((info.source, info.target)).to(self._placement)
+        return self.maps[name]
 
     def __iter__(self) -> Iterator[Pair]:
         return iter(self.info)
@@ -198,7 +244,7 @@ class Jumps(nn.Module):
 
     @property
     def n_parameters(self) -> int:
-        """The number of values that all maps store together."""
+        """The number of values that all maps in memory store together."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -206,7 +252,7 @@ class Jumps(nn.Module):
         """The memory that these values take."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
-    def spectrum(self, source: int | str | Site, target: int | str | Site) -> JumpSpectrum:
+    def spectrum(self, source: SourceName, target: int | str | Site) -> JumpSpectrum:
         """Return singular values, ranks and distance from the identity of one jump's weight."""
         affine = to_affine(self[source, target])
         dy, dx = affine.shape
@@ -237,14 +283,32 @@ class Jumps(nn.Module):
             f"d {provenance.width}, fitted on {provenance.model} with {positions}{other})"
         )
 
+    def _repr_html_(self) -> str:
+        from layerjump.jumps.model_card import HeldOutScores
+
+        held_out = HeldOutScores.of(self)
+        if held_out is not None:
+            head = ["level", "KL", "KL, logit lens", "same top token", "same top token, logit lens"]
+            columns = held_out.kl, held_out.kl_identity, held_out.agreement, held_out.agreement_identity
+            return rows_table(repr(self), head, list(zip(held_out.level, *columns, strict=True)))
+        rows = [
+            [f"{source} → {target}", *(score[0] if score else "–" for score in (info.r2, info.r2_identity))]
+            for (source, target), info in list(self.info.items())[:_MAX_ROWS]
+        ]
+        more = f"; the first {_MAX_ROWS} of {len(self)}" if len(self) > _MAX_ROWS else ""
+        return rows_table(repr(self) + more, ["jump", "R², held out", "R² of the identity"], rows)
+
     # The three methods below take huggingface_hub's names and arguments. Its `ModelHubMixin` itself is
     # not used: it looks for a config.json that we do not have, and lets its own errors through.
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write jumps.safetensors and jumps.json into a folder."""
+    def save_pretrained(self, save_directory: str | Path, *, storage: Literal["float32", "int8"] = "float32") -> None:
+        """Write jumps.safetensors and jumps.json into a folder.
+
+        `storage="int8"` takes a quarter of the bytes: codes of 8 bits, and a factor for each row of a matrix.
+        """
         from layerjump.jumps import serialization
 
-        serialization.save(self, save_directory)
+        serialization.save(self, save_directory, storage=storage)
 
     @classmethod
     def from_pretrained(
@@ -257,8 +321,15 @@ class Jumps(nn.Module):
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        lazy: bool = False,
+        dtype: JumpDtype = "float32",
     ) -> Jumps:
-        """Load a folder or a hub repository; with a model, check that the jumps were fitted on it."""
+        """Load a folder or a hub repository; with a model, check that the jumps were fitted on it.
+
+        With `lazy`, a jump is read when it is first used, to the device that the set was moved to. That takes neither
+        time nor memory for the other jumps, but the checksum of the whole file is not verified. `dtype` is that of the
+        maps in memory: bfloat16 and float16 take half of float32.
+        """
         from layerjump.jumps import serialization
 
         name = str(pretrained_model_name_or_path)
@@ -277,7 +348,7 @@ class Jumps(nn.Module):
                     allow_patterns=list(serialization.FILES),
                 )
             folder = Path(downloaded)
-        return serialization.load(folder, model=model, allow_other_weights=allow_other_weights)
+        return serialization.load(folder, model=model, allow_other_weights=allow_other_weights, lazy=lazy, dtype=dtype)
 
     def push_to_hub(
         self,
@@ -288,14 +359,20 @@ class Jumps(nn.Module):
         token: str | None = None,
         branch: str | None = None,
         create_pr: bool | None = None,
+        storage: Literal["float32", "int8"] = "float32",
     ) -> str:
-        """Upload to a hub repository, which is created if needed; return the commit's address."""
+        """Upload to a hub repository, which is created if needed, with a model card; return the commit's address.
+
+        `lj.load_jumps(model)` looks for the jumps of a model under `layerjump/<model>`.
+        """
         from huggingface_hub import HfApi
 
         from layerjump.jumps import serialization
+        from layerjump.jumps.model_card import model_card
 
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, storage=storage)
+            (Path(folder) / "README.md").write_text(model_card(self, repo_id), encoding="utf-8")
             with serialization.hub_errors(f"the jumps cannot be uploaded to {repo_id}"):
                 api = HfApi(token=token)
                 return api.upload_folder(
@@ -307,15 +384,37 @@ class Jumps(nn.Module):
                 )
 
 
+def _check_joinable(first: Provenance, other: Provenance) -> None:
+    """Raise an error unless two sets come from one fit, but for its pairs."""
+    if first.fingerprint != other.fingerprint:
+        raise WrongModel(
+            f"these jumps were fitted on different weights: {first.model} ({first.fingerprint[:8]}) and {other.model} "
+            f"({other.fingerprint[:8]}); join jumps of one model only"
+        )
+    if "refine" in first.settings or "refine" in other.settings:
+        raise BadJumps("these jumps were refined, which records one result for all levels; join them, then refine")
+    # Names of one model may differ, and an older version fits the same jumps.
+    ours, theirs = ({k: v for k, v in vars(p).items() if k not in _MAY_DIFFER} for p in (first, other))
+    for fields in (ours, theirs):
+        fields["settings"] = {k: v for k, v in fields["settings"].items() if k != _BY_LEVEL}
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise BadJumps(
+                f"these jumps come from different runs: {name} is {value!r} and {theirs[name]!r}; fit them with the "
+                f"same text and settings, but for the pairs"
+            )
+
+
 def _module_name(pair: Pair) -> str:
     # The name of a submodule may not contain a dot.
     return "{}>{}".format(*pair).replace(".", ":")
 
 
 def _check_site(site: Site, n_blocks: int) -> None:
-    first = 0 if site.part == "level" else 1
-    if site.part != "final" and not first <= site.index <= n_blocks:
-        raise NoSuchJump(f"the model has {n_blocks} blocks, so it has no site {site}")
+    for term in site.terms:
+        first = 0 if term.site.part == "level" else 1
+        if term.site not in (FINAL, EMBEDDING) and not first <= term.site.index <= n_blocks:
+            raise NoSuchJump(f"the model has {n_blocks} blocks, so it has no site {term.site}")
 
 
 def _check(pair: Pair, affine: Affine, info: JumpInfo, provenance: Provenance) -> None:
@@ -328,14 +427,16 @@ def _check(pair: Pair, affine: Affine, info: JumpInfo, provenance: Provenance) -
         )
     if source == target:
         raise BadJumps(f"a jump {source} → {source} is the identity by definition; leave it out")
+    if isinstance(target, JointSource):
+        raise BadJumps(f"a jump leads to one site at one position, not to {target}; pass a site as its target")
     for site in pair:
         _check_site(site, provenance.n_blocks)
     name = f"the map {source} → {target}"
     if info.features not in FEATURES:
         raise BadJumps(f"{name} reads {info.features!r}; features are {', '.join(FEATURES)}")
     (dy, dx), width = affine.shape, provenance.width
-    expected = width * (2 if info.features == "both" else 1)
-    if source.part == "level" and dx != expected:
+    expected = width * len(source.terms) * (2 if info.features == "both" else 1)
+    if all(term.site.part == "level" for term in source.terms) and dx != expected:
         raise BadJumps(f"{name} reads {dx} features, expected {expected} for d {width}")
     if target.part == "level" and dy != width:
         raise BadJumps(f"{name} has {dy} outputs, expected {width} for d {width}")

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from layerjump.models.structure import Pair
+from layerjump.models.sites import Pair
 
 FeatureKind = Literal["raw", "rms", "both"]
 FEATURES: tuple[FeatureKind, ...] = get_args(FeatureKind)
@@ -36,7 +36,9 @@ class Affine:
         """W, shape (dy, dx), multiplied out."""
         if len(self.factors) == 1:
             return self.factors[0]
-        return self.linear(torch.eye(self.shape[1], dtype=torch.float64))
+        stored = self.factors if self.bias is None else (*self.factors, self.bias)
+        device = stored[0].device if stored else None
+        return self.linear(torch.eye(self.shape[1], dtype=torch.float64, device=device))
 
     @property
     def n_parameters(self) -> int:
@@ -48,6 +50,11 @@ class Affine:
         """Return the same map in another dtype."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, factors=tuple(factor.to(dtype) for factor in self.factors), bias=bias)
+
+    def on(self, device: torch.device) -> Affine:
+        """Return the same map on a device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, factors=tuple(factor.to(device) for factor in self.factors), bias=bias)
 
     def times(self, factor: float) -> Affine:
         """Return the map whose outputs are `factor` times this one's."""

@@ -1,33 +1,31 @@
-"""Second moments of hidden states: sums that grow batch by batch, merge exactly, and yield centred moments; their file.
+"""Second moments of hidden states: sums that grow batch by batch, merge exactly, and yield centred moments.
 
 Closed-form estimators need nothing else. States are shifted by a fixed vector per site (the first batch's typical
 state), so that a large mean does not drown small differences. Sums are float64. Their products are float64 too: on a
 CPU that costs less than twice as much as float32, and jumps then equal a float64 solution to ten digits. Accelerators
 that are slow in float64 form products in float32 (`products`), as does `calibrated` for its many products; rows of
 outlying norm (attention sinks) still go through a float64 product.
+
+Sums live on the device of their source's states. Where a model is spread over several devices, the rows of targets
+travel, which are small next to the sums.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from layerjump.errors import BadArtifact, BadMoments, NewerFormat, WrongModel, argument, one_line
-from layerjump.io import parse_json, read_tensors, write_tensors
-from layerjump.jumps.jumps import RunInfo
+from layerjump.errors import BadMoments
 from layerjump.jumps.maps import FeatureKind, compute_features
-from layerjump.jumps.serialization import Pairing, Record, RunInfoRecord, read_record
+from layerjump.jumps.reservoir import Reservoir
 from layerjump.metrics.logits import upcast
-from layerjump.models.structure import FINAL, Pair, Site, sites_of
+from layerjump.models.sites import Pair, Site, sites_of
 
 OUTLYING = 8.0
 """Rows whose shifted norm is this many times the batch's median are multiplied in float64."""
@@ -38,13 +36,6 @@ ROWS_AT_ONCE = 1024
 # A standard deviation below this share of the mean counts as none. Float32 states cannot vary by
 # less; and rounding of float64 ones, squared next to such a deviation, stays under every cut-off.
 CONSTANT = 1e-8
-SPLITS = ("fit", "validation", "test")
-MAX_LENGTH = 512
-"""Longest sequence, unless a run is planned with another; longer documents are cut."""
-FORMAT = 1
-KIND = "layerjump moments"
-MAX_SAMPLED = 100_000
-"""Raw states that a file may claim to hold: memory for all of them is allocated at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +46,10 @@ class Source:
     mean: Tensor  # (dx,)
     scatter: Tensor  # (dx, dx), Σ (x − x̄)(x − x̄)ᵀ
 
+    def to(self, device: torch.device) -> Source:
+        """Return the same moments on another device."""
+        return Source(self.n, self.mean.to(device), self.scatter.to(device))
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -62,8 +57,11 @@ class Target:
 
     mean: Tensor  # (dy,)
     cross: Tensor  # (dx, dy), Σ (x − x̄)(y − ȳ)ᵀ
-    sum_squares: Tensor  # (dy,), Σ (y − ȳ)², the diagonal only
-    scatter: Tensor | None = None  # (dy, dy), where a study collects it
+    sum_squares: Tensor  # (dy,), Σ (y − ȳ)²
+
+    def to(self, device: torch.device) -> Target:
+        """Return the same moments on another device."""
+        return Target(self.mean.to(device), self.cross.to(device), self.sum_squares.to(device))
 
 
 @dataclass(eq=False)
@@ -85,6 +83,18 @@ class Sums:
         tensors |= {f"square/{site}": tensor for site, tensor in self.gram.items()}
         tensors |= {f"diagonal/{site}": tensor for site, tensor in self.diagonal.items()}
         return tensors | {f"cross/{a}>{b}": tensor for (a, b), tensor in self.cross.items()}
+
+    def filled(self, named: Mapping[str, Tensor]) -> Sums:
+        """Return sums of the same sites and pairs that hold the tensors of a file."""
+        return Sums(
+            sum={site: named[f"sum/{site}"] for site in self.sum},
+            gram={site: named[f"square/{site}"] for site in self.gram},
+            diagonal={site: named[f"diagonal/{site}"] for site in self.diagonal},
+            cross={(a, b): named[f"cross/{a}>{b}"] for a, b in self.cross},
+            norm=named["norm"],
+            cosine=named["cosine"],
+            angle=named["angle"],
+        )
 
 
 class Moments:
@@ -111,7 +121,7 @@ class Moments:
         self.n = 0
         self.shift: dict[Site, Tensor] = {}
         self.sums: Sums | None = None
-        sampled = [site for site in self.sites if site.part == "level" or site == FINAL]
+        sampled = [site for site in self.sites if site.between_blocks]
         self.reservoir = Reservoir(sampled, reservoir)
         self._targets_of = {a: [b for source, b in self.pairs if source == a] for a in self.sources}
         self._targets = list(dict.fromkeys(target for _, target in self.pairs))
@@ -123,21 +133,17 @@ class Moments:
             )
 
     @torch.no_grad()
-    def add(self, states: Mapping[Site, Tensor], *, keys: Tensor | None = None) -> None:
+    def add(self, states: Mapping[Site, Tensor], *, keys: Tensor | None = None, outlying: Tensor | None = None) -> None:
         """Add a batch: one row of every site's tensor for each picked position.
 
-        `keys` decide which rows the reservoir samples (see `sampling_keys`); without them it samples none.
+        `keys` decide which rows the reservoir samples (see `sampling_keys`); without them it samples none. `outlying`
+        marks the rows that are multiplied in float64 among float32 products; without it, `outlying_rows` does.
         """
-        widened = {site: upcast(states[site]) for site in self.sites}
-        n_rows = {len(rows) for rows in widened.values()}
-        if len(n_rows) != 1:
-            raise BadMoments(f"expected the same number of rows at every site, got {sorted(n_rows)}")
-        for site, rows in widened.items():
-            # Checked before anything is added: one NaN or infinite value makes the column sum non-finite.
-            if not torch.isfinite(rows.sum(dtype=torch.float64)):
-                raise BadMoments(f"the states at site {site} hold NaN or infinite values")
+        widened, n_rows = check_states(states, self.sites)
+        home = widened[self.sites[0]].device
         if self.sums is None:
             self.set_shift(self.shift_for(widened))
+        self._move_to({site: rows.device for site, rows in widened.items()})
         self._check_widths({s: self._features(s, rows[:1]).shape[-1] for s, rows in widened.items()})
 
         def shifted(site: Site) -> Tensor:
@@ -153,25 +159,31 @@ class Moments:
         if self.products == torch.float64:
             self._add_products(shifted)
         else:
-            self._add_float32_products(widened)
+            self._add_float32_products(widened, self.outlying_rows(widened) if outlying is None else outlying)
         sums = self._require_sums()
         norms = {site: torch.linalg.vector_norm(widened[site], dim=-1) for site in self.sites}
-        sums.norm += torch.stack([norms[site].double().sum() for site in self.sites])
+        sums.norm += torch.stack([norms[site].double().sum().to(home) for site in self.sites])
         cosines, angles = [], []
+        states_on, norms_on = _Copies(widened), _Copies(norms)
         for a, b in self.pairs:
             if widened[a].shape != widened[b].shape:
                 cosines.append(sums.cosine.new_full((), torch.nan))
                 angles.append(cosines[-1])
                 continue
-            length = (norms[a] * norms[b]).clamp(min=torch.finfo(norms[a].dtype).tiny)
-            cosine = (torch.linalg.vecdot(widened[a], widened[b]) / length).double().clamp(-1, 1)
-            cosines.append(cosine.sum())
-            angles.append(cosine.arccos().sum() / torch.pi)
+            device = widened[a].device
+            length = (norms[a] * norms_on(b, device)).clamp(min=torch.finfo(norms[a].dtype).tiny)
+            cosine = (torch.linalg.vecdot(widened[a], states_on(b, device)) / length).double().clamp(-1, 1)
+            cosines.append(cosine.sum().to(home))
+            angles.append((cosine.arccos().sum() / torch.pi).to(home))
         sums.cosine += torch.stack(cosines)
         sums.angle += torch.stack(angles)
-        self.n += n_rows.pop()
+        self.n += n_rows
         if keys is not None:
             self.reservoir.add(widened, keys)
+
+    def release_buffers(self) -> None:
+        """Release the copies of states that are reused from batch to batch, when no batch follows."""
+        self._buffers.clear()
 
     def merge(self, other: Moments) -> None:
         """Add another run's sums, which may be about another shift."""
@@ -189,7 +201,7 @@ class Moments:
             self._check_widths({site: len(shift) for site, shift in other.shift.items()})
             moved = other._sums_about(self.shift).named()
             for name, total in self.sums.named().items():
-                total += moved[name]
+                total += moved[name].to(total.device)
         self.n += other.n
         self.reservoir.merge(other.reservoir)
 
@@ -208,25 +220,42 @@ class Moments:
         return shift
 
     def set_shift(self, shift: Mapping[Site, Tensor]) -> None:
-        """Start from zero about a given shift (processes that will add their sums must share it)."""
+        """Start from zero about a given shift."""
         self.shift = {site: shift[site].double() for site in self.sites}
-        self.sums = self.zeros(next(iter(self.shift.values())).device)
+        self.sums = self.zeros()
 
-    def zeros(self, device: torch.device | str) -> Sums:
-        """Return sums of zero in the shapes that the shift's widths imply."""
+    def zeros(self, device: torch.device | str | None = None) -> Sums:
+        """Return sums of zero in the shapes that the shift's widths imply, each on the device of its source's shift."""
 
-        def zero(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
+        def zero(site: Site, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device or self.shift[site].device)
 
         width = {site: len(self.shift[site]) for site in self.sites}
+        first = self.sites[0]
         return Sums(
-            sum={site: zero(width[site]) for site in self.sites},
-            gram={site: zero(width[site], width[site]) for site in self.gram_sites},
-            diagonal={s: zero(width[s]) for s in self.sites if s not in self.gram_sites},
-            cross={(a, b): zero(width[a], width[b]) for a, b in self.pairs},
-            norm=zero(len(self.sites)),
-            cosine=zero(len(self.pairs)),
-            angle=zero(len(self.pairs)),
+            sum={site: zero(site, width[site]) for site in self.sites},
+            gram={site: zero(site, width[site], width[site]) for site in self.gram_sites},
+            diagonal={s: zero(s, width[s]) for s in self.sites if s not in self.gram_sites},
+            cross={(a, b): zero(a, width[a], width[b]) for a, b in self.pairs},
+            norm=zero(first, len(self.sites)),
+            cosine=zero(first, len(self.pairs)),
+            angle=zero(first, len(self.pairs)),
+        )
+
+    def _move_to(self, devices: Mapping[Site, torch.device]) -> None:
+        """Move sums to their states' devices: sums from a file or from another process are on the CPU."""
+        if all(self.shift[site].device == device for site, device in devices.items()):
+            return
+        sums, home = self._require_sums(), devices[self.sites[0]]
+        self.shift = {site: shift.to(devices[site]) for site, shift in self.shift.items()}
+        self.sums = Sums(
+            sum={site: total.to(devices[site]) for site, total in sums.sum.items()},
+            gram={site: gram.to(devices[site]) for site, gram in sums.gram.items()},
+            diagonal={site: diagonal.to(devices[site]) for site, diagonal in sums.diagonal.items()},
+            cross={(a, b): cross.to(devices[a]) for (a, b), cross in sums.cross.items()},
+            norm=sums.norm.to(home),
+            cosine=sums.cosine.to(home),
+            angle=sums.angle.to(home),
         )
 
     # -- centred moments
@@ -234,34 +263,62 @@ class Moments:
     def source(self, site: Site) -> Source:
         """Return the centred moments of a source site."""
         sums = self._require_sums()
-        total, gram = sums.sum[site], sums.gram[site]
-        scatter = _mirror(gram) - torch.outer(total, total) / max(self.n, 1)
+        scatter = _mirror(sums.gram[site])
+        scatter -= _outer_mean(sums.sum[site], sums.sum[site], self.n)
         return Source(self.n, self.mean(site), scatter)
 
     def target(self, source: Site, target: Site) -> Target:
-        """Return the centred moments that pair a source with a target."""
+        """Return the centred moments that pair a source with a target, on the source's device."""
         sums, n = self._require_sums(), max(self.n, 1)
-        x, y, gram = sums.sum[source], sums.sum[target], sums.gram.get(target)
-        diagonal = sums.diagonal[target] if gram is None else gram.diagonal()
-        return Target(
-            self.mean(target),
-            sums.cross[source, target] - torch.outer(x, y) / n,
-            # Rounding may leave a constant coordinate a hair below zero.
-            (diagonal - y.square() / n).clamp(min=0),
-            None if gram is None else _mirror(gram) - torch.outer(y, y) / n,
-        )
+        x, gram = sums.sum[source], sums.gram.get(target)
+        y = sums.sum[target].to(x.device)
+        diagonal = (sums.diagonal[target] if gram is None else gram.diagonal()).to(x.device)
+        cross = _outer_mean(x, y, n)
+        torch.sub(sums.cross[source, target], cross, out=cross)
+        # Rounding may leave a constant coordinate a hair below zero.
+        return Target(self.mean(target).to(x.device), cross, (diagonal - y.square() / n).clamp(min=0))
 
-    def pair_moments(self, pair: Pair, features: FeatureKind) -> tuple[Source, Target]:
+    def targets(self, source: Site, sites: Sequence[Site]) -> Targets:
+        """Return the centred moments that pair a source with each of some targets, formed when they are read."""
+        return Targets(self, source, sites)
+
+    def select_features(self, source: Source, target: Target, features: FeatureKind) -> tuple[Source, Target]:
         """Return both sides of a pair for one kind of features: sums of both features hold each alone as well."""
-        source, target = self.source(pair[0]), self.target(*pair)
         if features == self.features:
             return source, target
         width = len(source.mean) // 2
         part = slice(0, width) if features == "raw" else slice(width, None)
         return (
             Source(source.n, source.mean[part], source.scatter[part, part]),
-            Target(target.mean, target.cross[part], target.sum_squares, target.scatter),
+            Target(target.mean, target.cross[part], target.sum_squares),
         )
+
+    def pair_moments(self, pair: Pair, features: FeatureKind) -> tuple[Source, Target]:
+        """Return both sides of a pair for one kind of features."""
+        return self.select_features(self.source(pair[0]), self.target(*pair), features)
+
+    def subset(self, pairs: Sequence[Pair], *, sample: bool = False) -> Moments:
+        """Return the moments of some of the pairs; they share these sums. `sample`: with the sampled states."""
+        part = Moments(
+            pairs,
+            reservoir=self.reservoir.size if sample else 0,
+            full_targets=self.full_targets,
+            products=self.products,
+            features=self.features,
+        )
+        part.join([self])
+        return part
+
+    def join(self, parts: Sequence[Moments]) -> None:
+        """Take over the sums of these pairs from moments of the same rows, each of which has some of the pairs."""
+        filled = [(part, part.sums) for part in parts if part.sums is not None]
+        if not filled:
+            return
+        self.n = filled[0][0].n
+        shift = {site: shift for part, _ in filled for site, shift in part.shift.items()}
+        self.shift = {site: shift[site] for site in self.sites}
+        self.sums = _select_sums(filled, self)
+        self.reservoir.join([part.reservoir for part in parts])
 
     def mean(self, site: Site) -> Tensor:
         """Return the mean state at a site."""
@@ -293,6 +350,7 @@ class Moments:
         """Add all products of shifted rows. Rows of targets are held for all their sources, others made one by one."""
         sums = self._require_sums()
         held = {site: shifted(site) for site in self._targets}
+        held_on = _Copies(held)
         for site in self.sites:
             rows = held[site] if site in held else shifted(site)
             sums.sum[site] += rows.sum(0, dtype=torch.float64)
@@ -305,30 +363,41 @@ class Moments:
             else:
                 sums.diagonal[site] += rows.square().sum(0, dtype=torch.float64)
             for target in self._targets_of.get(site, ()):
-                _add_product(sums.cross[site, target], rows, held[target])
+                _add_product(sums.cross[site, target], rows, held_on(target, rows.device))
 
-    def _add_float32_products(self, states: Mapping[Site, Tensor]) -> None:
-        """Multiply in float32, except rows of such norm that their rounding would cover the others."""
+    def outlying_rows(self, states: Mapping[Site, Tensor]) -> Tensor:
+        """Return which rows have such a norm at some site that their rounding in float32 would cover the others."""
+        first = states[self.sites[0]]
+        is_outlying = torch.zeros(len(first), dtype=torch.bool, device=first.device)
+        for site in self.sites:
+            rows = self._features(site, states[site])
+            norm = torch.linalg.vector_norm(rows - self.shift[site].to(rows), dim=-1)
+            is_outlying |= (norm > OUTLYING * norm.median()).to(first.device)
+        return is_outlying
+
+    def _add_float32_products(self, states: Mapping[Site, Tensor], is_outlying: Tensor) -> None:
+        """Multiply in float32, except outlying rows."""
         features = {site: self._features(site, states[site]) for site in self.sites}
         shifted = {site: rows - self.shift[site].to(rows) for site, rows in features.items()}
-        outlying = torch.zeros(len(next(iter(shifted.values()))), dtype=torch.bool)
-        for rows in shifted.values():
-            norm = torch.linalg.vector_norm(rows, dim=-1)
-            outlying |= (norm > OUTLYING * norm.median()).to(outlying.device)
-        self._add_products(lambda site: features[site][outlying].double() - self.shift[site])
-        for rows in shifted.values():
-            rows[outlying] = 0
-        for start in range(0, len(outlying), ROWS_AT_ONCE):
+        # The host reads their number once; a Boolean mask would be read again for every site.
+        outlying = is_outlying.nonzero()[:, 0]
+        if len(outlying):
+            index = {rows.device: outlying.to(rows.device) for rows in shifted.values()}
+            self._add_products(lambda site: features[site][index[features[site].device]].double() - self.shift[site])
+            for rows in shifted.values():
+                rows[index[rows.device]] = 0
+        for start in range(0, len(is_outlying), ROWS_AT_ONCE):
             part = {site: rows[start : start + ROWS_AT_ONCE] for site, rows in shifted.items()}
             self._add_products(part.__getitem__)
 
     def _sums_about(self, shift: Mapping[Site, Tensor]) -> Sums:
         """Return a copy of the sums about another shift: (x − t) = (x − s) + δ, multiplied out."""
         sums, n = self._require_sums(), self.n
-        delta = {site: self.shift[site] - shift[site] for site in self.sites}
+        delta = {site: ours - shift[site].to(ours.device) for site, ours in self.shift.items()}
 
         def moved(product: Tensor, a: Site, b: Site) -> Tensor:
-            x, y, dx, dy = sums.sum[a], sums.sum[b], delta[a], delta[b]
+            x, dx = sums.sum[a], delta[a]
+            y, dy = sums.sum[b].to(x.device), delta[b].to(x.device)
             return product + torch.outer(dx, y) + torch.outer(x + n * dx, dy)
 
         return Sums(
@@ -354,84 +423,40 @@ class Moments:
                 )
 
 
-class Reservoir:
-    """A seeded sample of raw states that does not depend on order, batches or processes.
+class _Copies:
+    """Tensors of sites on the devices that ask for them: each travels at most once to each device."""
 
-    Every picked position has a key (`sampling_keys`); the reservoir holds the rows with the `size` smallest keys. So
-    reservoirs of parts merge to the reservoir of the whole. Memory is allocated once: a new row overwrites one that is
-    displaced. Reading sorts the rows.
-    """
+    def __init__(self, tensors: Mapping[Site, Tensor]) -> None:
+        self._tensors = tensors
+        self._copies: dict[tuple[Site, torch.device], Tensor] = {}
 
-    def __init__(self, sites: Sequence[Site], size: int) -> None:
-        self.sites, self.size = list(sites), size
-        self._keys = torch.empty(0, dtype=torch.int64)
-        self._rows: dict[Site, Tensor] = {}
-        self._filled = 0
-
-    @property
-    def keys(self) -> Tensor:
-        """The keys of the sampled rows, in ascending order."""
-        self._sort()
-        return self._keys[: self._filled]
-
-    @property
-    def states(self) -> dict[Site, Tensor]:
-        """The sampled rows of every site, in ascending order of their keys."""
-        self._sort()
-        return {site: rows[: self._filled] for site, rows in self._rows.items()}
-
-    def add(self, states: Mapping[Site, Tensor], keys: Tensor) -> None:
-        """Offer rows; those with small enough keys are sampled."""
-        if not self.sites or not self.size:
-            return
-        keys = keys.cpu()
-        candidates = torch.cat([self._keys[: self._filled], keys])
-        smallest = torch.argsort(candidates, stable=True)[: self.size]
-        new = smallest[smallest >= self._filled] - self._filled
-        if not len(new):
-            return
-        if not self._rows:
-            self._keys = torch.empty(self.size, dtype=torch.int64)
-            self._rows = {s: torch.empty(self.size, states[s].shape[-1]) for s in self.sites}
-        # New rows go to unused slots first, then to those of rows that are displaced.
-        displaced = torch.ones(self._filled, dtype=torch.bool)
-        displaced[smallest[smallest < self._filled]] = False
-        unused = torch.arange(self._filled, self.size)
-        slots = torch.cat([unused, displaced.nonzero()[:, 0]])[: len(new)]
-        self._keys[slots] = keys[new]
-        for site, rows in self._rows.items():
-            rows[slots] = states[site][new.to(states[site].device)].to(rows)
-        self._filled = min(self.size, self._filled + len(new))
-
-    def merge(self, other: Reservoir) -> None:
-        """Offer another reservoir's rows."""
-        if len(other.keys):
-            self.add(other.states, other.keys)
-
-    def _sort(self) -> None:
-        if bool((self._keys[: self._filled].diff() >= 0).all()):
-            return
-        order = torch.argsort(self._keys[: self._filled], stable=True)
-        self._keys[: self._filled] = self._keys[order]
-        for rows in self._rows.values():
-            rows[: self._filled] = rows[order]
+    def __call__(self, site: Site, device: torch.device) -> Tensor:
+        tensor = self._tensors[site]
+        if tensor.device == device:
+            return tensor
+        if (site, device) not in self._copies:
+            self._copies[site, device] = tensor.to(device)
+        return self._copies[site, device]
 
 
-def sampling_keys(document: Tensor, position: Tensor, sequence: Tensor | None = None, *, seed: int) -> Tensor:
-    """Return a 63-bit hash of (seed, document, sequence, position): two rounds of SplitMix64's mixing."""
-
-    def shift_right(x: Tensor, bits: int) -> Tensor:
-        return (x >> bits) & (2 ** (64 - bits) - 1)  # of the bits as unsigned: torch's own keeps the sign
-
-    def mix(x: Tensor) -> Tensor:
-        x = x + (0x9E3779B97F4A7C15 - 2**64)
-        x = (x ^ shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-        x = (x ^ shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
-        return x ^ shift_right(x, 31)
-
-    key = mix(document.long() * 0x1F123BB5 + seed)
-    index = position.long() if sequence is None else position.long() + (sequence.long() << 32)
-    return mix(key ^ index * 0x5851F42D) & (2**63 - 1)
+def _select_sums(parts: Sequence[tuple[Moments, Sums]], whole: Moments) -> Sums:
+    """The sums of the pairs of `whole`, each taken from a part that has it."""
+    norm = {site: sums.norm[i] for part, sums in parts for i, site in enumerate(part.sites)}
+    cosine = {pair: sums.cosine[i] for part, sums in parts for i, pair in enumerate(part.pairs)}
+    angle = {pair: sums.angle[i] for part, sums in parts for i, pair in enumerate(part.pairs)}
+    # A site that is a source in `parts` may be only a target in `whole`.
+    diagonal = {site: gram.diagonal() for _, sums in parts for site, gram in sums.gram.items()}
+    for _, sums in parts:
+        diagonal |= sums.diagonal
+    return Sums(
+        sum={site: next(sums.sum[site] for _, sums in parts if site in sums.sum) for site in whole.sites},
+        gram={site: next(sums.gram[site] for _, sums in parts if site in sums.gram) for site in whole.gram_sites},
+        diagonal={site: diagonal[site] for site in whole.sites if site not in whole.gram_sites},
+        cross={pair: next(sums.cross[pair] for _, sums in parts if pair in sums.cross) for pair in whole.pairs},
+        norm=torch.stack([norm[site] for site in whole.sites]),
+        cosine=torch.stack([cosine[pair] for pair in whole.pairs]),
+        angle=torch.stack([angle[pair] for pair in whole.pairs]),
+    )
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
@@ -444,7 +469,46 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 def _mirror(total: Tensor) -> Tensor:
     """The full symmetric matrix of which one half was added up."""
-    return total.triu() + total.triu(1).mT
+    full = total.triu()
+    full += total.triu(1).mT
+    return full
+
+
+def _outer_mean(x: Tensor, y: Tensor, n: int) -> Tensor:
+    """The product of two sums over n rows, divided by n."""
+    product = torch.outer(x, y)
+    product /= max(n, 1)
+    return product
+
+
+class Targets(Sequence[Target]):
+    """Moments that pair one source with several targets. Each is formed when it is read: together they are large."""
+
+    def __init__(self, moments: Moments, source: Site, sites: Sequence[Site]) -> None:
+        self._moments, self._source, self._sites = moments, source, sites
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Targets(self._moments, self._source, self._sites[index])
+        return self._moments.target(self._source, self._sites[index])
+
+
+def check_states(states: Mapping[Site, Tensor], sites: Sequence[Site]) -> tuple[dict[Site, Tensor], int]:
+    """Return the states of some sites in float32 or wider, and the number of rows; raise for what cannot be added."""
+    widened = {site: upcast(states[site]) for site in sites}
+    n_rows = {len(rows) for rows in widened.values()}
+    if len(n_rows) != 1:
+        raise BadMoments(f"expected the same number of rows at every site, got {sorted(n_rows)}")
+    # One NaN or infinite value makes the sum non-finite.
+    home = widened[sites[0]].device
+    totals = torch.stack([rows.sum(dtype=torch.float64).to(home) for rows in widened.values()])
+    if not bool(totals.isfinite().all()):
+        site = sites[totals.isfinite().tolist().index(False)]
+        raise BadMoments(f"the states at site {site} hold NaN or infinite values")
+    return widened, n_rows.pop()
 
 
 def is_constant(n: int, mean: Tensor, sum_squares: Tensor) -> Tensor:
@@ -458,19 +522,19 @@ def pool(pairs: Sequence[tuple[Source, Target]]) -> tuple[Source, Target]:
         raise BadMoments("expected at least one pair of moments to pool, got none")
     for source, target in pairs:
         check_moments(source, [target])
+    device = pairs[0][0].mean.device
+    pairs = [(source.to(device), target.to(device)) for source, target in pairs]
     n = sum(source.n for source, _ in pairs)
     mean_x = reduce(torch.add, (source.mean * (source.n / n) for source, _ in pairs))
     mean_y = reduce(torch.add, (target.mean * (source.n / n) for source, target in pairs))
     # About other centres than the rows' own means, sums of products gain n δδᵀ.
     moved = [(x, y, x.mean - mean_x, y.mean - mean_y) for x, y in pairs]
-    scatters = [y.scatter + x.n * torch.outer(dy, dy) for x, y, _, dy in moved if y.scatter is not None]
     return Source(
         n, mean_x, reduce(torch.add, (x.scatter + x.n * torch.outer(dx, dx) for x, _, dx, _ in moved))
     ), Target(
         mean=mean_y,
         cross=reduce(torch.add, (y.cross + x.n * torch.outer(dx, dy) for x, y, dx, dy in moved)),
         sum_squares=reduce(torch.add, (y.sum_squares + x.n * dy.square() for x, y, _, dy in moved)),
-        scatter=reduce(torch.add, scatters) if len(scatters) == len(pairs) else None,
     )
 
 
@@ -480,18 +544,7 @@ def check_moments(source: Source, targets: Sequence[Target]) -> None:
         raise BadMoments(
             f"these moments hold {source.n} rows, at least one is needed; collect them over some text first"
         )
-    dx = source.mean.numel()
-    expected = [("the source's mean", source.mean, (dx,)), ("the source's scatter", source.scatter, (dx, dx))]
-    for i, target in enumerate(targets):
-        dy = target.mean.numel()
-        expected += [
-            (f"target {i}'s mean", target.mean, (dy,)),
-            (f"target {i}'s cross", target.cross, (dx, dy)),
-            (f"target {i}'s sum_squares", target.sum_squares, (dy,)),
-        ]
-        if target.scatter is not None:
-            expected.append((f"target {i}'s scatter", target.scatter, (dy, dy)))
-    for name, tensor, shape in expected:
+    for name, tensor, shape in _expected_shapes(source, targets):
         if tuple(tensor.shape) != shape:
             raise BadMoments(
                 f"expected {name} of shape {shape}, got {tuple(tensor.shape)}; pair moments of the same source and "
@@ -506,170 +559,19 @@ def check_moments(source: Source, targets: Sequence[Target]) -> None:
             )
 
 
+def _expected_shapes(source: Source, targets: Sequence[Target]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    dx = source.mean.numel()
+    yield "the source's mean", source.mean, (dx,)
+    yield "the source's scatter", source.scatter, (dx, dx)
+    for i, target in enumerate(targets):
+        dy = target.mean.numel()
+        yield f"target {i}'s mean", target.mean, (dy,)
+        yield f"target {i}'s cross", target.cross, (dx, dy)
+        yield f"target {i}'s sum_squares", target.sum_squares, (dy,)
+
+
 def describe_pairs(pairs: Iterable[Pair]) -> str:
     """Return a short description of a list of pairs."""
     listed = list(pairs)
     ends = f"{listed[0][0]}:{listed[0][1]} … {listed[-1][0]}:{listed[-1][1]}" if listed else "none"
     return f"{len(listed)} pairs ({ends})"
-
-
-# -- the moments of a run, and their file
-
-
-@dataclass(frozen=True)
-class SplitMoments:
-    """Moments of the fit, validation and test documents, and the run they come from."""
-
-    fit: Moments
-    validation: Moments
-    test: Moments
-    info: RunInfo
-    max_length: int = MAX_LENGTH
-
-    @property
-    def splits(self) -> dict[str, Moments]:
-        """The moments by the name of their split."""
-        return {"fit": self.fit, "validation": self.validation, "test": self.test}
-
-    def save(self, path: Path, *, progress: Mapping[str, int] | None = None) -> None:
-        """Write everything to one file; `progress` (batches done by split) marks an unfinished run."""
-        tensors: dict[str, Tensor] = {}
-        for split, moments in self.splits.items():
-            named = moments.sums.named() if moments.sums else {}
-            named |= {f"shift/{site}": shift for site, shift in moments.shift.items()}
-            if len(moments.reservoir.keys):
-                named["reservoir-keys"] = moments.reservoir.keys
-            named |= {f"reservoir/{site}": rows for site, rows in moments.reservoir.states.items()}
-            tensors |= {f"{_ON_DISK[split]}|{name}": tensor for name, tensor in named.items()}
-        about = asdict(self.info) | {"max_length": self.max_length, "n_pairs": len(self.fit.pairs)}
-        header = {
-            "format": FORMAT,
-            "about": about,
-            "pairs": [[str(source), str(target)] for source, target in self.fit.pairs],
-            "full_targets": self.fit.full_targets,
-            "reads": self.fit.features,
-            "reservoir": self.fit.reservoir.size,
-            "n": {_ON_DISK[split]: moments.n for split, moments in self.splits.items()},
-            "progress": progress and {_ON_DISK[name]: step for name, step in progress.items()},
-        }
-        write_tensors(path, tensors, {"kind": KIND, "head": json.dumps(header)})
-
-    @classmethod
-    def load(cls, path: Path) -> SplitMoments:
-        """Read the moments of a finished run."""
-        collected, progress = cls.load_unfinished(path)
-        if progress is not None:
-            raise BadArtifact(
-                f"{path} holds the moments of an unfinished run; finish it with {argument('resume', True)}"
-            )
-        return collected
-
-    @classmethod
-    def load_unfinished(cls, path: Path) -> tuple[SplitMoments, dict[str, int] | None]:
-        """Read moments, and the batches done by split of an unfinished run (None for a finished one)."""
-        tensors, metadata = read_tensors(path)
-        if metadata.get("kind") != KIND or "head" not in metadata:
-            raise BadArtifact(f"{path} is not a moments file; fit with {argument('save_moments', True)} to write one")
-        data = parse_json(metadata["head"], path)
-        version = read_record(_Version, data, path).format
-        if version > FORMAT:
-            raise NewerFormat(
-                f"{path} has moments format {str(version)[:50]}, but this layerjump reads up to {FORMAT}; upgrade it"
-            )
-        header = read_record(MomentsHeader, data, path)
-        try:
-            splits = {name: _unpack(_ON_DISK[name], header, tensors) for name in SPLITS}
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise BadArtifact(
-                f"{path} is damaged: {type(error).__name__} {one_line(error)}; collect the moments again"
-            ) from error
-        about = dict(header.about)
-        max_length = about.pop("max_length")
-        progress = header.progress
-        if progress is not None:
-            progress = {name: progress[_ON_DISK[name]] for name in SPLITS if _ON_DISK[name] in progress}
-        return cls(**splits, info=RunInfo(**about), max_length=max_length), progress
-
-
-def merge_moments(runs: Sequence[SplitMoments]) -> SplitMoments:
-    """Add the moments of several runs: other text, other machines, other days, but the same model."""
-    first, hashes = runs[0], []
-    merged = copy.deepcopy(first.splits)
-    for run in runs:
-        if first.info.fingerprint != run.info.fingerprint:
-            raise WrongModel(
-                f"these moments come from different weights: {first.info.model} ({first.info.fingerprint[:12]}) and "
-                f"{run.info.model} ({run.info.fingerprint[:12]}); merge runs of one model only"
-            )
-        if run.info.text_sha256 in hashes:
-            raise BadMoments(
-                f"the text {run.info.text!r} is in more than one of these runs; merging would count it twice"
-            )
-        hashes.append(run.info.text_sha256)
-        for name, moments in run.splits.items() if run is not first else ():
-            merged[name].merge(moments)
-    info = replace(
-        first.info,
-        text=" + ".join(run.info.text for run in runs),
-        text_sha256="+".join(hashes),
-        tokens=sum(run.info.tokens for run in runs),
-    )
-    return SplitMoments(**merged, info=info, max_length=first.max_length)
-
-
-class _Version(Record):
-    format: int
-
-
-class _About(RunInfoRecord):
-    max_length: int
-
-
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
-
-
-class MomentsHeader(Record):
-    """The header of a moments file. Files written before there were features lack `reads`."""
-
-    about: _About
-    pairs: Annotated[list[Pairing], Field(min_length=1)]
-    full_targets: bool
-    reads: FeatureKind = "raw"
-    reservoir: Annotated[int, Field(ge=0, le=MAX_SAMPLED)]
-    n: dict[Literal["fit", "select", "test"], _Count]
-    progress: dict[str, _Count] | None
-
-
-_ON_DISK: dict[str, Literal["fit", "select", "test"]] = {"fit": "fit", "validation": "select", "test": "test"}
-"""Name of every split in a moments file."""
-
-
-def _unpack(split: Literal["fit", "select", "test"], header: MomentsHeader, tensors: Mapping[str, Tensor]) -> Moments:
-    moments = Moments(header.pairs, reservoir=header.reservoir, full_targets=header.full_targets, features=header.reads)
-    moments.n = header.n[split]
-    stored = {
-        name.removeprefix(f"{split}|"): tensor for name, tensor in tensors.items() if name.startswith(f"{split}|")
-    }
-    if not stored and moments.n:
-        raise ValueError(f"the {split} split has {moments.n} positions, but no sums")
-    if not stored:
-        return moments
-    sampled = {
-        Site.parse(name.removeprefix("reservoir/")): stored.pop(name)
-        for name in list(stored)
-        if name.startswith("reservoir/")
-    }
-    if sampled:
-        moments.reservoir.add(sampled, stored.pop("reservoir-keys"))
-    shift = {site: stored.pop(f"shift/{site}") for site in moments.sites}
-    moments.shift = shift
-    # Compared before memory is allocated: a shift may claim to be very wide.
-    expected = {name: sums.shape for name, sums in moments.zeros("meta").named().items()}
-    if expected != {name: tensor.shape for name, tensor in stored.items()}:
-        raise ValueError(f"the {split} split's sums are not those of its pairs")
-    moments.set_shift(shift)
-    assert moments.sums is not None
-    # Copied into memory of our own: matrix products round differently on memory aligned as in a file.
-    for name, total in moments.sums.named().items():
-        total.copy_(stored[name])
-    return moments

@@ -11,31 +11,39 @@ must not save different jumps to one folder at the same time.)
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, PlainValidator, Strict, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerjump import io
 from layerjump.errors import BadArtifact, BadJumps, LayerjumpError, NewerFormat, WrongModel, argument, one_line
-from layerjump.jumps.jumps import JumpInfo, Jumps, Lands, Provenance
-from layerjump.jumps.maps import Affine, FeatureKind, to_affine
+from layerjump.jumps.jumps import JumpDtype, JumpInfo, Jumps, Lands, Provenance
+from layerjump.jumps.maps import Affine, FeatureKind, dequantize_int8, quantize_int8, to_affine
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.model import Model, require_model
-from layerjump.models.structure import Pair, Site
+from layerjump.models.sites import EMBEDDING, MAX_TERMS, JointSource, Pair, Site, parse_source
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
+"""Version 2 has joint sources and the site `embedding`, version 3 codes of 8 bits; others are written as version 1."""
+Storage = Literal["float32", "int8"]
+STORAGES: tuple[Storage, ...] = get_args(Storage)
+_SCALE = ".scale"  # of the float32 factors of the rows of a tensor of int8 codes
 FILES = TENSORS, TEXT = "jumps.safetensors", "jumps.json"
 _FORMS: tuple[list[str], ...] = ([], ["weight"], ["down", "up"])  # tensors of a map: identity, full, two thin factors
-_LONGEST_SITE = 32
+_LONGEST_TERM = 32
 
 
-def save(jumps: Jumps, folder: str | Path) -> None:
-    """Write a jumps folder, replacing the jumps in it; the same jumps give the same bytes."""
+def save(jumps: Jumps, folder: str | Path, *, storage: Storage = "float32") -> None:
+    """Write a jumps folder, replacing the jumps in it; the same jumps give the same bytes.
+
+    `int8` stores each row of a matrix as codes from −127 to 127 and one factor, in a quarter of the bytes.
+    """
+    check_storage(storage)
     folder = Path(folder).expanduser()
     tensor_file, json_file = folder / TENSORS, folder / TEXT
     maps = {pair: to_affine(jumps[pair]) for pair in jumps}
@@ -46,10 +54,15 @@ def save(jumps: Jumps, folder: str | Path) -> None:
         parts[pair] = named if affine.bias is None else named | {"bias": affine.bias}
     tensors = {_tensor_name(pair, part): tensor.float() for pair in maps for part, tensor in parts[pair].items()}
     _check_finite(tensors, "these jumps cannot be saved", "fit them again")
+    if storage == "int8":
+        for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
+            tensors[name], tensors[name + _SCALE] = quantize_int8(tensors[name])
     # Sorted: the order in which settings were passed makes no difference.
     settings = io.dump_json(jumps.provenance.settings, json_file, sort_keys=True)
+    version = 2 if any(_is_new(source) or _is_new(target) for source, target in jumps) else 1
     description = {
-        "format_version": FORMAT_VERSION,
+        "format_version": 3 if storage == "int8" else version,
+        **({"storage": storage} if storage == "int8" else {}),
         "provenance": vars(jumps.provenance) | {"settings": io.parse_json(settings, json_file)},
         "jumps": [
             {
@@ -75,8 +88,26 @@ def save(jumps: Jumps, folder: str | Path) -> None:
     io.write_json(json_file, description | {"sha256": io.file_sha256(tensor_file)})
 
 
-def load(folder: str | Path, *, model: Model | None = None, allow_other_weights: bool = False) -> Jumps:
-    """Read a jumps folder; with a model, check that the jumps were fitted on its weights."""
+def check_storage(storage: str) -> None:
+    """Raise `BadJumps` unless tensors can be stored in this way."""
+    if storage not in STORAGES:
+        raise BadJumps(f"expected {argument('storage')} of {' or '.join(STORAGES)}, got {storage!r}")
+
+
+def load(
+    folder: str | Path,
+    *,
+    model: Model | None = None,
+    allow_other_weights: bool = False,
+    lazy: bool = False,
+    dtype: JumpDtype = "float32",
+) -> Jumps:
+    """Read a jumps folder; with a model, check that the jumps were fitted on its weights.
+
+    With `lazy`, each jump is read when it is first used. `dtype` is that of the maps in memory.
+    """
+    if dtype not in get_args(JumpDtype):
+        raise BadArtifact(f"expected {argument('dtype')} of {', '.join(get_args(JumpDtype))}, got {dtype!r}")
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
@@ -86,12 +117,13 @@ def load(folder: str | Path, *, model: Model | None = None, allow_other_weights:
     while True:
         before = _file_versions(folder)
         try:
-            jumps = _load(folder)
+            jumps = _load_lazily(folder) if lazy else _load(folder)
             break
         except BadArtifact:
             # If the files changed meanwhile, two saves were mixed here: read again.
             if _file_versions(folder) == before:
                 raise
+    jumps.to(getattr(torch, dtype))
     jumps.folder = folder
     if model is not None:
         check_model(jumps, model, allow_other_weights)
@@ -120,13 +152,13 @@ def check_model(jumps: Jumps, model: Model, allow_other_weights: bool) -> None:
     jumps.used_on = model.name
 
 
-class Record(BaseModel):
+class StrictRecord(BaseModel):
     """An object in a file, with strict types; unknown keys are ignored, because later versions may add some."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyRecord = TypeVar("AnyRecord", bound=StrictRecord)
 
 
 def read_record(kind: type[AnyRecord], data: Mapping[str, Any], path: Path) -> AnyRecord:
@@ -143,19 +175,32 @@ def read_record(kind: type[AnyRecord], data: Mapping[str, Any], path: Path) -> A
         raise BadArtifact(f"{path}: {name} is {value}: {one_line(ValueError(message))}; write it again") from error
 
 
+def _is_new(site: Site) -> bool:
+    """Whether format version 1 lacks a site."""
+    return isinstance(site, JointSource) or site == EMBEDDING
+
+
 def _parse_site(name: Any) -> Site:
+    site = _parse_source(name)
+    if isinstance(site, JointSource):
+        raise ValueError("it names no site")
+    return site
+
+
+def _parse_source(name: Any) -> Site:
     try:
-        if isinstance(name, str) and len(name) <= _LONGEST_SITE:
-            site = Site.parse(name)
-            if str(site) == name:
-                return site
+        if isinstance(name, str) and len(name) <= _LONGEST_TERM * MAX_TERMS:
+            source = parse_source(name)
+            if str(source) == name:
+                return source
     except LayerjumpError:
         pass
     raise ValueError("it names no site")
 
 
-SiteName = Annotated[Site, PlainValidator(_parse_site)]
-Pairing = Annotated[tuple[SiteName, SiteName], Strict(False)]
+SourceRecord = Annotated[Site, PlainValidator(_parse_source)]
+SiteRecord = Annotated[Site, PlainValidator(_parse_site)]
+Pairing = Annotated[tuple[SourceRecord, SiteRecord], Strict(False)]
 """Source and target as JSON holds them: a list of two names."""
 # JSON holds tuples as lists. Texts may hold what UTF-8 cannot encode, such as names of files.
 _Text = InstanceOf[str]
@@ -163,7 +208,7 @@ _Scores = Annotated[tuple[float, float], Strict(False)]
 _Size = Annotated[int, Field(gt=0)]
 
 
-class RunInfoRecord(Record):
+class RunInfoRecord(StrictRecord):
     """`RunInfo` in a file."""
 
     model: _Text
@@ -192,9 +237,9 @@ class _ProvenanceRecord(RunInfoRecord):
     layerjump: _Text
 
 
-class _JumpRecord(Record):
-    source: SiteName
-    target: SiteName
+class _JumpRecord(StrictRecord):
+    source: SourceRecord
+    target: SiteRecord
     estimator: _Text
     features: FeatureKind
     rank: int | None
@@ -213,7 +258,7 @@ class _JumpRecord(Record):
         return JumpInfo(**fields)
 
 
-class _Version(Record):
+class _Version(StrictRecord):
     format_version: int
 
 
@@ -222,6 +267,7 @@ class _Description(_Version):
 
     provenance: _ProvenanceRecord
     jumps: list[_JumpRecord]
+    storage: Storage = "float32"
 
 
 def _check_version(data: Mapping[str, Any], path: Path) -> None:
@@ -235,8 +281,8 @@ def _check_version(data: Mapping[str, Any], path: Path) -> None:
         raise BadArtifact(f"{path} has the unknown format version {version}; write it again")
 
 
-def _read_description(data: Mapping[str, Any], path: Path) -> tuple[Provenance, dict[Pair, _JumpRecord]]:
-    """Return the provenance and the record of every jump."""
+def _read_description(data: Mapping[str, Any], path: Path) -> tuple[Provenance, dict[Pair, _JumpRecord], Storage]:
+    """Return the provenance, the record of every jump, and how tensors are stored."""
     _check_version(data, path)
     description = read_record(_Description, data, path)
     records: dict[Pair, _JumpRecord] = {}
@@ -255,7 +301,7 @@ def _read_description(data: Mapping[str, Any], path: Path) -> tuple[Provenance, 
                 f"none; and perhaps bias; write it again"
             )
         records[pair] = record
-    return Provenance(**dict(description.provenance)), records
+    return Provenance(**dict(description.provenance)), records, description.storage
 
 
 def _load(folder: Path) -> Jumps:
@@ -264,9 +310,7 @@ def _load(folder: Path) -> Jumps:
     if data is not None:
         _check_version(data, json_file)  # first, because all else may differ in a newer format
     tensors, metadata = io.read_tensors(tensor_file)
-    if "description" not in metadata:
-        raise BadArtifact(f"{tensor_file} holds no jumps, but other tensors; expected a jumps folder")
-    description = _read_description(io.parse_json(metadata["description"], tensor_file), tensor_file)
+    description = _stored_description(metadata, tensor_file)
     if data is not None:
         copy = _read_description(data, json_file)
         remedy = f"save the jumps again, or remove {TEXT}: {TENSORS} is complete without it"
@@ -274,34 +318,88 @@ def _load(folder: Path) -> Jumps:
             raise BadArtifact(f"{TEXT} and {TENSORS} in {folder} do not belong together; {remedy}")
         if copy != description:
             raise BadArtifact(f"{json_file} was edited after it was written; {remedy}")
-    provenance, records = description
+    provenance, records, storage = description
     # The file must hold exactly the tensors that are listed, in the shapes that are listed.
-    listed = {
-        _tensor_name(pair, part): tuple(shape)
-        for pair, record in records.items()
-        for part, shape in record.tensors.items()
-    }
-    for name in sorted(listed.keys() ^ tensors.keys()):
-        problem = "lists but lacks" if name in listed else "holds but does not list"
-        raise BadArtifact(f"{tensor_file} {problem} the tensor {name!r}; write it again")
+    listed = _listed_tensors(records, storage)
+    _check_names(listed, tensors, tensor_file)
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != listed[name] or tensor.dtype != torch.float32:
+        dtype, expected = listed[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, expected):
             raise BadArtifact(
-                f"{tensor_file}: expected torch.float32 of shape {str(listed[name])[:50]} for {name}, got "
-                f"{tensor.dtype} of shape {str(tuple(tensor.shape))[:50]}; write it again"
+                f"{tensor_file}: expected {dtype} of shape {str(expected)[:50]} for {name}, got {tensor.dtype} of "
+                f"shape {str(tuple(tensor.shape))[:50]}; write it again"
             )
     _check_finite(tensors, f"{tensor_file} cannot be used", "fit the jumps again")
-    maps = {}
-    for pair, record in records.items():
-        # Copied out of the mapped file, so that jumps in use do not change, or crash, with it.
-        parts = {part: tensors[_tensor_name(pair, part)].clone() for part in record.tensors}
-        factors = tuple(parts[part] for part in ("weight", "up", "down") if part in parts)
-        maps[pair] = Affine(record.shape, factors, parts.get("bias"), record.strength)
+    # Copied out of the mapped file, so that jumps in use do not change, or crash, with it.
+    maps = {pair: _map_of(pair, record, listed, lambda name: tensors[name].clone()) for pair, record in records.items()}
     try:
         infos = {pair: record.info for pair, record in records.items()}
         return Jumps.from_maps(maps, infos, provenance)
     except BadJumps as error:
         raise BadArtifact(f"{tensor_file} is inconsistent: {error}; write it again") from error
+
+
+def _load_lazily(folder: Path) -> Jumps:
+    """Read the description alone; a jump's tensors are read, and checked, when it is first used."""
+    path = folder / TENSORS
+    provenance, records, storage = _stored_description(io.read_metadata(path), path)
+    # The file stays open: what is read later is of the same version, whatever is saved here in the meantime.
+    file = io.open_tensors(path)
+    listed = _listed_tensors(records, storage)
+    _check_names(listed, file.keys(), path)
+    infos = {pair: record.info for pair, record in records.items()}
+
+    def read_map(pair: Pair) -> nn.Module:
+        affine = _map_of(pair, records[pair], listed, lambda name: file.get_tensor(name).clone())
+        stored = {"a weight": affine.factors, "a bias": () if affine.bias is None else (affine.bias,)}
+        _check_finite(
+            {f"{part} of {pair[0]} → {pair[1]}": tensor for part, some in stored.items() for tensor in some},
+            f"{path} cannot be used",
+            "fit the jumps again",
+        )
+        try:
+            return Jumps.from_maps({pair: affine}, {pair: infos[pair]}, provenance)[pair]
+        except BadJumps as error:
+            raise BadArtifact(f"{path} is inconsistent: {error}; write it again") from error
+
+    return Jumps({}, infos, provenance, read_map=read_map)
+
+
+def _stored_description(metadata: Mapping[str, str], path: Path) -> tuple[Provenance, dict[Pair, _JumpRecord], Storage]:
+    if "description" not in metadata:
+        raise BadArtifact(f"{path} holds no jumps, but other tensors; expected a jumps folder")
+    return _read_description(io.parse_json(metadata["description"], path), path)
+
+
+def _check_names(listed: Collection[str], stored: Collection[str], path: Path) -> None:
+    for name in sorted(set(listed) ^ set(stored)):
+        problem = "lists but lacks" if name in listed else "holds but does not list"
+        raise BadArtifact(f"{path} {problem} the tensor {name!r}; write it again")
+
+
+def _listed_tensors(
+    records: Mapping[Pair, _JumpRecord], storage: Storage
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a file, by name."""
+    listed: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for pair, record in records.items():
+        for part, shape in record.tensors.items():
+            name, coded = _tensor_name(pair, part), storage == "int8" and len(shape) == 2
+            listed[name] = torch.int8 if coded else torch.float32, tuple(shape)
+            if coded:
+                listed[name + _SCALE] = torch.float32, tuple(shape[:1])
+    return listed
+
+
+def _map_of(pair: Pair, record: _JumpRecord, listed: Collection[str], read: Callable[[str], Tensor]) -> Affine:
+    """A jump's map, in float32 where the file holds codes and scales."""
+    parts = {}
+    for part in record.tensors:
+        name = _tensor_name(pair, part)
+        tensor = read(name)
+        parts[part] = dequantize_int8(tensor, read(name + _SCALE)).float() if name + _SCALE in listed else tensor
+    factors = tuple(parts[part] for part in ("weight", "up", "down") if part in parts)
+    return Affine(record.shape, factors, parts.get("bias"), record.strength)
 
 
 def _file_versions(folder: Path) -> list[tuple[int, int] | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -22,6 +22,7 @@ from layerjump.metrics.logits import (
     upcast,
 )
 from layerjump.models.model import Model, States, capture_states
+from layerjump.models.sites import Site
 
 
 @dataclass(frozen=True)
@@ -72,39 +73,47 @@ def evaluate_lenses(
     lenses: Mapping[str, Lens],
     batches: Iterable[Batch],
     *,
+    levels: Sequence[int] | None = None,
     memory: int = LOGITS_MEMORY,
     progress: Callable[[Batch], None] | None = None,
 ) -> LensScores:
-    """Score every lens at every level, at the picked positions of the batches, with one forward pass."""
+    """Score every lens at every level, at the picked positions of the batches, with one forward pass.
+
+    `levels`, the last of which is L, are those to score (default: all).
+    """
     n_rows = chunk_rows(model, memory)
+    levels = range(model.n_blocks + 1) if levels is None else levels
     scores: list[LensScores] = []
     pending: list[States] = []
-    for states in capture_states(model, batches, range(model.n_blocks + 1)):
+    joint = {lens.readout(level).site for lens in lenses.values() for level in levels} - {*map(Site, levels)}
+    for states in capture_states(model, batches, [*levels, *sorted(joint)]):
         pending.append(states)
         if sum(waiting.batch.n_picks for waiting in pending) >= n_rows:
-            scores += _score_batches(model, lenses, pending, n_rows)
+            scores += _score_batches(model, lenses, levels, pending, n_rows)
             pending = []
         if progress:
             progress(states.batch)
-    scores += _score_batches(model, lenses, pending, n_rows)
+    scores += _score_batches(model, lenses, levels, pending, n_rows)
     names = [field.name for field in fields(LensScores) if field.name != "lenses"]
     columns = {name: torch.cat([getattr(part, name) for part in scores], -1) for name in names}
     return LensScores(lenses=tuple(lenses), **columns)
 
 
-def _score_batches(model: Model, lenses: Mapping[str, Lens], captured: list[States], n_rows: int) -> list[LensScores]:
+def _score_batches(
+    model: Model, lenses: Mapping[str, Lens], levels: Sequence[int], captured: list[States], n_rows: int
+) -> list[LensScores]:
     """Score several batches together: a product with the unembedding costs as much for few rows as for many."""
     if not captured:
         return []
-    levels = [torch.cat([states[level] for states in captured]) for level in range(model.n_blocks + 1)]
+    at = {source: torch.cat([states[source] for states in captured]) for source in captured[0].at}
     picks = torch.cat([torch.stack([s.batch.document, s.batch.position, s.batch.token]) for s in captured], 1)
     scores = []
     for rows in chunks(picks.shape[1], n_rows):
-        reference = reference_logits(upcast(model.logits(levels[-1][rows])))
+        reference = reference_logits(upcast(model.logits(at[Site(model.n_blocks)][rows])))
         of_model = agreement(reference.logits, reference)
         cells = [
-            [*(agreement(upcast(lens.logits(i, at[rows])), reference) for i, at in enumerate(levels[:-1])), of_model]
-            for lens in lenses.values()
+            [*(agreement(upcast(readout.logits(at[readout.site][rows])), reference) for readout in readouts), of_model]
+            for readouts in ([lens.readout(level) for level in levels[:-1]] for lens in lenses.values())
         ]
         statistics = {
             name: torch.stack([torch.stack([getattr(cell, name).cpu() for cell in row]) for row in cells])

@@ -1,6 +1,7 @@
 """Lens: hidden states at any site of a model to logits, through a jump and the model's own unembedding.
 
 lens = Lens(model, jumps)             # without jumps: the logit lens
+lens = Lens.from_pretrained("smollm2")     # jumps of the package, the cache or the hub
 trajectory = lens("The capital of")   # every position at every level
 lens("<image> What is it?", images=[image])  # an image–text model with a processor
 lens.between(5, 20)("The capital of")      # level 5 mapped to level 20, then decoded from there
@@ -11,31 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from layerjump.data.batches import Batch
-from layerjump.data.chat_template import warn_of_plain_text
+from layerjump.data.chat import Message, is_chat, warn_of_plain_text
 from layerjump.errors import BadJumps, BadModel, BadText, LayerjumpError, argument, one_line
+from layerjump.jumps.default_jumps import load_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
-from layerjump.lens.image_prompts import as_list, process_images, prompt_from_inputs
-from layerjump.lens.token_direction import DirectionAblation, ablate_directions, token_direction
-from layerjump.lens.trajectory import (
+from layerjump.lens.prepare_prompt import (
     BATCH_TOKENS,
-    LensQuery,
     Prompt,
-    PromptStates,
-    Readout,
-    Trajectory,
-    compute_stats,
+    as_list,
+    chat_prompt,
+    continue_prompt,
+    process_images,
+    prompt_from_inputs,
     tokenize_prompts,
 )
+from layerjump.lens.readout import LensQuery, PromptStates, Readout, compute_stats
+from layerjump.lens.token_direction import token_direction
+from layerjump.lens.trajectory import Trajectory
+from layerjump.models.loading import load
 from layerjump.models.model import Model, capture_states, require_model
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, JointSource, Pair, Site, Term
 
 SiteName = Site | str | int
 Sites = Sequence[SiteName]
@@ -63,6 +67,16 @@ class Lens:
                 f"and d_model {fitted.width}; fit jumps on this model, or pass the model they were fitted on"
             )
 
+    @classmethod
+    def from_pretrained(cls, model: Model | str) -> Lens:
+        """Return a lens of a model that needs no fitting; the name of a model loads it first.
+
+        Its jumps are those that the package brings (`smollm2`), in the cache of default jumps, or on the hub as
+        `layerjump/<model>`. Raises `JumpsNotFound`, which says how to fit some.
+        """
+        loaded = load(model) if isinstance(model, str) else model
+        return cls(loaded, load_jumps(loaded))
+
     @overload
     def __call__(
         self,
@@ -73,6 +87,7 @@ class Lens:
         jensen_shannon: bool = False,
         *,
         images: Any = None,
+        new_tokens: int = 0,
     ) -> Trajectory: ...
 
     @overload
@@ -85,7 +100,20 @@ class Lens:
         jensen_shannon: bool = False,
         *,
         images: Sequence[Any] | None = None,
+        new_tokens: int = 0,
     ) -> list[Trajectory]: ...
+
+    @overload
+    def __call__(
+        self,
+        text: list[Message],
+        k: int = 10,
+        levels: Sites | None = None,
+        tokens: Tokens = (),
+        jensen_shannon: bool = False,
+        *,
+        new_tokens: int = 0,
+    ) -> Trajectory: ...
 
     @overload
     def __call__(
@@ -97,12 +125,13 @@ class Lens:
         jensen_shannon: bool = False,
         *,
         inputs: Mapping[str, Any],
+        new_tokens: int = 0,
     ) -> Trajectory: ...
 
     @torch.no_grad()
     def __call__(
         self,
-        text: str | Texts | None = None,
+        text: str | Texts | list[Message] | None = None,
         k: int = 10,
         levels: Sites | None = None,
         tokens: Tokens = (),
@@ -110,8 +139,13 @@ class Lens:
         *,
         images: Any = None,
         inputs: Mapping[str, Any] | None = None,
+        new_tokens: int = 0,
     ) -> Trajectory | list[Trajectory]:
         """Return the trajectory of a text, or a list with one for each of several texts.
+
+        A chat is a list of messages, `[{"role": "user", "content": "Hello"}]`; the model's chat template renders it.
+        The encoder of an encoder–decoder reads the text, and the lens reads its decoder. With `new_tokens`, the model
+        continues the text greedily by up to this many tokens, and the lens reads them as well.
 
         It holds the `k` most probable tokens, entropy, KL and more at every position and level. `levels` selects
         levels or other sites (default: all levels that have a jump). `tokens` are tracked: their probability and
@@ -125,16 +159,19 @@ class Lens:
         if inputs is not None:
             if text is not None or images is not None:
                 raise BadText(f"expected {argument('inputs')} alone, got them with a text or images; pass either")
-            (trajectories,) = reading.read([prompt_from_inputs(self.model, inputs)])
+            (trajectories,) = reading.read([prompt_from_inputs(self.model, inputs)], new_tokens)
             return trajectories[self.name]
         if text is None:
             raise BadText(f"expected {argument('text')} or {argument('inputs')}, got neither")
-        texts = [text] if isinstance(text, str) else text
+        if is_chat(text):
+            (trajectories,) = reading.read([chat_prompt(self.model, cast(list[Message], text))], new_tokens)
+            return trajectories[self.name]
+        texts = [text] if isinstance(text, str) else cast(list[str], text)
         if images is None:
             prompts = tokenize_prompts(self.model, texts)
         else:
             prompts = process_images(self.model, texts, [images] if isinstance(text, str) else as_list(images))
-        by_text = [trajectories[self.name] for trajectories in reading.read(prompts)]
+        by_text = [trajectories[self.name] for trajectories in reading.read(prompts, new_tokens)]
         warn_of_plain_text(self.model.name, self.model.tokenizer, texts, stacklevel=3)
         return by_text[0] if isinstance(text, str) else by_text
 
@@ -160,7 +197,7 @@ class Lens:
         levels = [Site(level) for level in range(self.model.n_blocks)]
         if jumps is None:
             return (*levels, last)
-        levels = [level for level in levels if (level, last) in jumps or (level, FINAL) in jumps]
+        levels = [level for level in levels if self._find_pair(level) is not None]
         if not levels:
             raise BadJumps(
                 f"{jumps} has no jump from a level to the last level or to `final`, so no level can be decoded; fit "
@@ -172,6 +209,8 @@ class Lens:
         """How this lens decodes a site: through a jump to level L, through a jump to `final`, or without a map.
 
         Level L and `final` need no jump. Without jumps, every site of width d_model is decoded as if it were level L.
+        A jump that reads earlier positions too, such as `final@-1+5` for level 5, makes a lens with memory: the site
+        of the readout is then that joint source.
         """
         site, last = Site.parse(site), Site(self.model.n_blocks)
         structure, jumps = self.model.structure, self.jumps
@@ -180,16 +219,32 @@ class Lens:
             return Readout(structure, site, needs_final_norm=False)
         if site == last or jumps is None:
             return Readout(structure, site)
-        if (site, last) in jumps:
-            return Readout(structure, site, (jumps[site, last],))
-        if (site, FINAL) in jumps:
-            return Readout(structure, site, (jumps[site, FINAL],), needs_final_norm=False)
+        pair = self._find_pair(site)
+        if pair is not None:
+            source, target = pair
+            return Readout(structure, source, (jumps[source, target],), needs_final_norm=target == last)
         is_level = site.part == "level"
         pairs = argument("pairs", "to-last" if is_level else f"{site}:{last}")
         raise BadJumps(
             f"{jumps} has no jump from {'level ' if is_level else ''}{site} to the last level or to `final`, so the "
             f"lens cannot decode it; fit with {pairs}"
         )
+
+    def _find_pair(self, site: Site) -> Pair | None:
+        """The jump that decodes a site: from the site alone, else from the site and earlier positions."""
+        assert self.jumps is not None
+        targets = (Site(self.model.n_blocks), FINAL)
+        for target in targets:
+            if (site, target) in self.jumps:
+                return site, target
+        joint = [
+            (source, target)
+            for source, target in self.jumps
+            if isinstance(source, JointSource)
+            and target in targets
+            and [term for term in source.terms if not term.offset] == [Term(site, 0)]
+        ]
+        return min(joint, key=lambda pair: targets.index(pair[1]), default=None)
 
     def logits(self, site: SiteName, states: Tensor) -> Tensor:
         """Logits of hidden states at a site; at level L they are the model's own."""
@@ -202,18 +257,13 @@ class Lens:
         """
         return CrossLevelLens(self.model, self.jumps, source=Site.parse(source), target=Site.parse(target))
 
-    def direction(self, token: str | int, site: SiteName) -> Tensor:
-        """The unit vector at a site along which the lens' logit of a token grows."""
-        return token_direction(self.model, self.readout(site), token)
+    def direction(self, token: str | int, site: SiteName, states: Tensor | None = None) -> Tensor:
+        """The unit vector (d,) at a site along which the lens' logit of a token grows.
 
-    def ablate_direction(self, tokens: str | int | Tokens, level: int, texts: str | Sequence[str]) -> DirectionAblation:
-        """Project tokens' directions out of a level, run the rest of the model, and compare with the lens."""
-        return ablate_directions(
-            self.model,
-            self.readout(level),
-            [tokens] if isinstance(tokens, str | int) else tokens,
-            [texts] if isinstance(texts, str) else texts,
-        )
+        With `states` (…, d), one vector for each. Jumps that read more than the raw state, such as `calibrated` ones,
+        have no direction without states.
+        """
+        return token_direction(self.model, self.readout(site), token, states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,21 +310,27 @@ class CrossLevelLens(Lens):
 @torch.no_grad()
 def read_trajectories(
     lenses: Mapping[str, Lens],
-    texts: Sequence[str],
+    texts: Sequence[str | list[Message]],
     *,
     k: int = 10,
     levels: Sites | None = None,
     tokens: Tokens = (),
     jensen_shannon: bool = False,
     last: int | None = None,
+    new_tokens: int = 0,
 ) -> list[dict[str, Trajectory]]:
-    """For each text, the trajectory of every lens by name. Lenses of one model share its forward passes.
+    """For each text or chat, the trajectory of every lens by name. Lenses of one model share its forward passes.
 
     The options are those of `Lens.__call__`. `last` reads only this many positions, the last ones of each text; the
     model still runs the whole text. Without `levels`, the levels are those that every lens can decode.
     """
     reading = _Reading.of(lenses, k, levels, tokens, jensen_shannon)
-    return reading.read(tokenize_prompts(reading.model, texts, last))
+    model = reading.model
+    prompts = [
+        tokenize_prompts(model, [text], last)[0] if isinstance(text, str) else chat_prompt(model, text, last)
+        for text in texts
+    ]
+    return reading.read(prompts, new_tokens)
 
 
 @dataclass(frozen=True)
@@ -306,7 +362,8 @@ class _Reading:
         query = LensQuery(min(k, model.structure.vocab_size), tracked, jensen_shannon)
         return cls(model, lenses, sites, readouts, query)
 
-    def read(self, prompts: Sequence[Prompt]) -> list[dict[str, Trajectory]]:
+    def read(self, prompts: Sequence[Prompt], new_tokens: int = 0) -> list[dict[str, Trajectory]]:
+        prompts = [continue_prompt(self.model, prompt, new_tokens) for prompt in prompts]
         trajectories: list[dict[str, Trajectory]] = [{} for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
         while order:
@@ -347,7 +404,8 @@ class _Reading:
         position = torch.tensor([position for prompt in prompts for position in prompt.positions])
         batch = Batch(ids, mask, row, position, row, ids[row, position], extra_inputs=prompts[0].inputs)
         try:
-            (captured,) = capture_states(model, [batch], [*self.sites, last_level])
+            joint = self._joint_sources()
+            (captured,) = capture_states(model, [batch], [*self.sites, last_level, *joint])
         except LayerjumpError:
             raise
         except Exception as error:
@@ -357,11 +415,23 @@ class _Reading:
                 f"{model.name} does not run with the inputs {', '.join(batch.extra_inputs)}: {type(error).__name__}: "
                 f"{one_line(error)}; pass what its forward takes"
             ) from error
-        by_prompt = zip(*(captured[site].split(counts) for site in (*self.sites, last_level)), strict=True)
+        by_prompt = zip(*(captured[site].split(counts) for site in (*self.sites, last_level, *joint)), strict=True)
+        n_sites = len(self.sites)
         return [
-            PromptStates(self.sites, tuple(at_sites), at_last, _targets(model, prompt))
-            for prompt, (*at_sites, at_last) in zip(prompts, by_prompt, strict=True)
+            PromptStates(
+                self.sites,
+                tuple(states[:n_sites]),
+                states[n_sites],
+                _targets(model, prompt),
+                dict(zip(joint, states[n_sites + 1 :], strict=True)),
+            )
+            for prompt, states in zip(prompts, by_prompt, strict=True)
         ]
+
+    def _joint_sources(self) -> list[Site]:
+        """The joint sources that lenses with memory read."""
+        sources = (readout.site for readouts in self.readouts.values() for readout in readouts)
+        return list(dict.fromkeys(source for source in sources if isinstance(source, JointSource)))
 
 
 def _targets(model: Model, prompt: Prompt) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from layerjump.data.batches import Batches, make_batches
-from layerjump.data.corpus import Corpus, load_text, split_documents
+from layerjump.data.corpus import Corpus, load_text, split_indices
 from layerjump.errors import BadArtifact, BadEstimator, BadJumps, argument, one_line
 from layerjump.io import replace_file, writing
 from layerjump.jumps.estimators.registry import KEPT_BOTH_TARGETS
@@ -37,7 +37,8 @@ from layerjump.jumps.maps import Affine, to_affine
 from layerjump.jumps.serialization import check_model
 from layerjump.metrics.logits import chunk_rows, chunks
 from layerjump.models.model import Model, capture_states
-from layerjump.models.structure import FINAL, Pair, Site, Structure, can_restrict, unembedding_rows, with_unembedding
+from layerjump.models.sites import FINAL, Pair, Site
+from layerjump.models.structure import Structure, can_restrict, unembedding_rows, with_unembedding
 
 CHECKPOINT_NAME = "unfinished-refine.pt"
 _FORMAT = "layerjump refine 3"
@@ -218,7 +219,7 @@ class KLObjective:
         """
         provenance, n_documents = self.jumps.provenance, len(corpus.documents)
         ratio = {"split": provenance.split} if provenance.text_sha256 == corpus.sha256 else {}
-        split = split_documents(n_documents, **ratio, seed=provenance.seed)
+        split = split_indices(n_documents, **ratio, seed=provenance.seed)
         positions = self.model.prediction_positions
 
         tokenization = self.model.tokenization

@@ -1,8 +1,4 @@
-"""Trajectory: what a lens predicts at every level and position of one text.
-
-`tokenize_prompts` turns texts into ids, and `compute_stats` decodes the hidden states of all levels through several
-lenses within a memory budget. `read_trajectories` in lens.py runs the model in between.
-"""
+"""Trajectory: what a lens predicts at every level and position of one text."""
 
 from __future__ import annotations
 
@@ -13,96 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from layerjump.errors import BadModel, BadText
+from layerjump.errors import BadText
 from layerjump.io import write_text
-from layerjump.jumps.maps import apply_map
-from layerjump.metrics.logits import (
-    LOGITS_MEMORY,
-    LogitComparison,
-    LogitStats,
-    chunk_rows,
-    chunks,
-    reference_logits,
-    upcast,
-)
+from layerjump.lens.prepare_prompt import Prompt
+from layerjump.lens.readout import LensQuery, PromptStates, Readout, compute_stats, settled_index
+from layerjump.metrics.logits import LogitStats, upcast
 from layerjump.models.model import Model
-from layerjump.models.structure import Site, Structure
+from layerjump.models.sites import Site
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects as go
     from rich.console import Console, ConsoleOptions, RenderResult
 
-BATCH_TOKENS = 4096
-"""Tokens of a batch, padding included; a longer text is a batch of its own."""
-_CHUNK_POSITIONS = 64  # positions decoded at once, at all levels
-_EXCERPT = 20  # characters of a text in an error message
+    from layerjump.lens.attribution import Attribution
+    from layerjump.lens.concepts import ConceptRace, ConceptTrack
+    from layerjump.lens.findings import LensFinding
+
 _NUMBERS = ("probability", "entropy", "kl", "confidence", "cross_entropy")  # the order of `Trajectory.to_dict`
-
-
-@dataclass(frozen=True)
-class Readout:
-    """How a lens decodes one site: linear maps, then the final norm unless the maps land after it."""
-
-    structure: Structure
-    site: Site
-    maps: tuple[nn.Module, ...] = ()
-    needs_final_norm: bool = True
-
-    def to_final(self, states: Tensor) -> Tensor:
-        """The input of the unembedding, for hidden states at the site."""
-        for jump in self.maps:
-            states = apply_map(jump, states)
-        if not self.needs_final_norm:
-            return states
-        if states.shape[-1] != self.structure.d_model:
-            raise BadModel(
-                f"{self.site} has width {states.shape[-1]}, but the final norm and the unembedding expect d_model "
-                f"{self.structure.d_model}; read a site of the residual stream, such as {self.site.index}.mid"
-            )
-        return self.structure.to_final(states)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits of hidden states at the site."""
-        return self.structure.decode(self.to_final(states))
-
-
-@dataclass(frozen=True)
-class LensQuery:
-    """Which statistics to compute at every level and position."""
-
-    k: int
-    """Number of most probable tokens to keep."""
-    tracked: tuple[int, ...] = ()
-    """Ids of tokens whose probability and rank to record."""
-    jensen_shannon: bool = False
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One tokenized text with its special tokens, and the positions to read."""
-
-    ids: tuple[int, ...]
-    positions: tuple[int, ...]
-    image_positions: tuple[int, ...] = ()
-    """The positions at which the states of images stand in place of tokens."""
-    inputs: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
-    """The other arguments of the model's `forward`, such as pixels; None for a text alone."""
-
-
-@dataclass(frozen=True)
-class PromptStates:
-    """Hidden states of one text, which all lenses share."""
-
-    sites: tuple[Site, ...]
-    states: tuple[Tensor, ...]
-    """(positions, d) at each site."""
-    last_level: Tensor
-    """(positions, d_model) at level L, from which the model itself predicts."""
-    targets: Tensor
-    """(positions,) the id of the next token in the text; −1 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -175,14 +101,20 @@ class Trajectory:
         return self.prompt.image_positions
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """The role of each token of a chat, or `template` for what the chat template added; empty for a plain text.
+
+        Tokens that the model added for `new_tokens` are `generated`, those of a plain text before them `prompt`.
+        """
+        return self.prompt.roles
+
+    @property
     def settled_level(self) -> Tensor:
         """(positions,) the index of the first level from which on the top token is the model's, at all later levels.
 
         −1 where the last level read has another top token; level L never has.
         """
-        agrees = (self.top[:, :, 0] == self.model_top).flip(0).long()
-        n_agreeing = agrees.cumprod(0).sum(0)
-        return torch.where(n_agreeing > 0, len(agrees) - n_agreeing, -1)
+        return settled_index(self.top[:, :, 0], self.model_top)
 
     @property
     def tracked(self) -> tuple[TokenTrack, ...]:
@@ -197,6 +129,29 @@ class Trajectory:
         tracks = {track.id: track for track in self.tracked}
         return tracks.get(token) or self._recompute(LensQuery(1, (token,))).tracked[0]
 
+    def concept(self, words: Sequence[str]) -> ConceptTrack:
+        """Probability of a set of words, in all their spellings that are one token, at every level and position."""
+        from layerjump.lens.concepts import ConceptTrack, concept_ids
+
+        ids = concept_ids(self.model, words)
+        is_read = set(ids) <= set(self.query.tracked)
+        tracks = [
+            track for track in (self if is_read else self._recompute(LensQuery(1, ids))).tracked if track.id in ids
+        ]
+        return ConceptTrack(tuple(words), ids, torch.stack([track.probability for track in tracks]).sum(0))
+
+    def race(self, concepts: Mapping[str, Sequence[str]], position: int = -1) -> ConceptRace:
+        """The probabilities of several concepts, by name, level by level at one position."""
+        from layerjump.lens.concepts import race
+
+        return race(self, concepts, position)
+
+    def findings(self) -> tuple[LensFinding, ...]:
+        """The most striking findings as sentences: where the answer is decided, tokens that lead and are dropped …"""
+        from layerjump.lens.findings import find_striking
+
+        return find_striking(self)
+
     def jensen_shannon(self) -> Tensor:
         """The Jensen–Shannon divergence between lens and model in nats: 0 to ln 2."""
         if self.query.jensen_shannon:
@@ -206,20 +161,54 @@ class Trajectory:
     @torch.no_grad()
     def distribution(self, level: Site | str | int, position: int = -1) -> Tensor:
         """(vocab_size,) probabilities at one level and position; negative positions count from the end of the text."""
-        site = Site.parse(level)
-        absolute = position + len(self.prompt.ids) if position < 0 else position
-        if site not in self.states.sites or absolute not in self.positions:
-            raise BadText(
-                f"level {level} at position {position} was not read; expected a level of {', '.join(self.levels)} and "
-                f"a position of {', '.join(map(str, self.positions))}"
-            )
-        index, row = self.states.sites.index(site), self.positions.index(absolute)
-        logits = self.readouts[index].logits(self.states.states[index][row : row + 1])
+        index, row = self._cell(level, position)
+        readout = self.readouts[index]
+        logits = readout.logits(self.states.read_by(readout, index)[row : row + 1])
         return upcast(logits)[0].softmax(-1).cpu()
+
+    def state(self, level: Site | str | int, position: int = -1) -> Tensor:
+        """(d,) the hidden state at one level and position; negative positions count from the end of the text."""
+        index, row = self._cell(level, position)
+        return self.states.states[index][row]
+
+    def attribution(
+        self, position: int, level: Site | str | int, token: str | int | None = None, against: str | int | None = None
+    ) -> Attribution:
+        """The token's logit at one level and position as a sum over embedding, attention, feed-forward and heads.
+
+        Without a `token`, that of the top token there. With `against`, its difference from the logit of another token.
+        Negative positions count from the end.
+        """
+        from layerjump.lens.attribution import attribute
+
+        index, row = self._cell(level, position)
+        token = int(self.top[index, row, 0]) if token is None else token
+        return attribute(
+            self.model, self.readouts[index], self.prompt, self.positions[row], token, against=against, lens=self.name
+        )
+
+    def _cell(self, level: Site | str | int, position: int) -> tuple[int, int]:
+        """The indices of a level and of a position that were read."""
+        site = Site.parse(level)
+        if site not in self.states.sites:
+            raise BadText(f"level {level} was not read; expected one of {', '.join(self.levels)}")
+        return self.states.sites.index(site), self.row_of(position)
+
+    def row_of(self, position: int) -> int:
+        """The index of a position that was read; negative positions count from the end of the text."""
+        absolute = position + len(self.prompt.ids) if position < 0 else position
+        if absolute not in self.positions:
+            raise BadText(f"position {position} was not read; expected one of {', '.join(map(str, self.positions))}")
+        return self.positions.index(absolute)
 
     def decode(self, ids: Sequence[int]) -> list[str]:
         """The text of each predicted token, or the name of each label."""
         return self.model.prediction_texts(ids)
+
+    def with_tracked(self, tokens: Sequence[str | int]) -> Trajectory:
+        """The same trajectory, with these tokens tracked instead."""
+        tracked = tuple(dict.fromkeys(self.model.prediction_id(token) for token in tokens))
+        return self._recompute(replace(self.query, tracked=tracked))
 
     def _recompute(self, query: LensQuery) -> Trajectory:
         readouts = {self.name: self.readouts}
@@ -237,6 +226,7 @@ class Trajectory:
             "levels": list(self.levels),
             "n_blocks": self.model.n_blocks,
             "tokens": [{"id": token, "text": text} for token, text in zip(self.prompt.ids, self.tokens, strict=True)],
+            **({"roles": list(self.roles)} if self.roles else {}),
             "positions": list(self.positions),
             "fitted_from": self.first_fitted_position,
             "k": self.query.k,
@@ -275,6 +265,7 @@ class Trajectory:
             "level": [level for level in self.levels for _ in self.positions],
             "position": [*self.positions] * n_levels,
             "token": [tokens[position] for position in self.positions] * n_levels,
+            **({"role": [self.roles[position] for position in self.positions] * n_levels} if self.roles else {}),
             "fitted": [position >= self.first_fitted_position for position in self.positions] * n_levels,
             "top": top[::k],
             "settled": [0 <= first <= level for level in range(n_levels) for first in settled],
@@ -296,6 +287,23 @@ class Trajectory:
             write_text(Path(path).expanduser(), page)
         return page
 
+    def widget(self) -> Any:
+        """The page's interactive grid as a notebook widget (needs anywidget: `pip install "layerjump[notebook]"`)."""
+        from layerjump.lens.render.widget import make_widget
+
+        return make_widget(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """The widget, and the table where widgets do not run: on GitHub, in a saved notebook, without anywidget."""
+        from layerjump.lens.render.widget import has_widgets
+
+        bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        if has_widgets():
+            view = self.widget()._repr_mimebundle_()
+            # anywidget returns the bundle alone, or with its metadata.
+            bundle = (view[0] if isinstance(view, tuple) else view) | bundle
+        return bundle
+
     def _repr_html_(self) -> str:
         from layerjump.lens.render.html import to_table
 
@@ -311,83 +319,6 @@ class Trajectory:
             f"Trajectory({self.model.name} through {self.name}: {len(self.levels)} levels, "
             f"{len(self.positions)} of {len(self.prompt.ids)} positions)"
         )
-
-
-def tokenize_prompts(model: Model, texts: Sequence[str], last: int | None = None) -> list[Prompt]:
-    """Tokenize texts and select the positions to read.
-
-    They are all positions of a causal model, the masked positions of a masked model, or all if none is masked, and the
-    one position that a classification head reads. With `last`, only this many of them, the last ones.
-    """
-    if model.task not in ("causal", "masked", "classification"):
-        raise BadModel(
-            f"expected a causal or masked model, got the encoder–decoder {model.name}: one text does not say what "
-            f"each side reads; pass `inputs` with both, or use `lens.evaluate.evaluate_lenses` with batches"
-        )
-    tokenization = model.tokenization
-    mask = tokenization.mask if model.masked else None
-    prompts = []
-    for text, bare_ids in zip(texts, tokenization.encode(list(texts)), strict=True):
-        ids = tuple(tokenization.wrap_prompt(bare_ids))
-        excerpt = repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…")
-        if len(ids) > tokenization.max_length:
-            raise BadText(
-                f"the text {excerpt} has {len(ids):,} tokens, but the model reads at most "
-                f"{tokenization.max_length:,}; shorten it"
-            )
-        if not ids:
-            raise BadText(f"the text {excerpt} has no tokens; pass at least one word")
-        masked = tuple(position for position, token in enumerate(ids) if token == mask)
-        positions = masked or tuple(range(len(ids)))
-        if model.pooled is not None:
-            positions = positions[:1] if model.pooled == "first" else positions[-1:]
-        prompts.append(Prompt(ids, positions if last is None else positions[-last:]))
-    return prompts
-
-
-@torch.no_grad()
-def compute_stats(
-    model: Model,
-    readouts: Mapping[str, Sequence[Readout]],
-    states: PromptStates,
-    query: LensQuery,
-    *,
-    memory: int = LOGITS_MEMORY,
-) -> tuple[Tensor, dict[str, LogitStats]]:
-    """The model's own top token at each position, and each lens' statistics; tensors are (levels, positions, …).
-
-    `readouts` has one readout for each site by lens. At level L every lens is the model.
-    """
-    n_rows, last, indices = chunk_rows(model, memory), Site(model.n_blocks), range(len(states.sites))
-    model_top: list[Tensor] = []
-    parts: dict[str, list[LogitStats]] = {name: [] for name in readouts}
-    for chunk in chunks(len(states.last_level), min(n_rows, _CHUNK_POSITIONS)):
-        reference = reference_logits(upcast(model.logits(states.last_level[chunk])))
-        n_positions, device = len(reference.logits), reference.logits.device
-        compare = LogitComparison(
-            reference,
-            k=query.k,
-            targets=states.targets[chunk].to(device),
-            tracked=torch.tensor(query.tracked, dtype=torch.long, device=device),
-            entropy=True,
-            jensen_shannon=query.jensen_shannon,
-        )
-        model_stats = compare(reference.logits)
-        model_top.append(model_stats.top[:, 0])
-        cells = {(name, index): model_stats for name in readouts for index in indices}
-        pending = [(name, index) for name, index in cells if states.sites[index] != last]
-        # One product with the unembedding for many rows costs far less than many products for few.
-        for batch in chunks(len(pending), max(1, n_rows // n_positions)):
-            group = pending[batch]
-            final = torch.cat([readouts[name][index].to_final(states.states[index][chunk]) for name, index in group])
-            logits = upcast(model.structure.decode(final)).split(n_positions)
-            cells |= {cell: compare(cell_logits) for cell, cell_logits in zip(group, logits, strict=True)}
-        for name, part in parts.items():
-            part.append(LogitStats(*map(torch.stack, zip(*(cells[name, index] for index in indices), strict=True))))
-    return torch.cat(model_top).cpu(), {
-        name: LogitStats(*(torch.cat(column, 1).cpu() for column in zip(*part, strict=True)))
-        for name, part in parts.items()
-    }
 
 
 def _rounded(values: Any) -> Any:

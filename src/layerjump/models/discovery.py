@@ -1,6 +1,7 @@
 """Find the structure of any model by running it once on a few tokens, without a table of families.
 
-One forward pass is traced: every operation on tensors and every call of a module (`tracing.py`). From the trace follow
+One forward pass is traced: every operation on tensors and every call of a module (`operation_graph.py`). From the
+trace follow
 
     stack    the longest chain of module calls in which each hands its output to the next: levels 0 to L
     path     the modules and operations that lead from level L to the logits
@@ -16,7 +17,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from layerjump.errors import BadModel, NoPredictions, UnsupportedModel, one_line
-from layerjump.models.families import OVERRIDES, Override, input_embeddings, text_config
-from layerjump.models.structure import (
+from layerjump.models.anatomy import (
     Anatomy,
     BlockAnatomy,
     Constant,
@@ -36,16 +36,15 @@ from layerjump.models.structure import (
     PathStep,
     Point,
     Pooled,
-    Replay,
-    Step,
-    Structure,
+    ReplayedPath,
+    StreamStep,
     Task,
     Write,
-    from_rows,
-    n_streams,
-    to_rows,
 )
-from layerjump.models.tracing import PASSED_ON, ModuleCall, Node, Trace, Value
+from layerjump.models.hugging_face_config import example_tokens, forward_arguments, task_of
+from layerjump.models.operation_graph import PASSED_ON, ModuleCall, Node, Trace, Value
+from layerjump.models.structure import Structure, from_rows, n_streams, to_rows
+from layerjump.models.weight_forms import execution_device, is_offloaded, quantized_weights, small_stand_ins
 
 _ADD, _SUBTRACT = {"add", "radd", "iadd", "add_"}, {"sub", "isub", "subtract"}
 _MULTIPLY, _DIVIDE = {"mul", "rmul", "imul", "multiply"}, {"div", "truediv", "itruediv", "divide", "true_divide"}
@@ -58,16 +57,36 @@ ExtraInputs = Callable[[Tensor], Mapping[str, Any]]
 """Token ids → further arguments of the model's `forward`, such as the pixels of an image."""
 
 
+@dataclass(frozen=True)
+class StructureHints:
+    """What discovery cannot find by itself; every field is optional."""
+
+    task: Task | None = None
+    """What the model predicts, where its class does not tell."""
+    blocks: str | None = None
+    """Path of the list of blocks, where discovery takes another chain of modules for the blocks."""
+    logits: Callable[[Any], Tensor] | None = None
+    """The model's output → its logits, where they are not `output.logits`, the output itself or its first entry."""
+
+
+HINTS: dict[str, StructureHints] = {}
+"""Model type → its hints."""
+
+
 def discover(
-    hf: nn.Module, *, encoder: bool = False, extra_inputs: ExtraInputs | None = None, override: Override | None = None
+    hf: nn.Module,
+    *,
+    encoder: bool = False,
+    extra_inputs: ExtraInputs | None = None,
+    hints: StructureHints | None = None,
 ) -> Structure:
     """Find the blocks, sites and path to the logits of a model; `UnsupportedModel` says what is missing.
 
     With `encoder`, the structure of the encoder of an encoder–decoder. `extra_inputs` are for a model that does not
-    run on tokens alone, `override` for one whose structure discovery misses.
+    run on tokens alone, `hints` for one whose structure discovery misses.
     """
-    override = override or OVERRIDES.get(getattr(getattr(hf, "config", None), "model_type", ""), Override())
-    task = override.task or task_of(hf)
+    hints = hints or HINTS.get(getattr(getattr(hf, "config", None), "model_type", ""), StructureHints())
+    task = hints.task or task_of(hf)
     if task == "seq2seq" and type(hf).__name__.endswith("ForSequenceClassification"):
         raise UnsupportedModel(
             f"expected a classification head on one stack of blocks, got {type(hf).__name__}, whose encoder and "
@@ -75,10 +94,16 @@ def discover(
         )
     if encoder and task != "seq2seq":
         raise UnsupportedModel("expected an encoder–decoder, got a model that has no encoder next to its decoder")
-    key = _cache_key(hf, task, encoder) if override == Override() else None
+    key = _cache_key(hf, task, encoder) if hints == StructureHints() else None
     anatomy = _CACHE.get(key) if key else None
     if anatomy is None:
-        anatomy = _trace_and_read(hf, task, encoder, extra_inputs, override)
+        with small_stand_ins(hf) if is_offloaded(hf) else nullcontext():
+            anatomy = _trace_and_read(hf, task, encoder, extra_inputs, hints)
+        if is_offloaded(hf) and not anatomy.is_portable:
+            raise UnsupportedModel(
+                f"expected a {type(hf).__name__} in memory, got offloaded weights, values of which are part of its "
+                f"structure; load it without offloading"
+            )
         if key and anatomy.is_portable:
             _CACHE[key] = anatomy
     return Structure(hf, anatomy)
@@ -97,92 +122,10 @@ def _cache_key(hf: nn.Module, task: Task, encoder: bool) -> tuple[type, str] | N
     return type(hf), f"{task} {encoder} {config.to_json_string()} {modules}"
 
 
-def task_of(hf: nn.Module) -> Task:
-    """What a model predicts: the next token, a masked token, an encoder–decoder's next token, or labels."""
-    config = getattr(hf, "config", None)
-    forward = inspect.signature(hf.forward).parameters
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in forward:
-        return "seq2seq"
-    name = type(hf).__name__
-    if name.endswith(("ForMaskedLM", "ForPreTraining")):
-        return "masked"
-    if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
-        return "classification"
-    return "causal"
-
-
-def example_tokens(hf: nn.Module, rows: int, length: int, *, seed: int = 0) -> Tensor:
-    """Random tokens (rows, length), the same at every call; no padding and no special token among them."""
-    special = _special_tokens(hf)
-    n_tokens = vocabulary_size(hf)
-    ordinary = [token for token in range(min(n_tokens, 4096)) if token not in special] or [0]
-    picks = torch.randint(0, len(ordinary), (rows, length), generator=torch.Generator().manual_seed(seed))
-    return torch.tensor(ordinary)[picks]
-
-
-def vocabulary_size(hf: nn.Module) -> int:
-    """The number of tokens that a model can read."""
-    if isinstance(size := getattr(text_config(hf), "vocab_size", None), int):
-        return size
-    embedding = input_embeddings(hf)
-    if embedding is not None and isinstance(getattr(embedding, "weight", None), Tensor):
-        return int(embedding.get_parameter("weight").shape[0])
-    tables = [table.num_embeddings for table in hf.modules() if isinstance(table, nn.Embedding)]
-    if not tables:
-        raise UnsupportedModel("expected a model that reads tokens, got one without a token embedding")
-    return max(tables)
-
-
-def _special_tokens(hf: nn.Module) -> set[int]:
-    tokens: set[int] = set()
-    config = getattr(hf, "config", None)
-    for settings in filter(None, (config, getattr(config, "text_config", None))):
-        for name, value in vars(settings).items():
-            if "token" in name or name.endswith(("_id", "_index")):
-                tokens.update(v for v in (value if isinstance(value, (list, tuple)) else [value]) if type(v) is int)
-    return tokens
-
-
-def forward_arguments(
-    hf: nn.Module,
-    task: Task,
-    ids: Tensor,
-    mask: Tensor | None = None,
-    source_ids: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """The keyword arguments of a forward pass, of those that the model's `forward` takes."""
-    parameters = inspect.signature(hf.forward).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments: dict[str, Any]
-    if task == "seq2seq":
-        arguments = {
-            "input_ids": source_ids,
-            "attention_mask": source_mask,
-            "decoder_input_ids": ids,
-            "decoder_attention_mask": mask,
-        }
-    else:
-        arguments = {"input_ids": ids, "attention_mask": mask}
-    if task in ("causal", "seq2seq") or (task == "classification" and "use_cache" in parameters):
-        arguments["use_cache"] = False
-    if task == "seq2seq" and "input_ids" not in parameters:  # its encoder reads no tokens (Whisper)
-        del arguments["input_ids"], arguments["attention_mask"]
-    arguments |= options
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    if "input_ids" not in parameters and not takes_all and task != "seq2seq":
-        first = next(iter(parameters))
-        arguments[first] = arguments.pop("input_ids")
-    if task == "seq2seq" and "input_ids" not in parameters:  # its encoder reads images or sound
-        arguments = {name: value for name, value in arguments.items() if name not in ("input_ids", "attention_mask")}
-    return {name: value for name, value in arguments.items() if name in parameters or takes_all}
-
-
 def _trace_and_read(
-    hf: nn.Module, task: Task, encoder: bool, extra_inputs: ExtraInputs | None, override: Override
+    hf: nn.Module, task: Task, encoder: bool, extra_inputs: ExtraInputs | None, hints: StructureHints
 ) -> Anatomy:
-    device = next(hf.parameters()).device
+    device = execution_device(hf)
     length = _LENGTH
     ids = example_tokens(hf, _ROWS, length).to(device)
     source = example_tokens(hf, _ROWS, length - 2, seed=1).to(device) if task == "seq2seq" else None
@@ -196,18 +139,21 @@ def _trace_and_read(
         trace = Trace(hf, lambda: hf(**arguments), [ids] if source is None else [ids, source])
     except Exception as error:  # a model that loads may still not run
         name = getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__
-        raise BadModel(
-            f"{name} loads, but does not run: {type(error).__name__}: {one_line(error)}; its configuration and its "
-            f"weights do not belong together, or it needs more than tokens: Model.wrap(…, extra_inputs=…)"
-        ) from error
+        cause = (
+            f"its quantised layers do not run on {device.type}: load it unquantised, or in another format"
+            if quantized_weights(hf)
+            else "its configuration and its weights do not belong together, or it needs more than tokens: "
+            "Model.wrap(…, extra_inputs=…)"
+        )
+        raise BadModel(f"{name} loads, but does not run: {type(error).__name__}: {one_line(error)}; {cause}") from error
     finally:
         for module in in_training:
             module.training = True
-    reader = _Reader(hf, trace, task, override)
+    reader = _Reader(hf, trace, task, hints)
     anatomy = reader.encoder() if encoder else reader.decoder(ids)
     # An inner module would not take the further arguments.
     entry = anatomy.entry if extra_inputs is None else ""
-    return replace(anatomy, entry=entry, read_logits=override.logits)
+    return replace(anatomy, entry=entry, read_logits=hints.logits)
 
 
 @dataclass(frozen=True)
@@ -227,8 +173,8 @@ class _Stack:
 class _Reader:
     """Reads the structure off a trace."""
 
-    def __init__(self, hf: nn.Module, trace: Trace, task: Task, override: Override) -> None:
-        self.hf, self.trace, self.task, self.override = hf, trace, task, override
+    def __init__(self, hf: nn.Module, trace: Trace, task: Task, hints: StructureHints) -> None:
+        self.hf, self.trace, self.task, self.hints = hf, trace, task, hints
         self._down: dict[Value, set[Value]] = {}
         self._norms: dict[nn.Module, bool] = {}
         self._linear: dict[nn.Module, bool] = {}
@@ -240,9 +186,9 @@ class _Reader:
         """The anatomy of the stack that leads to the logits, or to the last hidden states of a model without any."""
         trace = self.trace
         stacks = self._stacks()
-        if (path := self.override.blocks) is not None:
+        if (path := self.hints.blocks) is not None:
             stacks = [stack for stack in stacks if stack.calls[0].path.startswith(f"{path}.")]
-        output = (self.override.logits or main_output)(trace.output)
+        output = (self.hints.logits or main_output)(trace.output)
         if output is None:
             raise UnsupportedModel("expected a model that returns logits or hidden states, got neither")
         target = trace.value(output)
@@ -623,12 +569,12 @@ class _Reader:
         kwargs = {name: operand(item) for name, item in node.kwargs.items()}
         return Operation(node.name, node.function, args, tuple(kwargs.items()))
 
-    def _replay(self, start: Value, end: Value, between: set[Value]) -> Replay:
+    def _replay(self, start: Value, end: Value, between: set[Value]) -> ReplayedPath:
         indices = sorted({value[1] for value in between if value != start and value[1] > start[1]})
         nodes = [self.trace.nodes[index] for index in indices]
         if any(node.function is None for node in nodes):
             raise UnsupportedModel("the path to the logits runs through an operation that the trace cannot see")
-        return Replay(start, end, tuple(nodes), dict(self.trace.tensors), _ROWS, _LENGTH)
+        return ReplayedPath(start, end, tuple(nodes), dict(self.trace.tensors), _ROWS, _LENGTH)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -748,7 +694,7 @@ class _Reader:
         kinds: dict[Any, _BlockPattern],
     ) -> BlockAnatomy:
         streams, n_steps = [self._in(call)], [0]  # values of the stream so far, and how many steps lead to each
-        steps: list[Step] = []
+        steps: list[StreamStep] = []
         terms: list[_Term] = []
         for position, step in enumerate(stream_steps):
             following = stream_steps[position + 1].stream if position + 1 < len(stream_steps) else self._raw_out(call)
@@ -756,17 +702,17 @@ class _Reader:
                 assert step.value is not None
                 for term in self._terms(call, step.value, step.factor):
                     if term.call is None:
-                        steps.append(Step("shift", factor=term.factor))
+                        steps.append(StreamStep("shift", factor=term.factor))
                         continue
-                    steps.append(Step("add", factor=term.factor))  # named below
+                    steps.append(StreamStep("add", factor=term.factor))  # named below
                     terms.append(replace(term, streams=tuple(streams), step=len(steps) - 1))
             elif step.kind == "norm":
                 assert step.call is not None
-                steps.append(Step("norm", step.call.path))
+                steps.append(StreamStep("norm", step.call.path))
                 if terms and not terms[-1].post_norm:
                     terms[-1] = replace(terms[-1], post_norm=step.call)
             elif step.kind != "same":
-                steps.append(Step(step.kind, factor=step.factor))
+                steps.append(StreamStep(step.kind, factor=step.factor))
             streams.append(following)
             n_steps.append(len(steps))
         if not terms:
@@ -857,7 +803,7 @@ class _Reader:
         self,
         block: ModuleCall,
         bare: BlockAnatomy,
-        steps: list[Step],
+        steps: list[StreamStep],
         terms: list[_Term],
         pattern: _BlockPattern,
         streams: list[Value],

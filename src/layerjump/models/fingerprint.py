@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from layerjump.errors import BadModel
 from layerjump.models.hooks import attached_maps
 from layerjump.models.model import Model
+from layerjump.models.weight_forms import PLAIN_DTYPES, stored_tensors
 
 SAMPLES = 1024
 
@@ -49,35 +49,36 @@ def identify_model(model: Model) -> ModelIdentity:
 
 
 def fingerprint(hf: nn.Module, *, attached: bool = True) -> str:
-    """The sha256 of every parameter's name, shape and up to 1,024 of its values.
+    """The sha256 of every parameter's name, shape and up to 1,024 of its values; of a quantised one, its codes.
 
     It tells checkpoints apart, also a base model from its fine-tuned one. It does not detect every change: one of a
     few values outside the sample goes unnoticed. Attached maps (`hooks.attach_map`) count unless `attached` is False.
+    Quantisation makes other weights; offloading does not.
     """
-    parameters: dict[str, Tensor] = dict(hf.named_parameters())
+    # Samples, not tensors: an offloaded model does not fit into memory.
+    entries = {name: _entry(name, tensor) for name, tensor in stored_tensors(hf)}
     if attached:
         for module, attachment in attached_maps(hf):
-            parameters |= {f"{module}/attached.{name}": tensor for name, tensor in attachment.state_dict().items()}
-    digest = hashlib.sha256()
-    for name, parameter in sorted(parameters.items()):
-        if parameter.is_meta:
-            raise BadModel(
-                f"the weight {name} is not in memory, so the model has no fingerprint; "
-                "load the model without disk offloading"
-            )
-        digest.update(json.dumps([name, list(parameter.shape)]).encode())
-        digest.update(_sample(parameter.detach()))
-    return digest.hexdigest()
+            for name, tensor in attachment.state_dict().items():
+                name = f"{module}/attached.{name}"
+                entries[name] = _entry(name, tensor)
+    return hashlib.sha256(b"".join(entry for _, entry in sorted(entries.items()))).hexdigest()
+
+
+def _entry(name: str, tensor: Tensor) -> bytes:
+    return json.dumps([name, list(tensor.shape)]).encode() + _sample(tensor)
 
 
 def _sample(tensor: Tensor) -> bytes:
     flat = tensor.reshape(-1)
     # An odd step does not fall on the same few columns again and again: widths are even.
-    step = -(-flat.numel() // SAMPLES) | 1
+    sample = flat[:: -(-flat.numel() // SAMPLES) | 1]
+    if tensor.dtype not in PLAIN_DTYPES:  # codes
+        return bytes(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     # Rounded to bfloat16, the shortest type models are loaded in: upcasting is exact, so one checkpoint
     # gives the same values here whether it was loaded as float64, float32 or bfloat16. (float16
     # rounds elsewhere: a float32 checkpoint loaded as float16 counts as other weights.)
-    rounded = flat[::step].to(torch.bfloat16).cpu()
+    rounded = sample.to(torch.bfloat16).cpu()
     return bytes(rounded.view(torch.int16).numpy().astype("<i2").tobytes())
 
 

@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerjump.errors import BadModel
-from layerjump.models.structure import Layout, Site, Structure, Tap, from_rows, n_streams, to_rows
+from layerjump.models.anatomy import Layout
+from layerjump.models.sites import Site
+from layerjump.models.structure import Structure, Tap, from_rows, n_streams, to_rows
 
 if TYPE_CHECKING:
     from layerjump.data.batches import Batch
@@ -84,11 +86,13 @@ class Hooks:
     """Hooks that show the states at taps to `visit` while a model runs; they are removed when the `with` block ends.
 
     Calls of a module are counted from the last `start`. A call of one of the `entries` starts a forward pass too.
+    Without `counts_calls`, every call of a module is its first: for blocks that run one by one.
     """
 
-    def __init__(self, taps: Iterable[Tap], *, entries: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, taps: Iterable[Tap], *, entries: Iterable[nn.Module] = (), counts_calls: bool = True) -> None:
         self._taps = {tap: tap.layout for tap in taps}
         self._entries = set(entries)
+        self._counts_calls = counts_calls
         self._handles: list[RemovableHandle] = []
         self._n_calls: dict[tuple[nn.Module, str], int] = defaultdict(int)
 
@@ -100,9 +104,13 @@ class Hooks:
         """Begin a forward pass: no module has been called yet."""
         self._n_calls.clear()
 
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See the arguments of an entry, which begins a forward pass."""
+        self.start()
+
     def __enter__(self) -> Self:
         for module in self._entries:
-            self._handles.append(module.register_forward_pre_hook(lambda *_: self.start()))
+            self._handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
         for module, side in dict.fromkeys((tap.module, tap.side) for tap in self._taps):
             if side == "in":
                 handle = module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -126,7 +134,7 @@ class Hooks:
 
     def _count_and_visit(self, module: nn.Module, side: Any, states: Tensor) -> Tensor | None:
         tap = Tap(module, side, self._n_calls[module, side])
-        self._n_calls[module, side] += 1
+        self._n_calls[module, side] += self._counts_calls
         if tap not in self._taps:
             return None
         layout = self._taps[tap]
@@ -194,7 +202,7 @@ class Capture(Hooks):
         has_more = batch.extra_inputs is not None
         self.start(batch.row * n_positions + batch.position, n_positions, is_exact=has_more)
         # accelerate moves weights to and from a device around each module: those passes must run to their end.
-        self._stops_early = not hasattr(model.hf, "hf_device_map")
+        self._stops_early = not any(hasattr(module, "_hf_hook") for module in model.hf.modules())
         try:
             with suppress(_AllCaptured):
                 model.run_body(

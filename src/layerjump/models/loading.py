@@ -7,8 +7,9 @@ transformers builds the model, because it would allocate whatever a damaged file
 from __future__ import annotations
 
 import mmap
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -29,9 +30,13 @@ from transformers import (
 )
 
 from layerjump.errors import BadModel, LayerjumpError, ModelNotFound, argument, one_line
-from layerjump.models import default_model
-from layerjump.models.families import auto_class
+from layerjump.models import bundled_model
+from layerjump.models.fully_sharded import shard_fully
+from layerjump.models.hugging_face_config import auto_class
 from layerjump.models.model import Model
+from layerjump.models.quantize_at_load import quantization_config
+from layerjump.models.tensor_parallel import check_processes, spread
+from layerjump.models.weight_forms import quantized_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_BLOCKS = 10_000
@@ -48,21 +53,62 @@ def load(
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
-    device_map: str | None = None,
+    device_map: str | Mapping[str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    quantization: str | None = None,
+    tensor_parallel: int = 1,
+    fully_shard: bool = False,
     trust_remote_code: bool = False,
 ) -> Model:
     """Load a hub id, a folder, a GGUF file or the bundled `smollm2`, and run the self-check.
 
-    The device is a GPU where there is one; on a CPU the dtype is float32, elsewhere the checkpoint's own. A
-    `device_map` ("auto") spreads a model larger than one device's memory, through accelerate. Folders of
-    `prune --method linear` load with their maps attached.
+    Folders of `prune --method linear` load with their maps attached.
+
+    Args:
+        source: A hub id, a folder, a GGUF file or a bundled model.
+        revision: Hub revision: a branch, tag or commit.
+        device: cpu, cuda, cuda:1, … Default: a GPU where there is one.
+        dtype: float32, float64, bfloat16 or float16. Default: float32 on a CPU, elsewhere the checkpoint's own.
+        device_map: Spreads a model over devices through accelerate, in place of `device`: "auto", "disk" (blocks are
+            read from the disk for each batch), or a mapping from modules to devices.
+        offload_folder: Where weights on the disk are written to, unless the checkpoint is of safetensors, which are
+            read where they are.
+        max_memory: With device_map="auto", the memory to use by device: {0: "20GiB", "cpu": "60GiB"}; the rest stays
+            on the disk.
+        quantization: Quantises the weights as they are read: int8, nf4 or fp4 (bitsandbytes), or torchao-int8.
+        tensor_parallel: Number of processes, started by torchrun, that hold one copy of the model together; with
+            more processes there are several copies. Each process reads all weights into memory, then holds its part.
+        fully_shard: Whether the processes of torchrun share the weights of the blocks by FSDP2: each holds a part of
+            them, gathers one block at a time, and runs batches of its own. Each reads all weights into memory first.
+        trust_remote_code: Whether to run code from the model's repository.
     """
+    if device is not None and device_map is not None:
+        raise BadModel(
+            f"expected {argument('device')} or {argument('device_map')}, got both; use device for one device, "
+            f"device_map for several"
+        )
+    if device_map == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise BadModel(
+            f"expected no {argument('device_map', 'auto')} under torchrun, where every process would spread its model "
+            f"over all devices; run one process, or spread one model over processes with {argument('tensor_parallel')}"
+        )
+    check_processes(tensor_parallel)
+    if fully_shard and tensor_parallel > 1:
+        raise BadModel(
+            f"expected {argument('tensor_parallel')} or {argument('fully_shard', True)}, got both; use one of them"
+        )
     load_checkpoint = partial(
         _load_checkpoint,
         revision=revision,
         device=device,
         dtype=dtype,
-        device_map=device_map,
+        device_map={"": "disk"} if device_map == "disk" else device_map,
+        offload_folder=offload_folder,
+        max_memory=max_memory,
+        quantization=quantization,
+        tensor_parallel=tensor_parallel,
+        fully_shard=fully_shard,
         trust_remote_code=trust_remote_code,
     )
     folder = Path(source).expanduser()
@@ -80,7 +126,12 @@ def _load_checkpoint(
     revision: str | None,
     device: str | None,
     dtype: str | None,
-    device_map: str | None,
+    device_map: str | Mapping[str, int | str] | None,
+    offload_folder: str | Path | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    quantization: str | None,
+    tensor_parallel: int,
+    fully_shard: bool,
     trust_remote_code: bool,
 ) -> Model:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,21 +139,36 @@ def _load_checkpoint(
     # Always stated: transformers would ask on the terminal otherwise.
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
     path = _resolve(name, options)
+    load_dtype = _dtype(dtype, device)
+    quantized = quantization_config(quantization, load_dtype if isinstance(load_dtype, torch.dtype) else None)
     with quiet_transformers():
         config = _attempt(name, lambda: AutoConfig.from_pretrained(path, **options))
         loader = getattr(transformers, auto_class(config))
         _require_few_blocks(name, config)
+        if quantized is not None or getattr(config, "quantization_config", None) is not None:
+            device_map = device_map or {"": device}  # quantised weights are packed where they are read
+        placement: dict[str, Any] = {"dtype": load_dtype, "device_map": device_map, "max_memory": max_memory}
+        if quantized is not None:  # a None would hide the checkpoint's own, and its codes be taken for weights
+            placement["quantization_config"] = quantized
+        if offload_folder is not None:
+            placement["offload_folder"] = str(offload_folder)
         hf, report = _attempt(
-            name,
-            lambda: loader.from_pretrained(
-                path, dtype=_dtype(dtype, device), device_map=device_map, output_loading_info=True, **options
-            ),
+            name, lambda: loader.from_pretrained(path, output_loading_info=True, **placement, **options)
         )
+        if quantized is not None and not quantized_weights(hf):
+            raise BadModel(
+                f"{argument('quantization', quantization)} quantises no weight of {name}, whose layers are of another "
+                f"kind; use another quantization, or none"
+            )
         tokenizer = _load_tokenizer(path, options)
         processor, no_processor = _load_processor(path, auto_class(config), options)
     no_predictions = _missing_weights(name, hf, report["missing_keys"])
+    if tensor_parallel > 1:
+        _attempt(name, lambda: spread(hf, tensor_parallel, device))
     if device_map is None:
         hf = _attempt(name, lambda: hf.to(device))
+    if fully_shard:
+        _attempt(name, lambda: shard_fully(hf, device))
     return Model.wrap(
         hf,
         tokenizer,
@@ -129,10 +195,10 @@ def _resolve(name: str, options: dict[str, Any]) -> str:
                 f"expected a model folder, a GGUF file or a hub id, got {name}, which has no config.json"
             )
         return str(path)
-    if name in default_model.NAMES:
-        return str(default_model.bundled_folder(name))
+    if name in bundled_model.NAMES:
+        return str(bundled_model.bundled_folder(name))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(f"there is no folder or file {name}; pass a model folder, a GGUF file or a hub id")
+        raise ModelNotFound(f"{name} does not exist; pass a model folder, a GGUF file or a hub id")
     return name
 
 
@@ -144,7 +210,7 @@ def _attempt(name: str, action: Any) -> Any:
         raise
     except Exception as error:
         if isinstance(error, OSError) and not Path(name).expanduser().exists():
-            near = get_close_matches(name, default_model.NAMES, n=1)
+            near = get_close_matches(name, bundled_model.NAMES, n=1)
             hint = f"did you mean the bundled {near[0]}? Otherwise check" if near else "check"
             raise ModelNotFound(
                 f"{name} is neither a local folder nor a model on the hub ({one_line(error)}); {hint} the name and the "

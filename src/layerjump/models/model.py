@@ -14,14 +14,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from layerjump.data.batches import Batch
 from layerjump.data.positions import MASKED_SHARE, Positions
-from layerjump.data.tokenization import Tokenization, token_texts
+from layerjump.data.token_text import token_texts
+from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadModel, BadText, NoPredictions, UnsupportedModel
+from layerjump.models.anatomy import Pooled, Task
 from layerjump.models.bos import needs_bos
-from layerjump.models.discovery import ExtraInputs, discover, forward_arguments
-from layerjump.models.families import Override, reserved_positions, text_config
+from layerjump.models.discovery import ExtraInputs, StructureHints, discover
+from layerjump.models.fully_sharded import hold_outer_weights
 from layerjump.models.hooks import Capture
+from layerjump.models.hugging_face_config import forward_arguments, reserved_positions, text_config
+from layerjump.models.joint_sources import WidenedBatch, plain_sites
 from layerjump.models.self_check import prove
-from layerjump.models.structure import FINAL, Pooled, Site, Structure, Task
+from layerjump.models.sites import EMBEDDING, FINAL, JointSource, Site, SourceName, parse_source
+from layerjump.models.structure import Structure
+from layerjump.models.weight_forms import avoid_failing_kernels, execution_device
+from layerjump.notebook_tables import facts_table
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Model:
         no_predictions: str | None = None,
         revision: str | None = None,
         extra_inputs: ExtraInputs | None = None,
-        override: Override | None = None,
+        hints: StructureHints | None = None,
         processor: ProcessorMixin | None = None,
         no_processor: str | None = None,
     ) -> Model:
@@ -65,13 +72,15 @@ class Model:
             no_predictions: Why its predictions are of no use; None if they are.
             revision: Revision of the checkpoint.
             extra_inputs: Makes further arguments of `forward` from token ids, such as an image's pixels.
-            override: What discovery cannot find by itself.
+            hints: What discovery cannot find by itself.
             processor: Makes the model's inputs of a text with images; its tokenizer is the default for `tokenizer`.
             no_processor: Why there is no processor, for the message when images are passed.
         """
         hf.eval()
+        avoid_failing_kernels(hf)
         name = name or str(getattr(getattr(hf, "config", None), "name_or_path", "") or type(hf).__name__)
-        structure = discover(hf, extra_inputs=extra_inputs, override=override)
+        hold_outer_weights(hf)
+        structure = discover(hf, extra_inputs=extra_inputs, hints=hints)
         if structure.degree == "states":
             kind = "labels" if structure.task == "classification" else "tokens"
             no_predictions = no_predictions or f"{name} predicts no {kind}: {structure.anatomy.no_logits}"
@@ -146,7 +155,8 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return next(self.hf.parameters()).device
+        """The device that the model reads its tokens on."""
+        return execution_device(self.hf)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -306,6 +316,22 @@ class Model:
     def __repr__(self) -> str:
         return f"Model({self.name}: {self.task}, {self.n_blocks} blocks, d {self.d_model})"
 
+    def _repr_html_(self) -> str:
+        weights = list(self.hf.parameters())
+        kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
+        devices = sorted({str(weight.device) for weight in weights})
+        facts = {
+            "class": type(self.hf).__name__,
+            "task": self.task,
+            "blocks": f"{self.n_blocks}: levels 0 to {self.n_blocks}",
+            "d_model": self.d_model,
+            "predictions": self.no_predictions
+            or f"{self.structure.vocab_size:,} {'labels' if self.labels else 'tokens'}",
+            "parameters": f"{sum(weight.numel() for weight in weights):,} ({', '.join(kinds)} on {', '.join(devices)})",
+            "structure proven": self.structure.degree,
+        }
+        return facts_table(self.name, facts)
+
 
 def require_model(model: object) -> None:
     """Raise `BadModel` for anything but a `Model`, such as a bare Hugging Face model."""
@@ -326,45 +352,54 @@ class States:
     logits: Tensor | None = None
     """(picks, vocab_size), if they were asked for."""
 
-    def __getitem__(self, site: Site | str | int) -> Tensor:
-        return self.at[Site.parse(site)]
+    def __getitem__(self, source: SourceName) -> Tensor:
+        return self.at[parse_source(source)]
 
 
 def capture_states(
     model: Model,
     batches: Iterable[Batch],
-    sites: Sequence[Site | str | int],
+    sites: Sequence[SourceName],
     *,
     logits: bool = False,
     reuse_buffer_rows: int = 0,
 ) -> Generator[States, None, None]:
     """Yield the hidden states of each batch at the sites, for its picked positions only.
 
-    The model runs no further than the last of the sites. `logits` adds the model's own logits of the picks. With
-    `reuse_buffer_rows` (the picks of the largest batch) every batch's states are written over those of the last one:
-    fresh tensors of ever new sizes would fragment the heap.
+    A site may be a joint source, such as `final@-1+5`. The model runs no further than the last of the sites. `logits`
+    adds the model's own logits of the picks. With `reuse_buffer_rows` (the picks of the largest batch) every batch's
+    states are written over those of the last one: fresh tensors of ever new sizes would fragment the heap.
     """
     require_model(model)
-    selected = [Site.parse(site) for site in sites]
+    selected = [parse_source(site) for site in sites]
+    is_joint = any(isinstance(site, JointSource) for site in selected)
     structure = model.structure
     last = Site(structure.n_blocks)
-    needs_final = logits or FINAL in selected
-    tapped = [site for site in selected if site != FINAL]
+    plain = plain_sites(selected)
+    needs_final = logits or FINAL in plain
+    tapped = [site for site in plain if site not in (FINAL, EMBEDDING)]
+    # A pass without a tap would run to its end, and `embedding` alone needs no pass.
     if needs_final and last not in tapped:
         tapped.append(last)
     if logits:
         model.require_predictions()
     with Capture(structure, tapped, reuse_buffer_rows=reuse_buffer_rows) as capture:
         for batch in batches:
-            at = capture.run(model, batch)
+            widened = WidenedBatch.of(batch, selected) if is_joint else None
+            picked = widened.batch if widened else batch
+            at = capture.run(model, picked) if tapped else {}
             own_logits = None
             with torch.no_grad():
                 if needs_final:
                     at[FINAL] = structure.to_final(at[last])
+                if EMBEDDING in plain:
+                    at[EMBEDDING] = structure.embed(picked.input_ids[picked.row, picked.position])
                 if logits:
-                    own_logits = structure.decode(at[FINAL])
-            states = States(batch, {site: at[site] for site in selected}, own_logits)
+                    final = at[FINAL]
+                    own_logits = structure.decode(final[widened.rows[0].to(final.device)] if widened else final)
+            joined = widened.join(at, selected) if widened else {site: at[site] for site in selected}
+            states = States(batch, joined, own_logits)
             # Nothing here may hold a batch's states while the next batch runs.
-            del at, own_logits
+            del at, joined, own_logits
             yield states
             del states

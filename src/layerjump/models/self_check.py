@@ -17,15 +17,34 @@ from torch import Tensor
 
 from layerjump.data.batches import Batch
 from layerjump.errors import BadModel, LayerjumpError, SelfCheckFailed, one_line
-from layerjump.models.discovery import main_output, vocabulary_size
+from layerjump.models.discovery import main_output
+from layerjump.models.fully_sharded import gathered
 from layerjump.models.hooks import Capture, apply_attached
-from layerjump.models.structure import FINAL, Site, Structure, as_a_whole, to_rows, without_parts
+from layerjump.models.hugging_face_config import vocabulary_size
+from layerjump.models.sites import FINAL, Site
+from layerjump.models.structure import Structure, as_a_whole, rebuild_streams, to_rows, without_parts
+from layerjump.models.weight_forms import mixes_rows, quantized_weights
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
 
 # Largest difference allowed, as a share of the compared tensor's largest entry.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+QUANTIZED_TOLERANCE = TOLERANCE[torch.bfloat16]
+"""Kernels of quantised layers compute in bfloat16, whatever type the states have."""
+MIXED_ROWS_TOLERANCE = 0.1
+"""bitsandbytes' int8 computes whole columns of a batch in float16 where one of its rows has an outlier. So a state
+changes, by some rounding errors of int8, with rows and tokens that it does not depend on: by 0.02 at most in the models
+that were tried."""
+
+
+def tolerance(model: Model, dtype: torch.dtype) -> float:
+    """The largest difference, relative to the largest entry, that the format of a model's weights explains."""
+    if mixes_rows(model.hf):
+        return MIXED_ROWS_TOLERANCE
+    quantized = QUANTIZED_TOLERANCE if quantized_weights(model.hf) else 0.0
+    return max(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]), quantized)
 
 
 @dataclass(frozen=True)
@@ -79,10 +98,16 @@ def prove(model: Model) -> Model:
         checks = _run(model)
     for check in checks:
         if not check.passed and check.difference is not None:
+            advice = (
+                "Its quantised layers are not exact enough for this proof; load the model unquantised, or in another "
+                "format."
+                if quantized_weights(model.hf)
+                else "The structure that discovery found does not describe this model; please report it, or describe "
+                "the model by hints (docs/families.md)."
+            )
             raise SelfCheckFailed(
                 f"{model.name}: self-check {check.name!r} failed: {check.fact}, but the relative difference is "
-                f"{check.difference:.2g}. The structure that discovery found does not describe this model; please "
-                f"report it, or describe the model by an override (docs/families.md)."
+                f"{check.difference:.2g}. {advice}"
             )
     return model
 
@@ -141,8 +166,8 @@ def _states_checks(model: Model) -> tuple[list[Check], dict[Site, Tensor]]:
     levels = {Site(level): states[Site(level)] for level in range(structure.n_blocks + 1)}
     checks = [
         _levels_check(model, batch, states, hidden),
-        _compare("blocks", "the parts of each block add up to the next level", reassembly(model, states)),
-        _compare("inputs", "every part reads the stream or the norm before it", readings(model, states)),
+        _compare(model, "blocks", "the parts of each block add up to the next level", reassembly(model, states)),
+        _compare(model, "inputs", "every part reads the stream or the norm before it", readings(model, states)),
     ]
     if logits is None or structure.degree == "states":
         return checks, levels
@@ -158,7 +183,7 @@ def _states_checks(model: Model) -> tuple[list[Check], dict[Site, Tensor]]:
         last, theirs = last[is_read], logits[row[is_read]]
     ours = structure.decode(structure.to_final(last))
     fact = "norm and head of level L give the model's logits"
-    return [_compare("logits", fact, [(ours, theirs)]), *checks], levels
+    return [_compare(model, "logits", fact, [(ours, theirs)]), *checks], levels
 
 
 def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden: Any) -> Check:
@@ -171,9 +196,9 @@ def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden
         theirs = [to_rows(state, layout)[batch.row, batch.position] for state in hidden or ()]
     except (IndexError, RuntimeError, TypeError):
         return Check("levels", fact, None, True, note="the model returns hidden states of another shape")
-    starts = [i for i, state in enumerate(theirs) if state.shape == ours[0].shape and _is_close(ours[0], state)]
+    starts = [i for i, state in enumerate(theirs) if state.shape == ours[0].shape and _is_close(model, ours[0], state)]
     if starts and 0 not in starts:
-        worst = _compare("levels", fact, [(ours[0], theirs[0])]) if theirs[0].shape == ours[0].shape else None
+        worst = _compare(model, "levels", fact, [(ours[0], theirs[0])]) if theirs[0].shape == ours[0].shape else None
         note = f"level 0 is hidden state {starts[0]}: blocks before it are missing"
         return Check("levels", fact, worst.difference if worst else math.inf, False, note=note)
     if len(theirs) not in (n_blocks, n_blocks + 1):
@@ -181,11 +206,11 @@ def _levels_check(model: Model, batch: Batch, states: dict[Site, Tensor], hidden
     theirs = theirs[:n_blocks]
     if theirs[0].shape != ours[0].shape:
         return Check("levels", fact, None, True, note="the model returns hidden states of another width")
-    check = _compare("levels", fact, list(zip(ours, theirs, strict=True)))
+    check = _compare(model, "levels", fact, list(zip(ours, theirs, strict=True)))
     if check.passed:
         return check
     # Some models list the stream after each block instead (Mamba, RWKV), or another stream.
-    late = _compare("levels", fact, list(zip(ours[1:], theirs, strict=False)))
+    late = _compare(model, "levels", fact, list(zip(ours[1:], theirs, strict=False)))
     if late.passed and n_blocks > 1:
         return replace(late, note="Hugging Face lists the output of each block, from level 1")
     return replace(check, difference=None, passed=True, note="Hugging Face lists another stream")
@@ -218,53 +243,43 @@ def reassembly(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, T
     for index, (block, anatomy) in enumerate(zip(structure.blocks, structure.anatomy.blocks, strict=True), start=1):
         if anatomy.problem:
             continue
-        streams = _streams(structure, index, states)
-        pairs += [(streams[count], states[Site(index, name)]) for name, count in anatomy.mids]
-        pairs.append((apply_attached(block, streams[-1]), states[Site(index)]))
+        with gathered(block):
+            streams = rebuild_streams(structure, index, states)
+            pairs += [(streams[count], states[Site(index, name)]) for name, count in anatomy.mids]
+            pairs.append((apply_attached(block, streams[-1]), states[Site(index)]))
     return pairs
-
-
-def _streams(structure: Structure, block: int, states: dict[Site, Tensor]) -> list[Tensor]:
-    """The stream before a block's first step and after each, added up from its captured parts."""
-    streams = [states[Site(block - 1)]]
-    for step in structure.anatomy.blocks[block - 1].steps:
-        stream, factor = streams[-1], structure.constant(step.factor)
-        if step.kind == "add":
-            stream = stream + states[Site(block, f"{step.name}.out")].reshape(stream.shape) * factor
-        elif step.kind == "mul":
-            stream = stream * factor
-        elif step.kind == "shift":
-            stream = stream + factor
-        else:
-            stream = structure.module(step.name)(stream)
-        streams.append(stream)
-    return streams
 
 
 def readings(model: Model, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """(expected, captured) inputs of the parts, outputs of norms, and outputs of the parts' output layers."""
-    pairs, structure = [], model.structure
-    for index, anatomy in enumerate(structure.anatomy.blocks, start=1):
-        at = {site.part: state for site, state in states.items() if site.index == index}
-        if anatomy.problem:
-            continue
-        streams, points = _streams(structure, index, states), dict(anatomy.points)
-        for write in anatomy.writes:
-            read = streams[write.steps_before]
-            if write.norm:
-                path = points[f"{write.norm}.in"].path
-                # A norm of the sum reads the stream as its step finds it.
-                after = [n for n, step in enumerate(anatomy.steps) if step.kind == "norm" and step.name == path]
-                pairs.append((read if write.norm_first else streams[after[0]], at[f"{write.norm}.in"]))
-                pairs.append((structure.module(path)(at[f"{write.norm}.in"]), at[f"{write.norm}.out"]))
-            if write.norm and write.norm_first:
-                read = at[f"{write.norm}.out"]
-            if f"{write.name}.in" in at:
-                pairs.append((read, at[f"{write.name}.in"]))
-            heads = write.name.replace("attn", "heads") if write.role == "attn" else ""
-            if heads in at and write.output_layer:
-                added = at.get(f"{write.name}_raw", at[f"{write.name}.out"])
-                pairs.append((structure.module(write.output_layer)(at[heads]), added))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for index, (block, anatomy) in enumerate(zip(model.structure.blocks, model.structure.anatomy.blocks, strict=True)):
+        if not anatomy.problem:
+            with gathered(block):
+                pairs += _block_readings(model.structure, index + 1, states)
+    return pairs
+
+
+def _block_readings(structure: Structure, index: int, states: dict[Site, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    pairs, anatomy = [], structure.anatomy.blocks[index - 1]
+    at = {site.part: state for site, state in states.items() if site.index == index}
+    streams, points = rebuild_streams(structure, index, states), dict(anatomy.points)
+    for write in anatomy.writes:
+        read = streams[write.steps_before]
+        if write.norm:
+            path = points[f"{write.norm}.in"].path
+            # A norm of the sum reads the stream as its step finds it.
+            after = [n for n, step in enumerate(anatomy.steps) if step.kind == "norm" and step.name == path]
+            pairs.append((read if write.norm_first else streams[after[0]], at[f"{write.norm}.in"]))
+            pairs.append((structure.module(path)(at[f"{write.norm}.in"]), at[f"{write.norm}.out"]))
+        if write.norm and write.norm_first:
+            read = at[f"{write.norm}.out"]
+        if f"{write.name}.in" in at:
+            pairs.append((read, at[f"{write.name}.in"]))
+        heads = write.name.replace("attn", "heads") if write.role == "attn" else ""
+        if heads in at and write.output_layer:
+            added = at.get(f"{write.name}_raw", at[f"{write.name}.out"])
+            pairs.append((structure.module(write.output_layer)(at[heads]), added))
     return pairs
 
 
@@ -293,7 +308,7 @@ def _body_checks(model: Model, levels: dict[Site, Tensor]) -> list[Check]:
             raise
         return [Check("body", _BODY, math.inf, False, note=one_line(error))]
     earlier = batch.position < last[batch.row]
-    causality = _compare("causality", fact, [(others[site][earlier], levels[site][earlier]) for site in levels])
+    causality = _compare(model, "causality", fact, [(others[site][earlier], levels[site][earlier]) for site in levels])
     if not is_inner:
         return [causality]
     body = replace(causality, name="body", fact=_BODY) if causality.passed else _body_check(model, levels)
@@ -305,7 +320,7 @@ def _body_check(model: Model, levels: dict[Site, Tensor]) -> Check:
         body = _run_body(model, sample(model), list(levels))
     except Exception as error:  # the model's own code
         return Check("body", _BODY, math.inf, False, note=one_line(error))
-    return _compare("body", _BODY, [(body[site], states) for site, states in levels.items()])
+    return _compare(model, "body", _BODY, [(body[site], states) for site, states in levels.items()])
 
 
 def _run_body(model: Model, batch: Batch, sites: list[Site]) -> dict[Site, Tensor]:
@@ -316,20 +331,20 @@ def _run_body(model: Model, batch: Batch, sites: list[Site]) -> dict[Site, Tenso
         return capture.take()
 
 
-def _compare(name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:
+def _compare(model: Model, name: str, fact: str, pairs: list[tuple[Tensor, Tensor]]) -> Check:
     worst, passed = 0.0, True
     for ours, theirs in pairs:
         scale = theirs.abs().max().item() or 1.0
-        difference = (ours - theirs).abs().max().item() / scale
+        difference = (ours - theirs.to(ours.device)).abs().max().item() / scale
         # `not <=` rather than `>`: a NaN must fail.
-        if not difference <= TOLERANCE[theirs.dtype]:
+        if not difference <= tolerance(model, theirs.dtype):
             passed = False
         worst = difference if not difference <= worst else worst
     return Check(name, fact, worst, passed)
 
 
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
-    return _compare("", "", [(ours, theirs)]).passed
+def _is_close(model: Model, ours: Tensor, theirs: Tensor) -> bool:
+    return _compare(model, "", "", [(ours, theirs)]).passed
 
 
 @contextmanager

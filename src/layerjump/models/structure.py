@@ -1,97 +1,36 @@
-"""Structure of a model: its sites, pairs of sites, blocks, and the path from the last level to the logits.
-
-A site names a point in the network where hidden states can be captured or patched:
-
-    5             level 5: the output of block 5 (0: the input of block 1; L: the output of the last block)
-    5.attn.in     the input of attention in block 5       5.attn.out   what attention adds to the residual stream
-    5.ln1.in …    likewise ln1, ln2 and ffn               5.mid        the stream after attention is added
-    5.heads       the attention heads' outputs, side by   5.attn_raw   attention's output before its post-norm
-                  side: the output projection's input     5.ffn_raw    likewise of the feed-forward
-    5.xattn.in …  cross-attention and its norm lnx        5.mid2       the stream after cross-attention is added
-    5.mixer.in …  a mixer of positions without softmax:   5.moe.router the scores of the experts
-                  state space, linear attention, …        5.moe.out    the output of the experts
-    final         the input of the unembedding
-
-Level l is `blocks.{l-1}.hook_resid_post` in TransformerLens and `hidden_states[l]` in Hugging Face (but level L is
-before the final norm); `5.mid` is `hook_resid_mid`, `5.attn.out` `hook_attn_out`, `5.ffn.out` `hook_mlp_out`.
-"""
+"""Structure of one model in memory: its anatomy bound to the modules, the tap of each site, states to logits."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from layerjump.errors import BadEstimator, BadModel, NoPredictions, NoSuchJump, argument
+from layerjump.errors import BadEstimator, BadModel, NoPredictions
+from layerjump.models.anatomy import (
+    Anatomy,
+    BlockAnatomy,
+    Constant,
+    Degree,
+    Layout,
+    ModuleStep,
+    Operation,
+    PathStep,
+    ReplayedPath,
+    Side,
+    Task,
+    Write,
+)
+from layerjump.models.hugging_face_config import input_embeddings
+from layerjump.models.sites import BLOCK_PARTS, EMBEDDING, FINAL, JointSource, Site
+from layerjump.models.weight_forms import describe_storage, execution_device, module_weight
 
 if TYPE_CHECKING:
     from layerjump.models.model import Model
-
-Side = Literal["in", "out"]
-BLOCK_PARTS = (
-    *("ln1.in", "ln1.out", "attn.in", "heads", "attn_raw", "attn.out", "mixer.in", "mixer_raw", "mixer.out", "mid"),
-    *("lnx.in", "lnx.out", "xattn.in", "xattn_raw", "xattn.out", "mid2"),
-    *("ln2.in", "ln2.out", "ffn.in", "moe.router", "moe.out", "ffn_raw", "ffn.out"),
-)
-"""The parts that blocks commonly have, in the order of computation."""
-_PART = re.compile(
-    r"(ln1|ln2|lnx|ln_\w+|(attn|mixer|xattn|ffn|aside)\d*)\.(in|out)|(attn|mixer|xattn|ffn|aside)\d*_raw|mid\d*|"
-    r"heads\d*|moe\.(router|out)"
-)
-
-
-@dataclass(frozen=True, order=True)
-class Site:
-    """A level, a part of block `index` (blocks count from 1), or `final`."""
-
-    index: int
-    part: str = "level"
-
-    def __str__(self) -> str:
-        if self.part == "final":
-            return "final"
-        return str(self.index) if self.part == "level" else f"{self.index}.{self.part}"
-
-    @property
-    def between_blocks(self) -> bool:
-        """Whether this is a level or `final`, not a part of a block."""
-        return self.part in ("level", "final")
-
-    @classmethod
-    def parse(cls, text: str | int | Site) -> Site:
-        """Parse a site's name, such as `5`, `5.attn.in` or `final`."""
-        if isinstance(text, Site):
-            return text
-        name = str(text).strip()
-        if name == "final":
-            return FINAL
-        index, _, part = name.partition(".")
-        if index.isdecimal() and (not part or _PART.fullmatch(part)):
-            return cls(int(index), part or "level")
-        raise BadModel(
-            f"expected a site, which is a level (5), a part of a block (5.attn.in; parts: {', '.join(BLOCK_PARTS)}) "
-            f"or final, got {name[:50]!r}"
-        )
-
-
-FINAL = Site(-1, "final")
-
-
-Layout = Literal["btd", "tbd", "btnd", "nbtd"]
-"""Order of rows (b), positions (t), streams (n) and coordinates (d) in the hidden states as the model holds them."""
-Task = Literal["causal", "masked", "seq2seq", "encoder", "classification"]
-"""`encoder` is the encoder of an encoder–decoder by itself; `classification` predicts labels instead of tokens."""
-Pooled = Literal["first", "last"]
-"""The one position of a text whose state a classification head reads."""
-Degree = Literal["full", "levels", "states"]
-"""Levels, predictions and parts are proven; levels and predictions; levels, and no linear head predicts."""
-Constant = float | str | Tensor
-"""A number, the name of a parameter or buffer, or a tensor computed from several."""
 
 
 @dataclass(frozen=True)
@@ -105,204 +44,6 @@ class Tap:
     side: Side
     call: int = 0
     layout: Layout = field(default="btd", compare=False)
-
-
-@dataclass(frozen=True)
-class Point:
-    """A tap by the path of its module."""
-
-    path: str
-    side: Side
-    call: int = 0
-    layout: Layout = "btd"
-    width: int = 0
-    """Coordinates of a state there."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the residual stream through a block."""
-
-    kind: Literal["add", "mul", "shift", "norm"]
-    name: str = ""
-    """add: the write whose output is added; norm: the path of the module that the stream passes."""
-    factor: Constant = 1.0
-    """add, mul: the factor of the addend, of the stream; shift: the constant that is added."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """What one part of a block adds to the residual stream."""
-
-    name: str
-    """The role, numbered from the second of its kind: attn, mixer, xattn, ffn, aside, ffn2 …"""
-    role: str
-    phase: int
-    """Writes of one phase read the same stream: attention and feed-forward of a parallel block have one."""
-    steps_before: int
-    """The number of the block's steps that lead to the stream that it reads."""
-    norm: str | None
-    """The name of the norm before the part, or of the one that the stream passes after it."""
-    norm_first: bool
-    """Whether that norm is before the part."""
-    is_normed_after: bool
-    """Whether a norm follows the part, before or after its output is added."""
-    factor: Constant = 1.0
-    """Multiplies the part's output when it is added (Granite's residual multiplier, a layer scale)."""
-    output_layer: str | None = None
-    """Path of the linear layer whose output the part is; None if there is none."""
-    linear_readers: tuple[str, ...] | None = None
-    """Paths of the linear layers that read the norm; None if anything else reads it."""
-    reads_aside: bool = False
-    """Whether the part reads activations besides the stream."""
-    is_routed: bool = False
-    """Whether a router selects experts (MoE)."""
-
-
-@dataclass(frozen=True)
-class BlockAnatomy:
-    """One block: its module, the way of the stream through it, and its parts."""
-
-    path: str
-    call: int = 0
-    steps: tuple[Step, ...] = ()
-    writes: tuple[Write, ...] = ()
-    points: tuple[tuple[str, Point], ...] = ()
-    """Part (`attn.in`) → where it is."""
-    mids: tuple[tuple[str, int], ...] = ()
-    """Name of the stream inside the block → the number of steps before it."""
-    problem: str | None = None
-    """Why the parts of the block are unknown."""
-
-
-@dataclass(frozen=True)
-class ModuleStep:
-    """A module on the path to the logits."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An operation on the path to the logits whose other operands are constants."""
-
-    @dataclass(frozen=True)
-    class Weight:
-        """A parameter or buffer by its name: a model that moves to another device gets new ones."""
-
-        name: str
-
-    STATES: ClassVar[object] = object()
-    """Stands for the states among the operands."""
-
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the operation treats every coordinate alike, whatever the shape of the states."""
-        return self.name in _ELEMENTWISE and not any(
-            isinstance(item, (Tensor, Operation.Weight)) for item in self.operands
-        )
-
-    @property
-    def is_rowwise(self) -> bool:
-        """Whether the operation may be applied to rows of states, (n, d)."""
-        return self.name in _ELEMENTWISE
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        return (*self.args, *(value for _, value in self.kwargs))
-
-
-_ARITHMETIC = {"add", "radd", "iadd", "sub", "mul", "rmul", "imul", "div", "truediv", "itruediv", "true_divide"}
-_ACTIVATIONS = {"tanh", "tanh_", "gelu", "relu", "silu", "sigmoid", "softplus"}
-_CASTS = {"float", "to", "type", "dropout", "contiguous", "clone", "bfloat16", "half", "double"}
-_ELEMENTWISE = frozenset(_ARITHMETIC | _ACTIVATIONS | _CASTS)
-
-
-@dataclass(frozen=True, eq=False)
-class Replay:
-    """Operations on the path to the logits that do not follow one another; they are run again as they were traced."""
-
-    start: tuple[int, int]
-    end: tuple[int, int]
-    nodes: tuple[Any, ...]
-    tensors: dict[tuple[int, int], Tensor]
-    rows: int
-    positions: int
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Run the operations on states (rows, positions, …)."""
-        values: dict[tuple[int, int], Tensor] = {self.start: states}
-        for node in self.nodes:
-            operands = iter(node.inputs)
-
-            def operand(item: Any, operands: Iterator[tuple[int, int]] = operands) -> Any:
-                if isinstance(item, Tensor):
-                    value = next(operands)
-                    return values.get(value, self.tensors[value])
-                if isinstance(item, dict):
-                    return {name: operand(entry) for name, entry in item.items()}
-                return type(item)(operand(entry) for entry in item) if isinstance(item, (list, tuple)) else item
-
-            args, kwargs = operand(node.args), operand(node.kwargs)
-            if node.name in ("view", "reshape", "expand"):
-                # Sizes that were read off the traced batch.
-                sizes = list(args[1] if isinstance(args[1], (list, tuple)) else args[1:])
-                if sizes[:2] == [self.rows, self.positions]:
-                    sizes[:2] = states.shape[:2]
-                elif sizes[:1] == [self.rows * self.positions]:
-                    sizes[0] = states.shape[0] * states.shape[1]
-                args = (args[0], *sizes)
-            output = node.function(*args, **kwargs)
-            outputs = [args[0]] if node.name == "setitem" else output if isinstance(output, (list, tuple)) else [output]
-            values.update(zip(node.outputs, outputs, strict=False))
-        return values[self.end]
-
-
-PathStep = ModuleStep | Operation | Replay
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """Where a model has its blocks, their parts and its path to the logits: module paths, no modules."""
-
-    task: Task
-    entry: str
-    """Path of the module that reads the tokens and runs the blocks."""
-    blocks: tuple[BlockAnatomy, ...]
-    layout: Layout
-    d_model: int
-    n_streams: int = 1
-    is_chain: bool = True
-    """Whether each block reads the last one's output as it is."""
-    is_causal: bool = True
-    """Whether no state depends on a later token."""
-    to_final: tuple[PathStep, ...] = ()
-    unembedding: str | None = None
-    unembedding_weight: str | Tensor | None = None
-    """The unembedding's weight (vocabulary, width) where no module holds it: its name, or the product of several."""
-    from_unembedding: tuple[PathStep, ...] = ()
-    pooled: Pooled | None = None
-    """The position that the logits come from; None: every position has logits of its own."""
-    no_logits: str | None = None
-    """Why there is no path to logits."""
-    read_logits: Callable[[Any], Tensor] | None = None
-    """The model's output → its logits, where an override tells."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_portable(self) -> bool:
-        """Whether it holds no tensor, so that it describes every model of this class and configuration."""
-        path = (*self.to_final, *self.from_unembedding)
-        operands = [item for step in path if isinstance(step, Operation) for item in step.operands]
-        factors = [step.factor for block in self.blocks for step in block.steps]
-        return not any(isinstance(step, Replay) for step in path) and not any(
-            isinstance(item, Tensor) for item in (*operands, *factors, self.unembedding_weight)
-        )
 
 
 class Structure:
@@ -370,7 +111,7 @@ class Structure:
     def _callable(self, step: PathStep) -> Callable[[Tensor], Tensor]:
         if isinstance(step, ModuleStep):
             return self.hf.get_submodule(step.path)
-        return step if isinstance(step, Replay) else _BoundOperation(step, self._named)
+        return step if isinstance(step, ReplayedPath) else _BoundOperation(step, self._named)
 
     @property
     def vocab_size(self) -> int:
@@ -388,7 +129,9 @@ class Structure:
 
     def decode(self, final: Tensor) -> Tensor:
         """From the input of the unembedding to logits."""
-        return self.adjust_logits(self.unembedding(final))
+        weight = next(self.unembedding.parameters(), final)
+        # Of a model on several devices, the last norm may be elsewhere. accelerate's hooks see to offloaded weights.
+        return self.adjust_logits(self.unembedding(final if weight.is_meta else final.to(weight.device)))
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
         """The model's logits from the unembedding's output: scale, bias, soft-cap."""
@@ -411,8 +154,31 @@ class Structure:
             sites += [Site(block, part) for part in sorted(points, key=_part_order)]
         return sites if self._unembedding is None else [*sites, FINAL]
 
+    @property
+    def token_embedding(self) -> nn.Module:
+        """The module that turns tokens into states; `BadModel` if the model does not name it."""
+        module = input_embeddings(self.module(self.anatomy.entry)) or input_embeddings(self.hf)
+        if module is None:
+            raise BadModel("this model does not name its token embedding, so it has no site embedding")
+        return module
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The states at the site `embedding`: (…) tokens to (…, width)."""
+        module = self.token_embedding
+        states: Tensor = module(tokens.to(execution_device(module)))
+        return states
+
+    def check_site(self, site: Site) -> None:
+        """Raise `BadModel` if this model does not have a site."""
+        if site == EMBEDDING:
+            self.token_embedding  # noqa: B018  (raises)
+        else:
+            self.tap(site)
+
     def tap(self, site: Site) -> Tap:
         """The tap of a site; `BadModel` if this model does not have the site."""
+        if site == EMBEDDING or isinstance(site, JointSource):
+            raise BadModel(f"expected a point of the forward pass, got {site}, which only a jump can start from")
         if site == FINAL:
             if self.task == "encoder":
                 raise BadModel("the encoder of an encoder–decoder has no unembedding, so no site final")
@@ -430,6 +196,10 @@ class Structure:
 
     def width(self, site: Site) -> int:
         """The width of the states at a site."""
+        if isinstance(site, JointSource):
+            return sum(self.width(term.site) for term in site.terms)
+        if site == EMBEDDING:
+            return int(self.token_embedding.get_parameter("weight").shape[1])
         if site == FINAL:
             return int(self.unembedding.get_parameter("weight").shape[1])
         return self.d_model if site.part == "level" else self._points[site.index - 1][site.part].width
@@ -506,12 +276,30 @@ def from_rows(states: Tensor, layout: Layout, n_streams: int) -> Tensor:
     return states.unflatten(2, (n_streams, -1)).permute(2, 0, 1, 3) if layout == "nbtd" else states
 
 
+def rebuild_streams(structure: Structure, block: int, states: dict[Site, Tensor]) -> list[Tensor]:
+    """The stream before a block's first step and after each, added up from its captured parts."""
+    stream, steps = states[Site(block - 1)], structure.anatomy.blocks[block - 1].steps
+    written = (states[Site(block, f"{step.name}.out")] for step in steps if step.kind == "add")
+    streams = [stream.to(next(written, stream).device)]  # the block before may be on another device
+    for step in steps:
+        stream, factor = streams[-1], structure.constant(step.factor)
+        if step.kind == "add":
+            stream = stream + states[Site(block, f"{step.name}.out")].reshape(stream.shape) * factor
+        elif step.kind == "mul":
+            stream = stream * factor
+        elif step.kind == "shift":
+            stream = stream + factor
+        else:
+            stream = structure.module(step.name)(stream)
+        streams.append(stream)
+    return streams
+
+
 def can_restrict(structure: Structure) -> bool:
     """Whether `unembedding_rows` of this model's unembedding give the logits of some tokens."""
     steps = structure.anatomy.from_unembedding
-    return type(structure.unembedding) is nn.Linear and all(
-        isinstance(step, Operation) and step.is_elementwise for step in steps
-    )
+    is_plain = type(structure.unembedding) is nn.Linear and describe_storage(structure.unembedding.weight) is None
+    return is_plain and all(isinstance(step, Operation) and step.is_elementwise for step in steps)
 
 
 def without_parts(structure: Structure, problem: str) -> Structure:
@@ -551,7 +339,7 @@ def unembedding_metric(model: Model, target: Site) -> Tensor:
     It measures the errors of a state that change logits. A shift of all logits changes no probability, hence the
     centring. The norm's division by the length is left out: it is the same for every coordinate.
     """
-    embedding = model.structure.unembedding.get_parameter("weight").double()
+    embedding = module_weight(model.structure.unembedding).double()
     embedding = embedding - embedding.mean(0)
     metric = embedding.mT @ embedding
     if target == FINAL:
@@ -577,7 +365,7 @@ def norm_weight(model: Model) -> Tensor | None:
 @torch.no_grad()
 def norm_factors(norm: nn.Module) -> Tensor:
     """The factor of each coordinate that a norm applies, in float64: its weight, or one plus its weight (Gemma)."""
-    weight = norm.get_parameter("weight")
+    weight = module_weight(norm)
     states = torch.randn(8, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     bias = getattr(norm, "bias", None)
     output = norm(states) if bias is None else norm(states) - bias
@@ -586,64 +374,3 @@ def norm_factors(norm: nn.Module) -> Tensor:
     factors = (output.double() * unit).sum(0) / unit.pow(2).sum(0)
     offset = round(float((factors - weight.double()).mean()))
     return weight.double() + offset
-
-
-Pair = tuple[Site, Site]
-"""Source and target of a jump."""
-
-PREDICTIONS = "predictions"
-"""Every level to `final`, and the last levels to level L as well: the candidates of `calibrated`."""
-SUBMODULES = ("ln1", "attn", "mixer", "lnx", "xattn", "ln2", "ffn")
-
-
-def parse_pairs(text: str, structure: Structure) -> list[Pair]:
-    """Parse to-last, to-final, predictions, adjacent, all, submodules, or a list: `0:6,2.attn.in:2.attn.out`."""
-    levels = [Site(index) for index in range(structure.n_blocks + 1)]
-    if text == "to-last":
-        return [(source, levels[-1]) for source in levels[:-1]]
-    if text == "to-final":
-        return [(source, FINAL) for source in levels[:-1]]
-    if text == PREDICTIONS:
-        late = levels[-1 - max(2, structure.n_blocks // 6) : -1]
-        both = [(source, target) for source in late for target in (levels[-1], FINAL)]
-        return [(source, FINAL) for source in levels[:-1] if source not in late] + both
-    if text == "adjacent":
-        return list(zip(levels, levels[1:], strict=False))
-    if text == "all":
-        return [(a, b) for i, a in enumerate(levels) for b in levels[i + 1 :]]
-    present = set(structure.sites())
-    if text == "submodules":  # input → output of every norm, attention and feed-forward module
-        pairs = [
-            (Site(block, f"{part}.in"), Site(block, f"{part}.out"))
-            for block in range(1, structure.n_blocks + 1)
-            for part in SUBMODULES
-        ]
-        return [pair for pair in pairs if pair[0] in present]
-    pairs = []
-    for item in text.split(","):
-        source, colon, target = item.partition(":")
-        if not colon:
-            raise BadModel(
-                f"expected {argument('pairs')} to-last, to-final, predictions, adjacent, all, submodules, or a list "
-                f"such as 0:6,3:6, got {text!r}"
-            )
-        pair = Site.parse(source), Site.parse(target)
-        for site in pair:
-            if site not in present:
-                structure.tap(site)  # raises, and names the sites of the model
-        if pair[0] == pair[1]:
-            raise BadModel(f"the pair {item} maps a site to itself, which is the identity; leave it out")
-        pairs.append(pair)
-    return list(dict.fromkeys(pairs))
-
-
-def sites_of(pairs: Sequence[Pair]) -> list[Site]:
-    """Return every site of the pairs once, in order."""
-    return sorted({site for pair in pairs for site in pair})
-
-
-def parse_pair(pair: Any) -> Pair:
-    """Parse a source and a target, each a level's number, a site's name or a `Site`."""
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise NoSuchJump(f"expected a source and a target, such as jumps[3, 6], got {pair!r}")
-    return Site.parse(pair[0]), Site.parse(pair[1])

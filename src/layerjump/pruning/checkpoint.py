@@ -19,16 +19,24 @@ from layerjump.errors import BadArtifact, BadPruning, WrongModel, one_line
 from layerjump.io import read_json, replace_folder, write_json, write_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
-from layerjump.jumps.serialization import Record, read_record
+from layerjump.jumps.serialization import StrictRecord, read_record
 from layerjump.models.discovery import main_output
 from layerjump.models.fingerprint import fingerprint
 from layerjump.models.hooks import attach_map
 from layerjump.models.loading import LINEAR, quiet_transformers
 from layerjump.models.model import Model
-from layerjump.models.self_check import TOLERANCE, sample
-from layerjump.models.structure import Site
-from layerjump.pruning.prune import Distillation, LossComparison, Pruned, on_disk
-from layerjump.pruning.replace import METHODS, level_after_pruning
+from layerjump.models.self_check import sample, tolerance
+from layerjump.models.sites import Site
+from layerjump.models.weight_forms import (
+    avoid_failing_kernels,
+    is_offloaded,
+    quantized_weights,
+    restore_order,
+    stored_tensors,
+)
+from layerjump.pruning.fit_replacements import METHODS, level_after_pruning
+from layerjump.pruning.prune import Distillation, LossComparison, Pruned, TextLoss, on_disk
+from layerjump.pruning.refit_projections import RefitStep
 
 RECORD_FILE = "pruning.json"
 BASE = "base"
@@ -46,7 +54,7 @@ class ParameterCounts(BaseModel):
     after: int
 
 
-class PruningRecord(Record):
+class PruningRecord(StrictRecord):
     """Everything that `pruning.json` holds: what was dropped, on what text, and the cost."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -69,6 +77,10 @@ class PruningRecord(Record):
     seed: int
     loss: LossComparison | None
     distilled: Distillation | None
+    texts: list[TextLoss] = []
+    """Losses on each text of a mixture, and on texts that were not calibrated on."""
+    refitted: list[RefitStep] = []
+    """Output projections that were refitted, or tried, in order."""
 
     @field_validator("method")
     @classmethod
@@ -96,6 +108,8 @@ class PruningRecord(Record):
             parameters=ParameterCounts(before=before, after=after),
             loss=pruned.test_loss,
             distilled=pruned.distillation,
+            texts=list(pruned.text_losses),
+            refitted=list(pruned.refitted),
             **{key: getattr(pruned.info, key) for key in RUN_INFO_KEYS},
         )
 
@@ -145,6 +159,7 @@ def save(pruned: Pruned, folder: Path, *, force: bool = False) -> None:
 
 def save_checkpoint(model: Model, folder: Path) -> None:
     """Write weights, configuration, generation configuration and tokenizer in Hugging Face format."""
+    restore_order(model.hf)
     with quiet_transformers():
         model.hf.save_pretrained(folder)
         if model.tokenizer is not None:
@@ -163,10 +178,12 @@ def _require_same_logits(model: Model, folder: Path, *, is_linear: bool) -> None
     problem = ""
     try:
         with quiet_transformers():
-            hf: Any = type(model.hf).from_pretrained(folder / BASE if is_linear else folder, dtype=model.dtype)
-        saved = replace(model, hf=hf.to(model.device).eval())
-        weights = model.hf.state_dict()
-        if not all(torch.equal(weight, weights[name]) for name, weight in hf.state_dict().items()):
+            hf: Any = type(model.hf).from_pretrained(
+                folder / BASE if is_linear else folder, dtype=model.dtype, device_map=_places(model)
+            )
+        avoid_failing_kernels(hf)
+        saved = replace(model, hf=hf.eval())
+        if not _has_same_weights(hf, model.hf):
             problem = "other weights"
         if not is_linear:  # its maps are not in the checkpoint
             read = model.structure.anatomy.read_logits or main_output
@@ -174,14 +191,32 @@ def _require_same_logits(model: Model, folder: Path, *, is_linear: bool) -> None
             # Not equal to the last bit: results may depend on where a tensor lies in memory, and a model of float64
             # may hold buffers of float32.
             difference = (
-                0.0 if ours is None or theirs is None else float((ours - theirs).abs().max() / ours.abs().max())
+                0.0
+                if ours is None or theirs is None
+                else float((ours - theirs.to(ours.device)).abs().max() / ours.abs().max())
             )
-            if not difference <= max(TOLERANCE[model.dtype], TOLERANCE[torch.float32]):
+            if not difference <= max(tolerance(model, model.dtype), tolerance(model, torch.float32)):
                 problem = f"logits that differ by {difference:.2g} of the largest"
     except Exception as error:  # of whichever library, for sizes that do not fit
         problem = f"an error ({type(error).__name__}: {one_line(error)})"
     if problem:
         raise _not_described(model, f"a model loaded from the saved checkpoint gives {problem}")
+
+
+def _places(model: Model) -> Any:
+    """Where to load a model that is as large as another: a `device_map`."""
+    if is_offloaded(model.hf):
+        return {"": "disk"}
+    is_spread = len({weight.device for weight in model.hf.parameters()}) > 1
+    return "auto" if is_spread else {"": model.device}
+
+
+def _has_same_weights(saved: Any, hf: Any) -> bool:
+    if is_offloaded(hf) or quantized_weights(hf):  # one by one, because all may not fit into memory
+        pairs = zip(stored_tensors(saved), stored_tensors(hf), strict=True)
+        return all(name == other and torch.equal(a, b.to(a.dtype)) for (name, a), (other, b) in pairs)
+    weights = hf.state_dict()
+    return all(torch.equal(weight, weights[name].to(weight.device)) for name, weight in saved.state_dict().items())
 
 
 def _not_described(model: Model, reason: str) -> BadPruning:
@@ -214,6 +249,11 @@ def load_linear(folder: Path, load_base: Callable[[Path], Model]) -> Model:
 def model_card(record: PruningRecord) -> str:
     """Return the README.md of a pruned model."""
     training, loss = record.distilled, record.loss
+    refitted = [step for step in record.refitted if step.strength is not None]
+    refits = record.refitted and (
+        f"\n- Refitted output projections: {len(refitted)} of {len(record.refitted)} that were tried; `{RECORD_FILE}` "
+        f"names them."
+    )
     distilled = training and (
         f"\n- Then distilled: {training.steps} steps of {training.trained}, KL weight {training.kl_weight}, "
         f"{training.minutes} minutes."
@@ -227,7 +267,14 @@ def model_card(record: PruningRecord) -> str:
 | perplexity | {loss.perplexity_before:.3f} | {loss.perplexity_after:.3f} |
 
 Perplexity ratio {loss.ratio:.3f} (95 % interval over documents {loss.low:.3f} to {loss.high:.3f}), {loss.tokens:,} \
-tokens."""
+tokens.
+"""
+    for each in record.texts:
+        kind = "calibrated on other documents of it" if each.in_domain else "not calibrated on"
+        losses += (
+            f"\n- `{each.text}` ({kind}): perplexity ratio {each.loss.ratio:.3f} ({each.loss.low:.3f} to "
+            f"{each.loss.high:.3f}), {each.loss.tokens:,} tokens"
+        )
     usage = (
         "The maps are stored next to the checkpoint in `base/`: load the folder with `layerjump.load(folder)`."
         if record.method == "linear"
@@ -248,7 +295,7 @@ Made from `{record.model}` (weights {record.fingerprint[:12]}) by layerjump {rec
 - Replacement (`{record.method}`): {_REPLACEMENTS[record.method]}.
 - Fitted in closed form on text `{record.text}`: {record.tokens:,} tokens in all, split {record.split}, seed \
 {record.seed}.
-- Parameters: {record.parameters.before:,} before, {record.parameters.after:,} after.{distilled or ""}
+- Parameters: {record.parameters.before:,} before, {record.parameters.after:,} after.{refits or ""}{distilled or ""}
 
 {losses}
 

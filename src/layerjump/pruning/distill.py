@@ -23,10 +23,12 @@ from layerjump.data.batches import Batch
 from layerjump.errors import BadPruning
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
+from layerjump.models.sites import Site
+from layerjump.models.weight_forms import quantized_weights, require_gradients
+from layerjump.pruning.fit_replacements import FOLDING_METHODS, level_after_pruning, starting_method
+from layerjump.pruning.output_weights import folded_output
 from layerjump.pruning.prune import CalibrationData, Distillation, Pruned, with_test_loss
-from layerjump.pruning.replace import FOLDING_METHODS, level_after_pruning
-from layerjump.pruning.surgery import folded_output
+from layerjump.pruning.refit_projections import find_projections
 from layerjump.training.trainer import ResumableTrainer, find_checkpoint, silence_trainer
 
 
@@ -55,6 +57,9 @@ def distill(
     """
     if steps < 1:
         raise BadPruning(f"expected 1 or more distillation steps, got {steps}")
+    require_gradients(pruned.model.hf)
+    if train_all_weights and (codes := quantized_weights(pruned.model.hf)):
+        raise BadPruning(f"the weight {codes[0]} is quantised and cannot be trained; train the replacements alone")
     module = DistillationModule(pruned, kl_weight=kl_weight, train_all_weights=train_all_weights)
     run = {  # everything that the result depends on
         **{name: getattr(pruned.info, name) for name in ("fingerprint", "text_sha256", "tokens", "split")},
@@ -122,10 +127,15 @@ class DistillationModule(nn.Module):
         trained = list(pruned.model.hf.parameters()) if train_all_weights else []
         if pruned.jumps is not None:
             trained += pruned.jumps.parameters()
-        elif pruned.method in FOLDING_METHODS:
+        elif starting_method(pruned.original, pruned.method, pruned.spans) in FOLDING_METHODS:
             for source, _ in pruned.spans:
                 _, weights, _ = folded_output(pruned.model, level_after_pruning(source, pruned.spans))
                 trained += weights.parameters()
+        for step in pruned.refitted:
+            if step.strength is not None:
+                for projection in find_projections(pruned.model, step.block):
+                    if projection.write.name == step.part:
+                        trained += projection.layer.parameters()
         if not trained:
             raise BadPruning(
                 f"{pruned.method} has no replacement to train; train all weights, or prune with another method"

@@ -17,9 +17,15 @@ from layerjump.errors import BadPruning
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.moments import Moments
 from layerjump.models.model import Model, capture_states, require_model
-from layerjump.models.structure import FINAL, Site
+from layerjump.models.sites import FINAL, Site
+from layerjump.pruning.drop_blocks import cannot_drop, without_blocks
 from layerjump.pruning.prune import Pruned, prepare_calibration, with_test_loss
-from layerjump.pruning.surgery import absorb_norm_weight, cannot_drop, fold_input_map, untie_unembedding, without_blocks
+from layerjump.pruning.rotate_stream import (
+    absorb_norm_weight,
+    cannot_edit_unembedding,
+    fold_input_map,
+    untie_unembedding,
+)
 
 
 def make_draft_model(
@@ -49,6 +55,8 @@ def make_draft_model(
             f"so a jump cannot be folded into the unembedding; use `prune` instead"
         )
     model.require_predictions()
+    if reason := cannot_edit_unembedding(model):
+        raise BadPruning(f"a jump cannot be folded into the unembedding: {reason}")
     calibration = prepare_calibration(model, text, tokens=tokens, split=split, seed=seed)
     shorter = without_blocks(model, range(n_blocks + 1, model.n_blocks + 1))
     norm = shorter.structure.final_steps[0]

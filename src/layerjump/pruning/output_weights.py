@@ -8,6 +8,8 @@ matrix T along one of its axes,
 
 and the parameters that do so write the whole output if T in all of them gives T out(W), and zeros in all of them give
 zero. Both are measured on the inputs that the part gets for random tokens.
+
+`folded_output` is the part of a block that maps are folded into.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from layerjump.errors import BadModel
+from layerjump.models.anatomy import Write
 from layerjump.models.hooks import hidden_output
 from layerjump.models.model import Model
 from layerjump.models.self_check import TOLERANCE, sample
-from layerjump.models.structure import Write
+from layerjump.models.weight_forms import describe_storage, require_plain, shared_weights
 
 _ROWS = 32
 """Rows of random tokens: enough that every expert gets some."""
+_ROLES = {"ffn": "feed-forward", "attn": "attention", "mixer": "mixer", "xattn": "cross-attention", "aside": "last"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,7 @@ class OutputWeights:
     def fold(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Fold a map T, c of the output into the weights: W becomes T W, and the bias b becomes T b + c."""
         for parameter, axis in self.weights:
+            require_plain(parameter, "of a part's output")
             by_output = parameter.movedim(axis, -1)
             by_output.copy_(by_output.double() @ weight.to(parameter.device).double().mT)
         if bias is not None:
@@ -68,9 +73,11 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[tuple[int, str], tuple[tuple[str, int]
 
 
 def output_weights(model: Model, block: int, write: Write) -> OutputWeights:
-    """The parameters that write the output of a part of a block; `BadModel` tells why there are none."""
+    """The parameters that write the output of a part of a block; `BadModel` tells why there are none to edit."""
     if write.output_layer is not None:
-        return OutputWeights.of_layer(model.structure.module(write.output_layer))
+        layer = model.structure.module(write.output_layer)
+        require_editable(model, write.output_layer)
+        return OutputWeights.of_layer(layer)
     cached = _FOUND.setdefault(model.hf, {})
     if (block, write.name) not in cached:
         cached[block, write.name] = _find(model, block, write)
@@ -80,11 +87,26 @@ def output_weights(model: Model, block: int, write: Write) -> OutputWeights:
     return OutputWeights(tuple((model.hf.get_parameter(name), axis) for name, axis in weights))
 
 
+def require_editable(model: Model, *paths: str) -> None:
+    """Raise `BadModel` unless the weights of these modules are plain, and of no other module besides."""
+    shared = shared_weights(model.hf)
+    for path in paths:
+        for name, parameter in model.structure.module(path).named_parameters():
+            require_plain(parameter, f"{path}.{name}")
+            if id(parameter) in shared:
+                raise BadModel(
+                    f"the weight {path}.{name} is shared with another module, which an edit would change too"
+                )
+
+
 @torch.no_grad()
 def _find(model: Model, block: int, write: Write) -> tuple[tuple[str, int], ...] | str:
     points = dict(model.structure.anatomy.blocks[block - 1].points)
     point = points.get(f"{write.name}_raw", points[f"{write.name}.out"])
     module, width = model.structure.module(point.path), model.d_model
+    for name, parameter in module.named_parameters():
+        if (storage := describe_storage(parameter)) is not None:
+            return f"has the weight {name}, which {storage}, and only plain weights can be edited"
     run = _recorded_call(model, module, point.call)
     if run is None:
         return "is not computed by a module that can be run by itself"
@@ -101,7 +123,7 @@ def _find(model: Model, block: int, write: Write) -> tuple[tuple[str, int], ...]
     def is_close(first: Tensor, second: Tensor) -> bool:
         return float((first - second).abs().max()) <= tolerance * scale
 
-    shared = _shared_parameters(model)
+    shared = shared_weights(model.hf)
     chosen: list[tuple[str, nn.Parameter, int]] = []
     for name, parameter in module.named_parameters():
         axes = [axis for axis, size in enumerate(parameter.shape) if size == width]
@@ -120,7 +142,7 @@ def _find(model: Model, block: int, write: Write) -> tuple[tuple[str, int], ...]
                 mapped = run()
             if is_close(mapped - before, (before - without) @ difference.mT):
                 if id(parameter) in shared:
-                    return f"shares {name} with another block"
+                    return f"shares {name} with another module"
                 chosen.append((name, parameter, axis))
                 break
     if not chosen:
@@ -160,15 +182,6 @@ def _recorded_call(model: Model, module: nn.Module, call: int) -> Callable[[], T
     return run
 
 
-def _shared_parameters(model: Model) -> set[int]:
-    """Parameters of more than one block."""
-    seen: dict[int, int] = {}
-    for block in model.structure.blocks:
-        for parameter in block.parameters():
-            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
-    return {key for key, count in seen.items() if count > 1}
-
-
 @contextmanager
 def _restored(*parameters: Tensor) -> Iterator[None]:
     saved = [parameter.clone() for parameter in parameters]
@@ -177,3 +190,67 @@ def _restored(*parameters: Tensor) -> Iterator[None]:
     finally:
         for parameter, values in zip(parameters, saved, strict=True):
             parameter.copy_(values)
+
+
+def cannot_fold(model: Model) -> str | None:
+    """Return why no map can be folded into the outputs of this model's blocks, or None if one can be."""
+    model_type = model.model_type
+    if model.task != "causal":
+        return f"blocks of a {model.task} model do not add the feed-forward output to the stream unchanged"
+    if any(block.call for block in model.structure.anatomy.blocks):
+        return f"the blocks of {model_type} run several times, and a folded map would act each time"
+    for block in range(1, model.n_blocks + 1):
+        write = folded_write(model, block)
+        if write is None:
+            return f"the parts of {model_type} blocks are unknown, so no map can be folded into them"
+        if write.is_normed_after or output_gain(model, block, write) is None:
+            return (
+                f"in {model_type} blocks a norm follows the {_ROLES[write.role]} output: no map can be folded through "
+                f"a norm"
+            )
+        try:
+            output_weights(model, block, write)
+        except BadModel as error:
+            return str(error)
+    return None
+
+
+def folded_write(model: Model, block: int) -> Write | None:
+    """The write of a block that maps are folded into: its feed-forward's, or the last one where it has none.
+
+    Nothing else in the block reads it.
+    """
+    writes = model.structure.writes(block)
+    last_phase = max((write.phase for write in writes), default=0)
+    writes = tuple(write for write in writes if write.phase == last_phase)
+    return next((write for write in writes if write.role == "ffn"), writes[-1] if writes else None)
+
+
+def folded_output(model: Model, block: int) -> tuple[str, OutputWeights, Tensor]:
+    """The part of a block that maps are folded into: its output's site, its weights, and its gain.
+
+    The block's output is the rest of the stream plus gain · the part's output; the gain is one for each coordinate.
+    """
+    write = folded_write(model, block)
+    gain = None if write is None else output_gain(model, block, write)
+    if write is None or gain is None:
+        raise BadModel(cannot_fold(model) or f"no map can be folded into block {block}")
+    return f"{write.name}.out", output_weights(model, block, write), gain
+
+
+@torch.no_grad()
+def output_gain(model: Model, block: int, write: Write, *, until: int | None = None) -> Tensor | None:
+    """What multiplies each coordinate of a part's output on its way to the next level; None if that is no factor.
+
+    `until` is the number of the block's steps to follow, fewer than all for a stream inside the block.
+    """
+    steps = model.structure.anatomy.blocks[block - 1].steps[:until]
+    index = next(n for n, step in enumerate(steps) if step.kind == "add" and step.name == write.name)
+    gain = torch.ones(model.d_model, dtype=torch.float64)
+    for step in steps[index:]:
+        if step.kind == "norm":
+            return None
+        if step.kind == "mul" or step is steps[index]:
+            factor = model.structure.constant(step.factor)
+            gain = gain * (factor.double().cpu().reshape(-1) if isinstance(factor, Tensor) else factor)
+    return gain if bool(gain.ne(0).all()) else None

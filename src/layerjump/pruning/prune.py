@@ -15,17 +15,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from layerjump.data.batches import Batches, make_batches
-from layerjump.data.corpus import Corpus, load_text
+from layerjump.data.corpus import Corpus, load_text, split_indices
+from layerjump.data.mixture import Mixture, mix_texts
 from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, Positions
 from layerjump.errors import BadPruning, TextTooShort, argument
+from layerjump.io import writing
 from layerjump.jumps.collect_moments import plan_run
 from layerjump.jumps.jumps import Jumps, RunInfo
-from layerjump.metrics.token_loss import token_losses
+from layerjump.metrics.token_loss import TokenLosses, token_losses
 from layerjump.models.model import Model, require_model
-from layerjump.pruning.replace import StreamTransform, check_method, fit_replacements
+from layerjump.pruning.drop_blocks import cannot_drop, count_parameters, without_blocks
+from layerjump.pruning.estimate_memory import estimate_memory
+from layerjump.pruning.fit_replacements import REFITTED_METHODS, check_method, fit_replacements, starting_method
+from layerjump.pruning.output_weights import cannot_fold
+from layerjump.pruning.refit_projections import RefitStep, refit_projections
+from layerjump.pruning.rotate_stream import StreamTransform, cannot_rotate
 from layerjump.pruning.select import (
     BlockSelector,
     Span,
@@ -35,13 +43,15 @@ from layerjump.pruning.select import (
     parse_drop_count,
     required_blocks,
 )
-from layerjump.pruning.surgery import cannot_drop, cannot_fold, cannot_rotate, count_parameters, without_blocks
+from layerjump.pruning.self_generated_text import continue_documents
 
 log = logging.getLogger("layerjump")
 
 MASKED_POSITIONS = Positions.parse(MASKED_SHARE, skip_first=0)
 VALIDATION_TOKENS = 1_500
 """Number of tokens on which candidates are tried; each is run many times."""
+OUT_OF_DOMAIN_TOKENS = 5_000
+"""Number of tokens of each text on which nothing is calibrated."""
 VALIDATION_BATCH = 1_024
 """Number of padded tokens in a batch of these."""
 
@@ -55,6 +65,10 @@ class CalibrationData:
     test: Batches
     info: RunInfo
     """Description of model and text."""
+    sources: tuple[str, ...] = ()
+    """The text of each document, if several texts are mixed."""
+    out_of_domain: tuple[tuple[str, Batches], ...] = ()
+    """Further texts to measure on, by name."""
 
 
 def on_disk(key: str) -> Any:
@@ -77,6 +91,17 @@ class LossComparison(BaseModel):
     low: float
     high: float
     tokens: int
+
+
+class TextLoss(BaseModel):
+    """Losses on the test documents of one text."""
+
+    model_config = ConfigDict(frozen=True)
+
+    text: str
+    in_domain: bool
+    """Whether other documents of this text were calibrated on."""
+    loss: LossComparison
 
 
 class Distillation(BaseModel):
@@ -105,11 +130,15 @@ class Pruned:
     """Description of the original model and the text."""
     test_loss: LossComparison | None = None
     """Losses on test documents; None before they are measured."""
+    text_losses: tuple[TextLoss, ...] = ()
+    """The same for each text of a mixture, and for texts that were not calibrated on."""
     jumps: Jumps | None = None
     """Replacement maps of the method `linear`."""
     transforms: tuple[StreamTransform, ...] = ()
     """Transforms of the pruned model's residual stream, by level."""
     distillation: Distillation | None = None
+    refitted: tuple[RefitStep, ...] = ()
+    """Output projections that were refitted, in order, and those that were tried and stayed as they were."""
 
     @property
     def loss(self) -> LossComparison:
@@ -145,7 +174,7 @@ class Pruned:
 
 def prune(
     model: Model,
-    text: Corpus | str | Path,
+    text: Corpus | str | Path | Sequence[Corpus | str | Path],
     *,
     drop: int | str | None = None,
     max_loss_ratio: float | None = None,
@@ -156,23 +185,30 @@ def prune(
     tokens: int | None = None,
     split: str = "80/10/10",
     seed: int = 0,
+    self_generated: bool = False,
+    out_of_domain: Sequence[Corpus | str | Path] = (),
+    work_folder: str | Path | None = None,
 ) -> Pruned:
     """Drop blocks and fit their replacements in closed form; return the pruned model with its test loss.
 
     Args:
         model: The model, which stays as it is.
-        text: Calibration text: a corpus, or a source for `lj.load_text`.
+        text: Calibration text: a corpus, or a source for `lj.load_text`; several are mixed in equal parts.
         drop: Number of blocks to drop, or a share such as "25%". Pass either this or `max_loss_ratio`.
         max_loss_ratio: Drop as many blocks as keep the loss on the validation split below this multiple of the
             original.
-        method: Replacement: remove, linear, replaceme, fold or rotation. "auto" is the best one that stores no more
-            parameters than the original model.
+        method: Replacement: remove, linear, replaceme, fold, rotation, refit or rotation-refit. "auto" is the best one
+            that stores no more parameters than the original model and takes a single pass over the text.
         criterion: Selection of blocks: loss, linearity, linearity-iterative, influence, angle or deepest.
         contiguous: Whether to drop a single span of blocks.
         protect: Blocks that stay, counted from 1; by default the first, the last and those that form an attention sink.
         tokens: Number of tokens of the text to use; by default all.
         split: Shares of the fit, validation and test documents.
         seed: Seed of the split.
+        self_generated: Whether to fit on the model's own continuations of the documents' openings; the validation and
+            test documents stay as they are.
+        out_of_domain: Further texts whose losses are measured; nothing is calibrated on them.
+        work_folder: Folder for the finished blocks of an unfinished `refit`; the same call continues from there.
     """
     require_model(model)
     if (drop is None) == (max_loss_ratio is None):
@@ -187,7 +223,9 @@ def prune(
         check_method(model, method)
     check_criterion(criterion)
     model.require_predictions()
-    calibration = prepare_calibration(model, text, tokens=tokens, split=split, seed=seed)
+    calibration = prepare_calibration(
+        model, text, tokens=tokens, split=split, seed=seed, self_generated=self_generated, out_of_domain=out_of_domain
+    )
     if protect is None:
         required = required_blocks(model, calibration.fit)
         reasons = "; ".join(f"block {block}, {why}" for block, why in sorted(required.items()))
@@ -205,17 +243,26 @@ def prune(
         contiguous=contiguous,
     )
 
+    count = None if drop is None else parse_drop_count(drop, model.n_blocks)
+    needed = estimate_memory(selector, criterion, count, method)
+    log.info("%s: %s", model.name, needed)
+    needed.require(model.device)
+
     def prune_count(count: int) -> Pruned:
         """Drop `count` blocks. By loss, the best single span competes with the greedy selection."""
         selectors = [selector]
         if criterion == "loss" and not contiguous and selector.spans(count):
             selectors.append(replace(selector, contiguous=True))
         selections = {tuple(contiguous_spans(way.select(criterion, count))) for way in selectors}
-        candidates = [drop_and_replace(model, spans, method, calibration) for spans in sorted(selections)]
-        return candidates[0] if len(candidates) == 1 else lowest_loss(candidates, calibration)
+        candidates = [
+            drop_and_replace(model, spans, starting_method(model, method, spans), calibration)
+            for spans in sorted(selections)
+        ]
+        pruned = candidates[0] if len(candidates) == 1 else lowest_loss(candidates, calibration)
+        return refit(pruned, method, calibration, work_folder) if method in REFITTED_METHODS else pruned
 
-    if drop is not None:
-        pruned = prune_count(parse_drop_count(drop, model.n_blocks))
+    if count is not None:
+        pruned = prune_count(count)
         return with_test_loss(replace(pruned, criterion=criterion), calibration)
     # As many blocks as keep the validation loss below the limit, by bisection.
     assert max_loss_ratio is not None
@@ -241,10 +288,20 @@ def prune(
 
 
 def prepare_calibration(
-    model: Model, text: Corpus | str | Path, *, tokens: int | None, split: str, seed: int
+    model: Model,
+    text: Corpus | str | Path | Sequence[Corpus | str | Path],
+    *,
+    tokens: int | None,
+    split: str,
+    seed: int,
+    self_generated: bool = False,
+    out_of_domain: Sequence[Corpus | str | Path] = (),
 ) -> CalibrationData:
-    """Split a text and batch it for a pruning."""
-    corpus = text if isinstance(text, Corpus) else load_text(text)
+    """Split a text and batch it for a pruning; several texts are mixed in equal parts."""
+    corpus = _as_corpus(text)
+    if self_generated:
+        fit_documents = split_indices(len(corpus.documents), split, seed=seed).fit
+        corpus = continue_documents(model, corpus, fit_documents, tokens=tokens, seed=seed)
     positions = MASKED_POSITIONS if model.masked else ALL_POSITIONS
     plan = plan_run(model, corpus, pairs="adjacent", positions=positions, tokens=tokens, split=split, seed=seed)
     for name in ("fit", "validation", "test"):
@@ -265,11 +322,39 @@ def prepare_calibration(
     validation = make_batches(
         corpus, model.tokenization, positions, documents=documents, seed=seed, max_batch_tokens=VALIDATION_BATCH
     )
-    return CalibrationData(fit, validation, plan.batches["test"], plan.info)
+    sources = corpus.sources if isinstance(corpus, Mixture) else ()
+    others = []
+    for other in map(_as_corpus, out_of_domain):
+        batches = make_batches(other, model.tokenization, positions, seed=seed)
+        n_batches, n_tokens = 0, 0
+        while n_batches < len(batches) and n_tokens < OUT_OF_DOMAIN_TOKENS:
+            n_tokens += batches[n_batches].n_tokens
+            n_batches += 1
+        others.append((other.name, batches.first(n_batches)))
+    return CalibrationData(fit, validation, plan.batches["test"], plan.info, sources, tuple(others))
 
 
-def drop_and_replace(model: Model, spans: Sequence[Span], method: str, calibration: CalibrationData) -> Pruned:
+def _as_corpus(text: Corpus | str | Path | Sequence[Corpus | str | Path]) -> Corpus:
+    if isinstance(text, Corpus):
+        return text
+    if isinstance(text, (str, Path)):
+        return load_text(text)
+    corpora = [_as_corpus(each) for each in text]
+    return corpora[0] if len(corpora) == 1 else mix_texts(corpora)
+
+
+def drop_and_replace(
+    model: Model,
+    spans: Sequence[Span],
+    method: str,
+    calibration: CalibrationData,
+    work_folder: str | Path | None = None,
+) -> Pruned:
     """Return a copy of the model without the blocks of these spans, with replacements, not measured yet."""
+    if method in REFITTED_METHODS:
+        check_method(model, method, spans)
+        pruned = drop_and_replace(model, spans, starting_method(model, method, spans), calibration)
+        return refit(pruned, method, calibration, work_folder)
     dropped = blocks_in_spans(spans)
     shorter = without_blocks(model, dropped)
     if method == "auto":  # the best that stores no more parameters than the original model
@@ -296,11 +381,50 @@ def drop_and_replace(model: Model, spans: Sequence[Span], method: str, calibrati
     return Pruned(shorter, model, tuple(spans), method, "given", calibration.info, jumps=jumps, transforms=transforms)
 
 
+def refit(pruned: Pruned, method: str, calibration: CalibrationData, work_folder: str | Path | None = None) -> Pruned:
+    """Refit the output projections of a pruned model in place; the loss on the validation split does not rise."""
+    info = pruned.info
+    run = {  # everything that the result depends on
+        **{name: getattr(info, name) for name in ("fingerprint", "text_sha256", "tokens", "split", "seed")},
+        "method": pruned.method,
+        "dropped": list(pruned.dropped),
+    }
+    if work_folder is not None:
+        work_folder = Path(work_folder).expanduser()
+        with writing(work_folder):
+            work_folder.mkdir(parents=True, exist_ok=True)
+    steps = refit_projections(
+        pruned.original,
+        pruned.model,
+        pruned.spans,
+        calibration.fit,
+        calibration.validation,
+        transforms=pruned.transforms,
+        run=run,
+        work_folder=work_folder,
+    )
+    return replace(pruned, method=method, refitted=steps)
+
+
 def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
-    """Measure the loss on test documents."""
-    before, after = (token_losses(model, calibration.test) for model in (pruned.original, pruned.model))
+    """Measure the loss on test documents, and on each text by itself where there are several."""
+    models = (pruned.original, pruned.model)
+    before, after = (token_losses(model, calibration.test) for model in models)
+    by_text = []
+    names = [calibration.sources[document] for document in after.document.tolist()] if calibration.sources else []
+    for name in dict.fromkeys(names):
+        selected = torch.tensor([other == name for other in names])
+        loss = _compare(*(TokenLosses(each.losses[selected], each.document[selected]) for each in (before, after)))
+        by_text.append(TextLoss(text=name, in_domain=True, loss=loss))
+    for name, batches in calibration.out_of_domain:
+        loss = _compare(*(token_losses(model, batches) for model in models))
+        by_text.append(TextLoss(text=name, in_domain=False, loss=loss))
+    return replace(pruned, test_loss=_compare(before, after), text_losses=tuple(by_text))
+
+
+def _compare(before: TokenLosses, after: TokenLosses) -> LossComparison:
     ratio, low, high = after.over(before)
-    comparison = LossComparison(
+    return LossComparison(
         loss_before=before.mean,
         loss_after=after.mean,
         perplexity_before=before.perplexity,
@@ -310,7 +434,6 @@ def with_test_loss(pruned: Pruned, calibration: CalibrationData) -> Pruned:
         high=high,
         tokens=len(after.losses),
     )
-    return replace(pruned, test_loss=comparison)
 
 
 def lowest_loss(candidates: Sequence[Pruned], calibration: CalibrationData) -> Pruned:

@@ -10,16 +10,16 @@ import torch
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadPruning, argument
-from layerjump.interventions.patching import Rerun
+from layerjump.interventions.rerun_from_level import Rerun
 from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.estimators.registry import solve
 from layerjump.jumps.maps import apply_map, to_module
 from layerjump.jumps.moments import Moments
-from layerjump.jumps.scoring import block_map, block_pair, block_scores
+from layerjump.jumps.score_from_moments import block_map, block_pair, block_scores
 from layerjump.metrics.token_loss import token_losses_at
 from layerjump.models.model import Model, capture_states
-from layerjump.models.structure import Pair, Site
-from layerjump.pruning.surgery import without_blocks
+from layerjump.models.sites import Pair, Site
+from layerjump.pruning.drop_blocks import without_blocks
 
 Span = tuple[int, int]
 """(i, j): blocks i + 1 to j are dropped, and a replacement maps level i to level j."""
@@ -145,7 +145,7 @@ class BlockSelector:
         spans = self.spans(count)
         if not spans:
             raise BadPruning(
-                f"there is no span of {count} blocks that may go: blocks "
+                f"no span of {count} blocks may be dropped: blocks "
                 f"{', '.join(map(str, sorted(self.protected)))} must stay; drop fewer, or select by loss, linearity or "
                 f"influence, which take separate blocks"
             )
@@ -213,6 +213,7 @@ class BlockSelector:
             selected = states.batch.position >= int(skip_first)
             if bool(selected.any()):
                 moments.add({site: state[selected] for site, state in states.at.items()})
+        moments.release_buffers()
         return moments
 
 
@@ -235,7 +236,7 @@ class SpanTrials:
         moments = selector.collect([(Site(i), Site(j)) for i, j in spans], skip_first=False)
         for i in dict.fromkeys(i for i, _ in spans):
             same_source = [span for span in spans if span[0] == i]
-            targets = [moments.target(Site(i), Site(j)) for _, j in same_source]
+            targets = moments.targets(Site(i), [Site(j) for _, j in same_source])
             solved = solve("affine", moments.source(Site(i)), targets)
             self._maps |= {span: to_module(affine) for span, affine in zip(same_source, solved, strict=True)}
 

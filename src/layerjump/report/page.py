@@ -20,7 +20,8 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from layerjump import __version__
-from layerjump.studies.display import Panel, csv_link, safe, unique
+from layerjump.studies.charts import Panel
+from layerjump.studies.formatting import csv_link, safe, unique
 from layerjump.studies.results import Finding
 
 _DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "6 3 2 3"}
@@ -84,8 +85,8 @@ def command_html(command: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Return a name for files and anchors: letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+    """Return a name for files and anchors: letters, digits, underscores and hyphens."""
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-") or "x"
 
 
 def _legend(figures: Sequence[go.Figure]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerjump.studies import early_exit
-from layerjump.studies.display import number, plain_words, unique
-from layerjump.studies.results import Finding, Result, Results, RunInfo, Skipped, to_json
+from layerjump.studies.formatting import number, plain_words, unique
+from layerjump.studies.results import Finding, Result, Results, Skipped, StudyRunInfo, to_json
 from layerjump.studies.runner import STUDIES
 
-_FIRST = ("exits", "predictions", "submodules", "linearity", "r2")
+_FIRST = ("early_exit", "predictions", "submodules", "linearity", "r2")
 """The order of the findings; those of other studies come after."""
 
 
@@ -22,12 +22,17 @@ def findings(results: Results) -> list[Finding]:
     return [finding for finding in findings if finding]
 
 
-def model_name(run: RunInfo) -> str:
-    """Return the name of the model without the folders before it."""
-    return run.model.name.rstrip("/\\").replace("\\", "/").split("/")[-1] or run.model.name
+def model_name(run: StudyRunInfo) -> str:
+    """Return the short name of the model of a run."""
+    return short_name(run.model.name)
 
 
-def describe_run(run: RunInfo) -> str:
+def short_name(name: str) -> str:
+    """Return the name of a model without the folders before it."""
+    return name.rstrip("/\\").replace("\\", "/").split("/")[-1] or name
+
+
+def describe_run(run: StudyRunInfo) -> str:
     """Describe the model and the text in one line."""
     model = run.model
     return (

@@ -9,10 +9,21 @@ from typing import Any
 
 from layerjump.errors import BadArtifact, LayerjumpError, one_line
 from layerjump.io import write_text, writing
+from layerjump.lens.survey import Survey
 from layerjump.report.page import Drawer, Section, cards, command_html, page, slug
-from layerjump.report.summary import comparison_summary, describe_run, findings, headline_rows, model_name, summary
-from layerjump.studies.display import Panel, html_cell, html_table, number, plain_words, safe, unique
-from layerjump.studies.results import Outcome, Result, Results, RunInfo, Skipped, from_json, to_json
+from layerjump.report.summary import (
+    comparison_summary,
+    describe_run,
+    findings,
+    headline_rows,
+    model_name,
+    short_name,
+    summary,
+)
+from layerjump.studies import survey as survey_study
+from layerjump.studies.charts import Panel
+from layerjump.studies.formatting import html_cell, html_table, number, plain_words, safe, unique
+from layerjump.studies.results import Outcome, Result, Results, Skipped, StudyRunInfo, from_json, to_json
 from layerjump.studies.runner import STUDIES, study_named
 from layerjump.studies.training_dynamics import Tables as TrainingTables
 from layerjump.studies.training_dynamics import draw_tables
@@ -86,6 +97,23 @@ def training_page(record: PretrainingRecord, command: str) -> str:
     return page(title, safe(about), "", [Section("training", "training", html)])
 
 
+def survey_page(surveyed: Survey, command: str) -> str:
+    """Return the page of a survey."""
+    drawer, info = Drawer(), surveyed.info
+    result = survey_study.summarize(surveyed)
+    about = (
+        f"{info.n_blocks} blocks, read through {info.lens}; {number(result.settings['positions'])} positions of "
+        f"{number(result.settings['documents'])} documents of {info.text}"
+    )
+    tables = to_json(result.tables)
+    html = "".join(
+        drawer.article(panel, tables, files=f"{slug(short_name(info.model))}-survey", command=command)
+        for panel in survey_study.figures(result)
+    )
+    section = Section("survey", "survey", _section("survey", html + _notes(result.notes)))
+    return page(short_name(info.model), safe(about), cards([survey_study.finding(result)]), [section])
+
+
 @contextmanager
 def _showing(subject: str) -> Iterator[None]:
     """Turn any error of drawing into one line: reading checks types, but not, for example, that a table has rows."""
@@ -109,7 +137,7 @@ def _write(folder: Path, html: str, text: str) -> list[Path]:
     return paths
 
 
-def label_runs(runs: Sequence[RunInfo]) -> list[str]:
+def label_runs(runs: Sequence[StudyRunInfo]) -> list[str]:
     """Return a distinct name for each run: the model, where that is not enough its text, then a number."""
     labels = [model_name(run) for run in runs]
     if len(set(labels)) < len(labels):
@@ -127,7 +155,7 @@ def panels(outcome: Outcome | None) -> list[Panel]:
     return study_named(outcome.study).figures(outcome)
 
 
-def _study_section(outcome: Outcome, run: RunInfo, drawer: Drawer) -> str:
+def _study_section(outcome: Outcome, run: StudyRunInfo, drawer: Drawer) -> str:
     """Return the section of a study: the question, its panels, its notes."""
     with _showing(f"the study {outcome.study[:50]}"):
         if isinstance(outcome, Skipped):
@@ -215,7 +243,7 @@ def share_y_axes(compared: Sequence[Panel]) -> None:
                 figure.update_yaxes(range=[low, high + 0.05 * (high - low or 1)])
 
 
-def _how_made(runs: Sequence[RunInfo], labels: Sequence[str]) -> Section:
+def _how_made(runs: Sequence[StudyRunInfo], labels: Sequence[str]) -> Section:
     """Return the section with what another person needs to get the same numbers."""
     facts = [
         {

@@ -24,8 +24,8 @@ from layerjump.errors import CannotServe, argument
 from layerjump.jumps.estimators.registry import SERVED
 from layerjump.server import schemas
 from layerjump.server.generation import EventQueue, EventStreamResponse, stream_generation
-from layerjump.server.model_registry import ModelRegistry, ServedModel
 from layerjump.server.security import LocalOnlyMiddleware, RequestTimeoutProtocol
+from layerjump.server.served_models import ModelRegistry, ServedModel
 from layerjump.server.worker import INTERNAL_ERROR, Answer, encode, error_answer
 
 HOST = "127.0.0.1"
@@ -40,14 +40,15 @@ NOT_FITTED = {"description": "a lens is not fitted yet: see /api/fit", "model": 
 ERRORS = {
     400: "the body is not text, or the Host header is not this machine's",
     403: "the request comes from a page of another site",
-    404: "there is no such model, lens or job",
+    404: "unknown model, lens or job",
     413: "the body is too large",
     422: "refused; `error` says why",
 }
 QUEUE_FULL = error_answer(503, "too many requests are waiting; try again later")
 EVENTS = (
-    "JSON lines: {busy, position} while the request is queued, {token, text, level, verified} for every token, and "
-    "{done: …} or {error} at the end. Closing the connection stops the generation"
+    "JSON lines: {busy, position} while the request is queued, {token, text, level, verified} for every token, "
+    "with verify also {drafter, rejected, speedup}, and {done: …} or {error} at the end. Closing the connection stops "
+    "the generation"
 )
 
 
@@ -90,6 +91,28 @@ def _add_model_routes(app: FastAPI, registry: ModelRegistry) -> None:
         served = _find_model(registry, body.model)
         _check_lenses(registry, *body.lenses)
         return await _answer_or_position(served, body, lambda: served.read(body))
+
+    @app.post(
+        "/api/explain",
+        summary="The logit of a token in one cell, as a sum over the parts of the model",
+        response_model=schemas.ExplainAnswer,
+        responses={409: NOT_FITTED, **QUEUED},
+    )
+    async def explain(body: schemas.ExplainRequest) -> Response:
+        served = _find_model(registry, body.model)
+        _check_lenses(registry, body.lens)
+        return await _answer_or_position(served, body, lambda: served.explain(body))
+
+    @app.post(
+        "/api/race",
+        summary="The probabilities of concepts, sets of words, level by level",
+        response_model=schemas.RaceAnswer,
+        responses={409: NOT_FITTED, **QUEUED},
+    )
+    async def race(body: schemas.RaceRequest) -> Response:
+        served = _find_model(registry, body.model)
+        _check_lenses(registry, body.lens)
+        return await _answer_or_position(served, body, lambda: served.race(body))
 
     @app.post("/api/load", summary="Load a model", response_model=schemas.ModelStatus, responses=QUEUED)
     async def load(body: schemas.LoadRequest) -> Response:
@@ -177,7 +200,7 @@ def _add_fit(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/api/jobs/{id}", summary="The progress of a fit", response_model=schemas.JobStatus)
     async def job_status(id: str) -> Response:
         if id not in jobs:
-            raise HTTPException(404, "there is no such job; the server may have been restarted")
+            raise HTTPException(404, "unknown job; the server may have been restarted")
         return _json(jobs[id])
 
 
@@ -215,7 +238,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        field = " → ".join(str(part) for part in first["loc"] if part != "body")
+        # The name of a union's member says nothing after its field's.
+        path = [str(part) for part in first["loc"] if part != "body"]
+        named = [part for index, part in enumerate(path) if index == 0 or part not in schemas.TEXT_KINDS]
+        field = " → ".join(named)
         message = f"{field or 'the request'}: {first['msg']}"
         if not field and "json" not in request.headers.get("content-type", ""):
             message += "; send JSON, with the header Content-Type: application/json"
@@ -228,14 +254,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _find_model(registry: ModelRegistry, name: str) -> ServedModel:
     if name not in registry.models:
-        raise HTTPException(404, f"there is no model {name[:80]!r}; choose from {', '.join(registry.models)}")
+        raise HTTPException(404, f"unknown model {name[:80]!r}; choose from {', '.join(registry.models)}")
     return registry.models[name]
 
 
 def _check_lenses(registry: ModelRegistry, *names: str) -> None:
     for name in names:
         if name not in registry.lens_names:
-            raise HTTPException(404, f"there is no lens {name[:80]!r}; choose from {', '.join(registry.lens_names)}")
+            raise HTTPException(404, f"unknown lens {name[:80]!r}; choose from {', '.join(registry.lens_names)}")
 
 
 def _json(content: BaseModel, status: int = 200) -> Response:

@@ -9,19 +9,25 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from layerjump.errors import BadExit, BadText
-from layerjump.generation.calibration import serialization
-from layerjump.generation.generate import MAX_DRAFT_TOKENS, generate
-from layerjump.generation.rules import ExitConfig
-from layerjump.server.model_registry import ServedModel, count_tokens
+from layerjump.generation.calibration import calibration_file
+from layerjump.generation.combine_drafters import step_costs
+from layerjump.generation.decoding_loop import RejectedDraft
+from layerjump.generation.exit_rules import ExitConfig
+from layerjump.generation.generate import generate
+from layerjump.lens.prepare_prompt import chat_prompt
+from layerjump.server.interventions import RequestInterventions
+from layerjump.server.request_text import as_prompt, count_tokens
 from layerjump.server.schemas import GenerateRequest
+from layerjump.server.served_models import ServedModel
 from layerjump.server.worker import Answer, Refused, Worker, encode, error_answer
 
 if TYPE_CHECKING:
@@ -39,38 +45,51 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
         raise BadExit(served.cannot_generate)
     lens = served.get_lenses([request.lens])[request.lens]
     if request.exit != CALIBRATED:
-        exit_config, max_draft_tokens = ExitConfig.of(request.exit), MAX_DRAFT_TOKENS
+        exit_config, max_draft_tokens = ExitConfig.of(request.exit), None
     elif request.lens in served.calibrated:
-        calibration = serialization.load_calibration(served.folders[request.lens], model=model)
+        calibration = calibration_file.load_calibration(served.folders[request.lens], model=model)
         exit_config = calibration.verified_exit if request.verify else calibration.exit
-        max_draft_tokens = calibration.max_draft_tokens
+        max_draft_tokens = calibration.max_draft_tokens if request.verify else None
     else:
         raise BadExit(
             f"{request.lens} has no calibrated exit rule; run `layerjump calibrate`, or give never, gap:0.9, fixed:3 …"
         )
     longest = model.tokenization.max_length
-    length = count_tokens(model, "prompt", request.prompt)
+    prompt = as_prompt(request.prompt)
+    length = count_tokens(model, "prompt", prompt)
     if request.max_new_tokens > longest - length:
         raise BadText(
             f"{request.max_new_tokens} new tokens do not fit: the model takes {longest:,} tokens, and the prompt has "
             f"{length:,}; ask for fewer, or shorten the prompt"
         )
-    streamer = _Streamer(model.tokenization.tokenizer, served.worker, events, is_verified=request.verify)
-    start = time.perf_counter()
-    generated = generate(
-        model,
-        lens.jumps,
-        model.tokenization.generation_inputs([request.prompt]),
-        exit=exit_config,
-        verify=request.verify,
-        cache=request.cache,
-        max_draft_tokens=max_draft_tokens,
-        streamer=streamer,
-        max_new_tokens=request.max_new_tokens,
-        do_sample=False,
-        pad_token_id=model.tokenization.pad,
-        use_cache=True,  # checkpoints saved during training may switch it off
+    n_positions = length + request.max_new_tokens
+    interventions = RequestInterventions(lens, request.interventions, n_positions=n_positions)
+    tokenization = model.tokenization
+    if isinstance(prompt, str):
+        inputs = tokenization.generation_inputs([prompt])
+    else:
+        inputs = tokenization.left_padded([chat_prompt(model, prompt).ids])
+    # What a token would take without drafts, for the running speed-up.
+    token_seconds = step_costs(model, 1).of(1) if request.verify else None
+    streamer = _Streamer(
+        tokenization.tokenizer, served.worker, events, token_seconds=token_seconds, suspended=interventions.suspended
     )
+    start = time.perf_counter()
+    with interventions:
+        generated = generate(
+            model,
+            lens.jumps,
+            inputs,
+            exit=exit_config,
+            verify=request.verify,
+            cache=request.cache,
+            max_draft_tokens=max_draft_tokens,
+            streamer=streamer,
+            max_new_tokens=request.max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenization.pad,
+            use_cache=True,  # checkpoints saved during training may switch it off
+        )
     counts = asdict(generated.counts)
     del counts["seconds"]  # they include time spent on other requests
     done = {
@@ -80,6 +99,8 @@ def stream_generation(served: ServedModel, request: GenerateRequest, events: Eve
         "n_blocks": generated.n_blocks,
         "blocks_saved": generated.blocks_saved,
         "agreement": generated.agreement,
+        "drafters": generated.drafters[0],
+        "speedup": streamer.speedup,
         "seconds": round(time.perf_counter() - start - streamer.seconds_for_others, 4),
         "counts": counts,
     }
@@ -90,10 +111,24 @@ class _Streamer:
     """The streamer of one generation: sends every token, then runs one short task that waits."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, worker: Worker, events: EventQueue, *, is_verified: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        worker: Worker,
+        events: EventQueue,
+        *,
+        token_seconds: float | None,
+        suspended: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """`token_seconds`: what a token takes without drafts; None: tokens are not verified."""
         self._tokenizer, self._worker, self._events = tokenizer, worker, events
-        self._is_verified = is_verified
+        self._suspended = suspended
+        self._token_seconds = token_seconds
+        self._drafter: str | None = None
+        self._rejected: RejectedDraft | None = None
+        self._first_time = 0.0
+        self._n_tokens = 0
+        self.speedup: float | None = None
+        """How many times as fast tokens came as they would without drafts, after the first; None: not verified."""
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._decoder: IncrementalDecoder | None = None
         self._level: int | None = None
@@ -106,6 +141,14 @@ class _Streamer:
         """Take the exit level of the next token."""
         self._level = levels[0]
 
+    def put_drafters(self, drafters: Sequence[str | None]) -> None:
+        """Take the drafter of the next token."""
+        self._drafter = drafters[0]
+
+    def put_rejected(self, rejected: Sequence[RejectedDraft | None]) -> None:
+        """Take the draft that the next token took the place of."""
+        self._rejected = rejected[0]
+
     def put(self, ids: Tensor) -> None:
         """Take the prompt, then one token a call."""
         self._events.refuse_if_disconnected()
@@ -116,11 +159,29 @@ class _Streamer:
         text = self._decoder.add(token)
         if token not in self._special_ids:
             self.text += text
-        event = {"token": token, "text": text, "level": self._level, "verified": self._is_verified}
+        event: dict[str, Any] = {"token": token, "text": text, "level": self._level}
+        event["verified"] = self._token_seconds is not None
+        if self._token_seconds is not None:
+            self._measure_speedup(self._token_seconds)
+            event |= {"drafter": self._drafter, "rejected": self._describe_rejected(), "speedup": self.speedup}
         self._events.put(Answer(200, encode(event)))
         start = time.perf_counter()
-        self._worker.run_one_short_task()
+        self._worker.run_one_short_task(self._suspended)
         self.seconds_for_others += time.perf_counter() - start
+
+    def _measure_speedup(self, token_seconds: float) -> None:
+        """Compare the time since the first token, whose step read the prompt, with that of as many single steps."""
+        now = time.perf_counter() - self.seconds_for_others
+        if self._n_tokens == 0:
+            self._first_time = now
+        elif now > self._first_time:
+            self.speedup = round(self._n_tokens * token_seconds / (now - self._first_time), 3)
+        self._n_tokens += 1
+
+    def _describe_rejected(self) -> dict[str, str] | None:
+        if self._rejected is None:
+            return None
+        return {"text": str(self._tokenizer.decode([self._rejected.token])), "drafter": self._rejected.drafter}
 
     def end(self) -> None:
         """Do nothing: the worker sends the last event."""

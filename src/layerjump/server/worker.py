@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +108,7 @@ class AnswerCache:
 
 
 @dataclass
-class Task:
+class QueuedTask:
     """A task in the queue."""
 
     work: Callable[[], Answer]
@@ -127,7 +128,7 @@ class Worker:
 
     def __init__(self, cache: AnswerCache) -> None:
         self.cache = cache
-        self._queue: OrderedDict[Hashable, Task] = OrderedDict()
+        self._queue: OrderedDict[Hashable, QueuedTask] = OrderedDict()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -148,7 +149,7 @@ class Worker:
                 return task.future
             if len(self._queue) >= MAX_QUEUE and not is_persistent:
                 return None
-            task = self._queue[key] = Task(work, label, is_persistent, is_long)
+            task = self._queue[key] = QueuedTask(work, label, is_persistent, is_long)
             if self._thread is None:
                 # A daemon: Ctrl-C does not wait for a long fit, which writes its files atomically.
                 self._thread = threading.Thread(target=self._run_tasks, daemon=True)
@@ -162,13 +163,14 @@ class Worker:
             if key in self._queue:
                 self._queue[key].last_requested = time.monotonic()
 
-    def run_one_short_task(self) -> None:
-        """Run the first short task in the queue, if there is one; long work calls this between two steps."""
+    def run_one_short_task(self, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Run the first short task in the queue, if there is one, in a context; long work calls this between steps."""
         with self._changed:
             self._drop_abandoned()
             short = next(((key, task) for key, task in self._queue.items() if not task.is_long), None)
         if short is not None:
-            self._run(*short)
+            with within():
+                self._run(*short)
 
     def position(self, key: Hashable) -> int:
         """How many tasks come before this one; 0 while it runs, the queue's length if it is not queued."""
@@ -197,7 +199,7 @@ class Worker:
             if can_drop and now - task.last_requested > ABANDONED_SECONDS:
                 del self._queue[key]
 
-    def _run(self, key: Hashable, task: Task) -> None:
+    def _run(self, key: Hashable, task: QueuedTask) -> None:
         task.is_started = True
         try:
             answer = task.work()

@@ -20,13 +20,14 @@ import plotly.graph_objects as go
 from layerjump.data.corpus import Corpus
 from layerjump.errors import argument
 from layerjump.models.model import Model
-from layerjump.studies.display import BLUE, Panel, colours, draw_bars, empty_figure, number, unique
+from layerjump.studies.charts import BLUE, Panel, colours, draw_bars, empty_figure
+from layerjump.studies.formatting import number, unique
 from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
-from layerjump.training.data import pack_rows
+from layerjump.training.build_model import VARIANTS, TrainingArchitecture, build_model
 from layerjump.training.linearity_profile import measure_profile
-from layerjump.training.model import VARIANTS, Architecture, build_model
+from layerjump.training.packed_rows import pack_rows
 from layerjump.training.pretrain import Recipe, train_model, training_arguments
 
 MAX_LENGTH, BATCH_SIZE = 128, 16
@@ -138,7 +139,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     return Result("architecture", tables, headline, notes, facts)
 
 
-def _train(like: Model, architecture: Architecture, text: Corpus, recipe: Recipe) -> Model:
+def _train(like: Model, architecture: TrainingArchitecture, text: Corpus, recipe: Recipe) -> Model:
     tokenizer = like.tokenization.tokenizer
     rows = pack_rows(text.documents, like.tokenization, recipe.length)
     hf = build_model(architecture, recipe, tokenizer, seed=recipe.seed)

@@ -1,4 +1,4 @@
-"""`heads`: which attention heads can be replaced by a linear map.
+"""`attention_heads`: which attention heads can be replaced by a linear map.
 
 Protocol: one attention head at a time, its output is replaced by a linear prediction, by zero, or by its mean; the rest
 of the model runs unchanged. The output of a head is its slice of the input of the output projection. The prediction is
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from layerjump.interventions.patching import Change, replace_by_constant, replace_by_map, restrict_to
-from layerjump.jumps.cost_estimate import site_width
+from layerjump.interventions.change_states import Change, replace_by_constant, replace_by_map, restrict_to
 from layerjump.jumps.maps import Affine, to_affine, to_module
 from layerjump.models.model import Model
-from layerjump.models.structure import Site
-from layerjump.studies.display import Panel, draw_heat_map, mean, number
-from layerjump.studies.model_comparison import Variants, announce_cost, small_batches
+from layerjump.models.sites import Site
+from layerjump.studies.charts import Panel, draw_heat_map
+from layerjump.studies.compare_variants import Variants, announce_cost, small_batches
+from layerjump.studies.formatting import mean, number
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
@@ -63,7 +63,7 @@ def cannot_run(setup: Setup) -> str | None:
     if not blocks:
         return f"the blocks of {model.model_type} have no attention whose heads are known"
     for block in blocks:
-        if (width := site_width(model, Site(block, "heads"))) % heads:
+        if (width := model.structure.width(Site(block, "heads"))) % heads:
             return f"the input of the output projection has width {width}, not a multiple of {heads} heads"
     return None
 
@@ -84,7 +84,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     changes: dict[tuple[int, int, Replacement], Change] = {}
     for block in blocks:
         site = Site(block, "heads")
-        size = site_width(model, site) // n_heads
+        size = model.structure.width(site) // n_heads
         jump, means = to_affine(jumps[Site(block, "attn.in"), site]), moments.mean(site)
         for head in range(1, n_heads + 1):
             columns = slice((head - 1) * size, head * size)  # of the head, in the input of the output projection
@@ -94,7 +94,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             changes[block, head, "zero"] = restrict_to(columns, replace_by_constant(0 * means[columns]))
             changes[block, head, "mean"] = restrict_to(columns, replace_by_constant(means[columns]))
     cost = announce_cost(
-        "heads",
+        "attention_heads",
         model,
         batches,
         block_runs=sum(model.n_blocks - block + 1 for block, _, _ in changes),
@@ -125,7 +125,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         heads_where_linear_halves_kl_of_mean=sum(row.kl < kl_of_mean[row.block, row.head] / 2 for row in linear),
     )
     facts = to_json(cost) | {"budget_share": TOKEN_SHARE, "estimator": "affine", "n_fit": jumps.provenance.n_fit}
-    return Result("heads", Tables(rows), headline, settings=facts)
+    return Result("attention_heads", Tables(rows), headline, settings=facts)
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
@@ -148,4 +148,6 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [Panel("KL of replacing one attention head", reading, ("heads",), charts)]
 
 
-STUDY = Study("heads", "which attention heads can be replaced by a linear map?", run, figures, cannot_run=cannot_run)
+STUDY = Study(
+    "attention_heads", "which attention heads can be replaced by a linear map?", run, figures, cannot_run=cannot_run
+)

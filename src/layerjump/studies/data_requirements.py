@@ -1,4 +1,4 @@
-"""`data`: how much text does a map need, and of what kind?
+"""`data_requirements`: how much text does a map need, and of what kind?
 
 Protocol: one pass over the fit documents. At growing counts of positions the maps to the last level are solved from the
 second moments collected so far, as if the text ended there. Then the same documents are corrupted and fitted again:
@@ -22,20 +22,11 @@ from layerjump.jumps.collect_moments import RunPlan, product_dtype
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.moments import Moments
-from layerjump.jumps.scoring import R2
+from layerjump.jumps.score_from_moments import R2
 from layerjump.lens.lens import Lens
 from layerjump.models.model import capture_states
-from layerjump.studies.display import (
-    GREY,
-    Panel,
-    draw_bars,
-    draw_heat_map,
-    empty_figure,
-    line_chart,
-    listed,
-    number,
-    unit_axis,
-)
+from layerjump.studies.charts import GREY, Panel, draw_bars, draw_heat_map, empty_figure, line_chart, unit_axis
+from layerjump.studies.formatting import listed, number
 from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup, mean_r2
 
@@ -148,7 +139,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         f"largest. `duplicated` has half of the documents twice: with all positions fitted, it gives the map of that "
         f"half."
     ]
-    return Result("data", tables, headline, notes, facts)
+    return Result("data_requirements", tables, headline, notes, facts)
 
 
 class _Fit(NamedTuple):
@@ -342,4 +333,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [*panels, Panel("Clean and corrupted text", reading, ("variants",), charts)]
 
 
-STUDY = Study("data", "how much text does a map need, and of what kind?", run, figures)
+STUDY = Study("data_requirements", "how much text does a map need, and of what kind?", run, figures)

@@ -1,44 +1,39 @@
-"""`exits`: early exit, replayed with the rule of the authors of `mat` (section 6 of the paper).
+"""`early_exit`: early exit, replayed with the rule of the authors of `mat` (section 6 of the paper).
 
-Every example is scored at all levels once; each λ of the grid then determines its exit level. The cost is the mean
-number of blocks run; the accuracy is how often the token at the exit level is the model's. For comparison: exits at a
-fixed level, and an oracle that exits at the first level whose best token is the model's.
+Every example is scored at all levels once; λ then determines its exit level. The cost is the mean number of blocks
+run; the accuracy is how often the token at the exit level is the model's. The exact curve has a point for every λ at
+which an exit level changes, for every lens alike; the paper's grid of λ reads a few points of it. For comparison: exits
+at a fixed level, and an oracle that exits at the first level whose best token is the model's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from layerjump.generation.rules import FINE, GRID, SoftmaxGap
+from layerjump.generation.exit_rules import FINE, GRID, SoftmaxGap
 from layerjump.metrics.bootstrap import mean_interval, statistic_interval
-from layerjump.studies.display import (
-    GREY,
-    Panel,
-    Value,
-    colours,
-    draw_bars,
-    empty_figure,
-    html_table,
-    identity_last,
-    line_chart,
-    listed,
-    number,
-    percent,
-    safe,
-    unique,
-)
+from layerjump.studies.charts import GREY, Panel, Value, colours, draw_bars, empty_figure, line_chart
+from layerjump.studies.formatting import html_table, identity_last, listed, number, percent, safe, unique
 from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 
 AUTHORS_BERT_POSITION = 3
 """The position t that the authors' BERT code passes to the rule for every example."""
+LISTED_POINTS = 100
+"""Points of an exact curve that are listed and drawn; the blocks saved are read from all of them."""
+
+Floats = NDArray[np.float64]
+Curve = Callable[[Floats], tuple[Floats, Floats]]
+"""Mean blocks run and agreement at every threshold, from the weight of each example."""
 
 
 class CurveRow(Record):
@@ -46,7 +41,7 @@ class CurveRow(Record):
 
     lens: str
     kind: str
-    """`dynamic` (the rule) or `fixed`."""
+    """`exact` (the rule at every λ), `dynamic` (at the paper's λ) or `fixed`."""
     at: float
     """λ of the rule, or the level."""
     blocks: float
@@ -59,7 +54,7 @@ class SavedRow(Record):
 
     lens: str
     kind: str
-    """`dynamic`, `fixed` or `oracle`."""
+    """`exact`, `dynamic`, `fixed` or `oracle`."""
     target: float | None
     """None for the oracle, which always agrees."""
     blocks_saved: float
@@ -78,7 +73,7 @@ class Tables(Record):
 
 
 class Headline(Record):
-    """Blocks saved by kind, lens and target, such as `dynamic_mat_at_0.95`."""
+    """Blocks saved by kind, lens and target, such as `exact_mat_at_0.95`."""
 
     blocks_saved: Annotated[dict[str, float], Column("{}")]
 
@@ -89,6 +84,77 @@ class Exits(NamedTuple):
     level: Tensor
     right: Tensor
     """Whether the token at that level is the model's."""
+
+
+@dataclass(frozen=True)
+class ExactCurve:
+    """Exits under every λ at which the exit level of any example changes.
+
+    With a falling λ, examples leave level L one after another and exit earlier and earlier. Each event is one example
+    that exits at an earlier level than before; events at the same λ happen together.
+    """
+
+    n_blocks: int
+    right_at_last: Floats
+    """(examples,)"""
+    lam: Floats
+    """(events,), falling: the event happens below this λ."""
+    example: NDArray[np.int64]
+    level_change: Floats
+    right_change: Floats
+
+    @classmethod
+    def of(cls, confidence: Tensor, hits: Tensor, rule: SoftmaxGap, position: Tensor) -> ExactCurve:
+        """The curve of examples from their gaps and hits at every level, (levels, examples) each."""
+        n_blocks, right = len(confidence) - 1, hits.double().numpy()
+        # A gap g passes at level l if g > 0.9 λ + decay, so below λ = (g − decay) / 0.9.
+        decay = rule.threshold(position) - 0.9 * rule.lam
+        critical = ((confidence.double() - decay) / 0.9).numpy()
+        highest = np.maximum.accumulate(critical[1:-1])
+        earlier = np.vstack([np.full_like(highest[:1], -np.inf), highest[:-1]])[: len(highest)]
+        exits_at = critical[1:-1] > earlier  # a level is the first to pass at some λ if it exceeds all before it
+        level_after = np.full(critical.shape[1], n_blocks)
+        events = []
+        for level in range(n_blocks - 1, 0, -1):
+            (examples,) = np.nonzero(exits_at[level - 1])
+            after = level_after[examples]
+            change = right[level, examples] - right[after, examples]
+            events.append(np.stack([critical[level, examples], examples, level - after, change]))
+            level_after[examples] = level
+        lam, example, level_change, right_change = np.concatenate([np.empty((4, 0)), *events], 1)
+        order = np.argsort(-lam, kind="stable")
+        columns = lam[order], example[order].astype(np.int64), level_change[order], right_change[order]
+        return cls(n_blocks, right[-1], *columns)
+
+    @property
+    def lams(self) -> Floats:
+        """One λ inside every interval in which nothing changes, falling; under the first, the full model runs."""
+        if not len(self.lam):
+            return np.zeros(1)
+        changes = np.unique(self.lam)[::-1]
+        return np.concatenate([[changes[0] + 1], (changes[:-1] + changes[1:]) / 2, [changes[-1] - 1]])
+
+    def __call__(self, weights: Floats) -> tuple[Floats, Floats]:
+        """Mean blocks run and agreement in every such interval, in the order of `lams`."""
+        total, of_example = weights.sum(), weights[self.example]
+        # The state after the last event of each λ: those at the same λ happen together.
+        ends = np.flatnonzero(np.append(np.diff(self.lam) != 0, True))[: len(self.lam)]
+        blocks = self.n_blocks + np.append(0, np.cumsum(of_example * self.level_change)[ends]) / total
+        right = weights @ self.right_at_last + np.append(0, np.cumsum(of_example * self.right_change)[ends])
+        return blocks, right / total
+
+    def listed_lams(self) -> Floats:
+        """Up to `LISTED_POINTS` of the λ, evenly spaced in blocks run."""
+        blocks, _ = self(np.ones(len(self.right_at_last)))
+        wanted = np.linspace(blocks[0], blocks[-1], LISTED_POINTS)
+        return self.lams[np.unique(np.searchsorted(-blocks, -wanted).clip(0, len(blocks) - 1))]
+
+
+def curve_of(exits: Sequence[Exits]) -> Curve:
+    """The curve of a few thresholds."""
+    levels = np.stack([point.level.double().numpy() for point in exits])
+    right = np.stack([point.right.double().numpy() for point in exits])
+    return lambda weights: (levels @ weights / weights.sum(), right @ weights / weights.sum())
 
 
 def run(setup: Setup) -> Result[Tables, Headline]:
@@ -105,21 +171,30 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     saved: list[SavedRow] = []
     for index, lens in enumerate(scores.lenses):
         hits = scores.hits(1)[index]
+
+        def replay(lam: float, index: int = index, hits: Tensor = hits) -> Exits:
+            level = SoftmaxGap(lam, length).replay(scores.confidence[index], position)
+            return Exits(level, hits.gather(0, level[None])[0])
+
         grid = sorted({*GRID, *(FINE if lens == "identity" else ())})
-        dynamic = []
-        for strength in grid:
-            level = SoftmaxGap(strength, length).replay(scores.confidence[index], position)
-            dynamic.append(Exits(level, hits.gather(0, level[None])[0]))
+        exact = ExactCurve.of(scores.confidence[index], hits, SoftmaxGap(0, length), position)
+        lams = sorted(map(float, exact.listed_lams()))
+        exact_exits, dynamic = ([replay(lam) for lam in values] for values in (lams, grid))
         fixed = [Exits(torch.full_like(scores.model_top, k), right) for k, right in enumerate(hits)]
-        for kind, points, exits in (("dynamic", grid, dynamic), ("fixed", range(len(fixed)), fixed)):
+        for kind, points, exits in (
+            ("exact", lams, exact_exits),
+            ("dynamic", grid, dynamic),
+            ("fixed", range(len(fixed)), fixed),
+        ):
             right = np.stack([point.right.double().numpy() for point in exits])
             intervals = zip(*mean_interval(right, documents, seed=seed), strict=True)
             for at, point, interval in zip(points, exits, intervals, strict=True):
                 blocks = float(point.level.double().mean())
                 curves.append(CurveRow(lens, kind, float(at), blocks, Interval(*map(float, interval))))
+        by_kind: dict[str, Curve] = {"exact": exact, "dynamic": curve_of(dynamic), "fixed": curve_of(fixed)}
         for target in setup.settings.targets:
-            for kind, exits in (("dynamic", dynamic), ("fixed", fixed)):
-                saved.append(saved_row(lens, kind, exits, target, scores.document, setup))
+            for kind, curve in by_kind.items():
+                saved.append(saved_row(lens, kind, curve, target, scores.document, setup))
         # An oracle exits at the first level ≥ 1 whose best token is the model's: no rule can save more.
         first = hits[1:].int().argmax(0).double().numpy() + 1
         mean, low, high = map(float, mean_interval(n_blocks - first, documents, seed=seed))
@@ -132,11 +207,13 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "blocks": n_blocks,
     }
     note = (
-        "Blocks saved at a target are interpolated linearly between neighbouring points of the curve's upper envelope "
-        "(the best agreement at no more cost); the paper does not say how it interpolates. Only blocks are counted, "
-        "not the map and the unembedding at every level."
+        "Blocks saved at a target are read from the exact curve, which has a point for every λ at which anything "
+        "changes, alike for every lens; `dynamic` rows read the paper's λ grid (ten steps, nine more near 1 for the "
+        "identity). Between neighbouring points of a curve's upper envelope (the best agreement at no more cost) they "
+        "are interpolated linearly; the paper does not say how it interpolates. Only blocks are counted, not the map "
+        "and the unembedding at every level."
     )
-    return Result("exits", Tables(curves, saved), headline_of(saved), [note], facts)
+    return Result("early_exit", Tables(curves, saved), headline_of(saved), [note], facts)
 
 
 def headline_of(saved: Sequence[SavedRow]) -> Headline:
@@ -160,33 +237,40 @@ def blocks_needed(cost: np.ndarray, agreement: np.ndarray, target: float) -> flo
     return float(cost[index - 1] + share * (cost[index] - cost[index - 1]))
 
 
-def saved_row(lens: str, kind: str, exits: Sequence[Exits], target: float, documents: Tensor, setup: Setup) -> SavedRow:
-    """Return the blocks that a rule saves at a target agreement, from its exits under every threshold."""
-    levels = np.stack([point.level.double().numpy() for point in exits])
-    right = np.stack([point.right.double().numpy() for point in exits])
+def saved_row(lens: str, kind: str, curve: Curve, target: float, documents: Tensor, setup: Setup) -> SavedRow:
+    """Return the blocks that a rule saves at a target agreement, from its curve."""
     n_blocks = setup.model.n_blocks
 
     def saving(weights: np.ndarray) -> float:
-        total = weights.sum()
-        return n_blocks - blocks_needed(levels @ weights / total, right @ weights / total, target)
+        return n_blocks - blocks_needed(*curve(weights), target)
 
     saved = saving(np.ones(len(documents)))
     low, high = statistic_interval(saving, documents.numpy(), seed=setup.settings.seed)
     return SavedRow(lens, kind, target, saved, low, high, saved / n_blocks)
 
 
-RULES = {"dynamic": "confidence rule", "fixed": "fixed level", "oracle": "oracle"}
+RULES = {
+    "exact": "confidence rule",
+    "dynamic": "confidence rule, the paper's grid",
+    "fixed": "fixed level",
+    "oracle": "oracle",
+}
+
+
+def _rule_kind(rows: Sequence[CurveRow] | Sequence[SavedRow]) -> str:
+    """The kind of rows that state the confidence rule: the exact curve; in results of earlier versions, the grid."""
+    return "exact" if any(row.kind == "exact" for row in rows) else "dynamic"
 
 
 def figures(result: Result[Tables, Headline]) -> list[Panel]:
     """Return agreement against blocks run, then the blocks saved at each target."""
     curves, saved = result.tables.curves, result.tables.saved
-    targets, most = _targets(saved), max(row.blocks for row in curves)
+    targets, most, rule = _targets(saved), max(row.blocks for row in curves), _rule_kind(curves)
     cheap = []
     for lens in identity_last(row.lens for row in curves):
-        dynamic = [row for row in curves if (row.lens, row.kind) == (lens, "dynamic") and row.blocks <= most / 2]
-        if dynamic:
-            best = max(dynamic, key=lambda row: row.agreement.mean)
+        rows = [row for row in curves if (row.lens, row.kind) == (lens, rule) and row.blocks <= most / 2]
+        if rows:
+            best = max(rows, key=lambda row: row.agreement.mean)
             cheap.append(f"{percent(best.agreement.mean)} of the cases ({lens}, {number(best.blocks)} blocks)")
     reading = f"At every λ the confidence rule runs more than half of the {most:g} blocks."
     if cheap:
@@ -226,13 +310,13 @@ def _targets(saved: Sequence[SavedRow]) -> list[float]:
 def _curves_chart(
     rows: Sequence[CurveRow], targets: Sequence[float], title: str, span: tuple[float, float]
 ) -> go.Figure:
-    lenses = identity_last(row.lens for row in rows)
+    lenses, rule = identity_last(row.lens for row in rows), _rule_kind(rows)
     lines: dict[str, list[tuple[float, Value]]] = {}
     paint = {}
     for lens in lenses:
         curves = sorted((r for r in rows if r.lens == lens), key=lambda row: row.blocks)
-        dynamic, fixed = (f"{lens}, {RULES[kind]}" for kind in ("dynamic", "fixed"))
-        lines[dynamic] = [(r.blocks, r.agreement) for r in curves if r.kind == "dynamic"]
+        dynamic, fixed = (f"{lens}, {RULES[kind]}" for kind in ("exact", "fixed"))
+        lines[dynamic] = [(r.blocks, r.agreement) for r in curves if r.kind == rule]
         lines[fixed] = [(r.blocks, r.agreement.mean) for r in curves if r.kind == "fixed"]
         paint[dynamic] = paint[fixed] = colours(lenses)[lens]
     figure = line_chart(
@@ -279,13 +363,13 @@ def saved_chart(rows: Sequence[SavedRow], target: float, labels: Mapping[str, st
 def saved_sentence(result: Result[Tables, Headline]) -> str:
     """Say how many blocks every lens saves at the first target, and how many the oracle saves."""
     rows = result.tables.saved
-    target, first = _targets(rows)[0], _dynamic(rows)
+    target, first = _targets(rows)[0], _rule_rows(rows)
     n_blocks = max(row.blocks for row in result.tables.curves)
     parts = [
-        f"{row.lens} never reaches it"
+        f"{_subject(row.lens)} never reaches it"
         if math.isnan(row.blocks_saved)
-        else f"{row.lens} saves {number(row.blocks_saved)} of {n_blocks:g} blocks ({percent(row.share)}; 95 % interval "
-        f"{number(row.low)} to {number(row.high)})"
+        else f"{_subject(row.lens)} saves {number(row.blocks_saved)} of {n_blocks:g} blocks ({percent(row.share)}; "
+        f"95 % interval {number(row.low)} to {number(row.high)})"
         for row in first
     ]
     oracles = [row for row in rows if row.kind == "oracle"]
@@ -296,17 +380,21 @@ def saved_sentence(result: Result[Tables, Headline]) -> str:
     )
 
 
-def _dynamic(rows: Sequence[SavedRow]) -> list[SavedRow]:
+def _subject(lens: str) -> str:
+    return "the identity" if lens == "identity" else lens
+
+
+def _rule_rows(rows: Sequence[SavedRow]) -> list[SavedRow]:
     """Return the rows of the confidence rule at the first target, the identity last."""
-    target = _targets(rows)[0]
-    by_lens = {row.lens: row for row in rows if (row.kind, row.target) == ("dynamic", target)}
+    target, rule = _targets(rows)[0], _rule_kind(rows)
+    by_lens = {row.lens: row for row in rows if (row.kind, row.target) == (rule, target)}
     return [by_lens[lens] for lens in identity_last(by_lens)]
 
 
 def finding(result: Result[Tables, Headline]) -> Finding:
     """Return the blocks that the first lens and the identity save at the first target."""
     rows = result.tables.saved
-    best, identity = _dynamic(rows)[0], _dynamic(rows)[-1]
+    best, identity = _rule_rows(rows)[0], _rule_rows(rows)[-1]
     n_blocks = max(row.blocks for row in result.tables.curves)
 
     def share(row: SavedRow) -> str:
@@ -319,4 +407,4 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     )
 
 
-STUDY = Study("exits", "how many blocks does early exit save?", run, figures, finding)
+STUDY = Study("early_exit", "how many blocks does early exit save?", run, figures, finding)

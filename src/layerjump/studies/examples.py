@@ -10,9 +10,10 @@ import torch
 
 from layerjump.data.batches import Batch
 from layerjump.data.positions import Positions
-from layerjump.data.tokenization import escape_token, token_text
+from layerjump.data.token_text import escape_token, token_text
 from layerjump.models.model import Model, capture_states
-from layerjump.studies.display import Panel, html_table, listed, mean, number, safe
+from layerjump.studies.charts import Panel
+from layerjump.studies.formatting import html_table, listed, mean, number, safe
 from layerjump.studies.results import Column, Empty, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -47,16 +48,18 @@ def run(setup: Setup) -> Result[Tables, Empty]:
     rows: list[ExampleRow] = []
     sentences = 0
     batches = setup.batches(positions=Positions("one"), tokens=SENTENCES * _MAX_TOKENS)
-    with closing(capture_states(model, batches, levels)) as stream:
+    readouts = {name: {level: lens.readout(level) for level in levels} for name, lens in lenses.items()}
+    sources = {readout.site for by_level in readouts.values() for readout in by_level.values()}
+    with closing(capture_states(model, batches, sorted(sources))) as stream:
         for states in stream:
             for pick in range(min(states.batch.n_picks, SENTENCES - sentences)):
                 sentences += 1
                 text = context(model, states.batch, pick)
                 for level in levels:
-                    state = states[level][pick : pick + 1]
-                    best = {
-                        name: lens.logits(level, state)[0].topk(BEST).indices.tolist() for name, lens in lenses.items()
-                    }
+                    best = {}
+                    for name, by_level in readouts.items():
+                        state = states[by_level[level].site][pick : pick + 1]
+                        best[name] = by_level[level].logits(state)[0].topk(BEST).indices.tolist()
                     tokens = {name: [token_text(tokenizer, token) for token in ids] for name, ids in best.items()}
                     rows.append(ExampleRow(text, level, tokens))
             if sentences == SENTENCES:
@@ -109,8 +112,8 @@ def figures(result: Result[Tables, Empty]) -> list[Panel]:
     last = sentences[0][-1].level
     settled = [f"{number(mean(settled_level(rows, lens) for rows in sentences))} ({lens})" for lens in lenses]
     reading = (
-        f"In these {len(sentences)} sentences, of the levels shown, the best token is the model's from level "
-        f"{listed(settled)} of {last} on, on average."
+        f"In these {len(sentences)} sentences the best token settles on the model's own at level {listed(settled)} of "
+        f"{last}, on average over the levels shown."
     )
     legend = (
         '<p class="quiet">The most likely token is first; ␣ is a space, ↵ a new line. '

@@ -1,6 +1,6 @@
-"""`gates`: how many more blocks does early exit save with a probe of the hidden state?
+"""`exit_probes`: how many more blocks does early exit save with a probe of the hidden state?
 
-Protocol: early exit is replayed as in `exits`, but with probes in place of the paper's rule. That rule demands the same
+Protocol: as in `early_exit`, but with probes in place of the paper's rule. That rule demands the same
 lead of the best token at every level, although a lead means more at some levels than at others. Here a linear probe of
 the state (`gate`), or probe and lead together (`both`), estimates at each level the probability that the lens predicts
 the model's token; an example exits at the first level, from 1 on, where this probability exceeds the threshold. Probes
@@ -13,9 +13,11 @@ import torch
 
 from layerjump.errors import argument
 from layerjump.generation.calibration.dataset import CalibrationSet, build_calibration_set
-from layerjump.generation.calibration.search import THRESHOLDS, RuleCandidate, RuleType, fit_probes
-from layerjump.studies.display import Panel, colours, identity_last, line_chart, listed, number, percent, unique
-from layerjump.studies.early_exit import Exits, Headline, SavedRow, headline_of, saved_chart, saved_row
+from layerjump.generation.calibration.result import RuleType
+from layerjump.generation.calibration.rule_search import THRESHOLDS, RuleCandidate, fit_probes
+from layerjump.studies.charts import Panel, colours, line_chart
+from layerjump.studies.early_exit import Exits, Headline, SavedRow, curve_of, headline_of, saved_chart, saved_row
+from layerjump.studies.formatting import identity_last, listed, number, percent, unique
 from layerjump.studies.results import Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -66,15 +68,16 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             for threshold, point in zip(THRESHOLDS, points, strict=True):
                 blocks, agreement = float(point.level.double().mean()), float(point.right.double().mean())
                 tables.curves.append(CurveRow(lens, kind, threshold, blocks, agreement))
+            curve = curve_of(points)
             tables.saved.extend(
-                saved_row(lens, kind, points, target, test.documents, setup) for target in setup.settings.targets
+                saved_row(lens, kind, curve, target, test.documents, setup) for target in setup.settings.targets
             )
     facts = {"n_select": len(validation), "n_test": len(test)}
     notes = [
-        "Only blocks are counted, as in `exits`: not the probes, nor the unembedding at every level that `both` needs. "
-        "`layerjump calibrate` chooses levels by the measured time of everything."
+        "Only blocks are counted, as in `early_exit`: not the probes, nor the unembedding at every level that `both` "
+        "needs. `layerjump calibrate` chooses levels by the measured time of everything."
     ]
-    return Result("gates", tables, headline_of(tables.saved), notes, facts)
+    return Result("exit_probes", tables, headline_of(tables.saved), notes, facts)
 
 
 def _calibration_set(setup: Setup, lens: str, part: str) -> CalibrationSet:
@@ -134,7 +137,7 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
 
 STUDY = Study(
-    "gates",
+    "exit_probes",
     "how many more blocks does early exit save with a probe of the hidden state?",
     run,
     figures,

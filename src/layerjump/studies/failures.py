@@ -17,12 +17,13 @@ from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.data.positions import ALL_POSITIONS, Positions
-from layerjump.data.tokenization import token_text
+from layerjump.data.token_text import token_text
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.evaluate import LensScores
 from layerjump.models.model import capture_states
-from layerjump.studies.display import Panel, colours, html_table, identity_last, line_chart, number, safe, unique
+from layerjump.studies.charts import Panel, colours, line_chart
 from layerjump.studies.examples import context
+from layerjump.studies.formatting import html_table, identity_last, number, safe, unique
 from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -122,7 +123,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     fit = setup.batches(part="fit", positions=Positions("all"), tokens=setup.settings.tokens)
     counts = np.bincount(np.asarray(fit.sequences.ids), minlength=setup.model.structure.vocab_size)
     frequency = counts[scores.token.numpy()]
-    everywhere = setup.batches(positions=ALL_POSITIONS, tokens=setup.settings.variant_tokens)
+    everywhere = setup.batches(positions=ALL_POSITIONS, tokens=setup.settings.rerun_tokens)
     errors = _measure_errors(setup, jumps, setup.test_batches())
     tables = Tables(
         by_position=_bin_rows(scores, levels, *bin_positions(scores.position)),

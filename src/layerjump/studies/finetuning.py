@@ -1,4 +1,4 @@
-"""`finetune`: does fine-tuning on a task make blocks more linear?
+"""`finetuning`: does fine-tuning on a task make blocks more linear?
 
 Protocol, after Table 1 of "Your Transformer is Secretly Linear": a copy of the model learns to continue each prompt
 with the right answer. Runs differ in the seed and in the items held out; there are as many folds as runs, so every item
@@ -17,7 +17,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.errors import BadStudy, argument
-from layerjump.studies.display import Panel, line_chart, number
+from layerjump.studies.charts import Panel, line_chart
+from layerjump.studies.formatting import number
 from layerjump.studies.results import Column, Record, Result, Study
 from layerjump.studies.setup import Setup
 from layerjump.studies.training_dynamics import ProfileRow
@@ -111,8 +112,8 @@ def cannot_run(setup: Setup) -> str | None:
     """Return why this model cannot be fine-tuned, or None."""
     if setup.model.task != "causal":
         return "it continues prompts with answers, and this model is not causal"
-    if not setup.model.no_predictions and not setup.settings.finetune_task:
-        return f"it needs a task to learn; pass {argument('finetune_task')}"
+    if not setup.model.no_predictions and not setup.settings.finetune_data:
+        return f"it needs a task to learn; pass {argument('finetune_data')}"
     return setup.model.no_predictions
 
 
@@ -120,11 +121,11 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     """Fine-tune once a run; measure before and after."""
     settings, model = setup.settings, setup.model
     n_runs, steps = settings.training_runs, settings.training_steps or DEFAULT_STEPS
-    items = load_task(str(settings.finetune_task))
+    items = load_task(str(settings.finetune_data))
     if len(items) < max(2, n_runs):
         raise BadStudy(
             f"expected at least {max(2, n_runs)} items for {n_runs} runs, got {len(items)} in "
-            f"{settings.finetune_task}; add items or lower {argument('training_runs')}"
+            f"{settings.finetune_data}; add items or lower {argument('training_runs')}"
         )
     before = measure_profile(model, setup.corpus, seed=settings.seed)
     after: list[Profile] = []
@@ -156,7 +157,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         accuracy_after=RunMean.of([row.accuracy_after for row in tables.runs]),
     )
     facts = {
-        "task": Path(str(settings.finetune_task)).name,
+        "task": Path(str(settings.finetune_data)).name,
         "items": len(items),
         "steps": steps,
         "batch": BATCH_SIZE,
@@ -168,7 +169,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "linearity are measured on the text of the study (not of the task), at all positions but the first; accuracy "
         "counts the answer with the highest likelihood per token, on items not learnt."
     ]
-    return Result("finetune", tables, headline, notes, facts)
+    return Result("finetuning", tables, headline, notes, facts)
 
 
 def folds(items: Sequence[ChoiceItem], n_runs: int, seed: int) -> list[tuple[list[ChoiceItem], list[ChoiceItem]]]:
@@ -209,4 +210,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [Panel("Before and after fine-tuning", reading, ("blocks", "runs"), charts)]
 
 
-STUDY = Study("finetune", "does fine-tuning on a task make blocks more linear?", run, figures, cannot_run=cannot_run)
+STUDY = Study("finetuning", "does fine-tuning on a task make blocks more linear?", run, figures, cannot_run=cannot_run)

@@ -1,9 +1,9 @@
-"""`plausibility`: a blinded sheet for a human annotator, and the score of the marked sheet.
+"""`human_evaluation`: a blinded sheet for a human annotator, and the score of the marked sheet.
 
 Protocol, after the human evaluation of `mat` in "Jump to Conclusions": take 50 test sentences and one position in each.
 Read every level through the fitted map and through the identity. The five most likely tokens of one reading are one
 item. The sheet lists the items in random order and shows neither level nor lens; the key is a separate file. The
-annotator marks each item as plausible or not, and `layerjump human-eval score` joins sheet and key. (The paper:
+annotator marks each item as plausible or not, and `layerjump human-eval` joins sheet and key. (The paper:
 bert-large, 25 levels, one annotator who judged grammatical fit alone; 85.4 % for the map, 52.8 % for the identity.)
 
 The sheet must survive a spreadsheet. Every text cell is quoted, because a token such as `=1` or `3-4` would become a
@@ -27,13 +27,14 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 
 from layerjump.data.positions import Positions
-from layerjump.data.tokenization import token_text
+from layerjump.data.token_text import token_text
 from layerjump.errors import BadArtifact, argument, one_line
 from layerjump.io import read_json
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.model import capture_states
-from layerjump.studies.display import Panel, html_table, number, safe
+from layerjump.studies.charts import Panel
 from layerjump.studies.examples import context
+from layerjump.studies.formatting import html_table, number, safe
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup
 
@@ -172,11 +173,11 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     position = f"{GAP} marks the position" if model.masked else "right after the context"
     notes = [
         f"{SHEET} is for an annotator who has not seen {KEY}: write 1 in the column `plausible` if the tokens could "
-        f"stand at the position ({position}), else 0. Then run `layerjump human-eval score FOLDER`. The paper's "
+        f"stand at the position ({position}), else 0. Then run `layerjump human-eval FOLDER`. The paper's "
         f"annotator marked 85.4 % of the map's and 52.8 % of the identity's readings as plausible (bert-large)."
     ]
     files = {SHEET: write_sheet(items), KEY: write_key(items, model.name)}
-    return Result("plausibility", Tables([info]), Headline(len(items)), notes, to_json(info), files=files)
+    return Result("human_evaluation", Tables([info]), Headline(len(items)), notes, to_json(info), files=files)
 
 
 def write_sheet(items: Sequence[Item]) -> str:
@@ -247,7 +248,7 @@ def _load_sheet(sheet: Path) -> list[tuple[int, SheetRow]]:
     absent = [name for name in COLUMNS if name not in columns]
     if absent:
         raise BadArtifact(
-            f"{sheet} has no column {absent[0]!r}; expected the sheet that the study `plausibility` wrote"
+            f"{sheet} has no column {absent[0]!r}; expected the sheet that the study `human_evaluation` wrote"
         )
     rows = [(line, SheetRow.model_validate(cells)) for line, cells in lines]
     # Spreadsheets leave empty rows at the end.
@@ -337,4 +338,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [Panel("The sheet", reading, ("sheet",), html=html)]
 
 
-STUDY = Study("plausibility", "are the readings plausible to a human? (a blinded sheet)", run, figures)
+STUDY = Study("human_evaluation", "are the readings plausible to a human? (a blinded sheet)", run, figures)

@@ -1,4 +1,4 @@
-"""`alternation`: run some blocks, skip others with a jump, run again (section 4.3 of the paper).
+"""`layer_skipping`: run some blocks, skip others with a jump, run again (section 4.3 of the paper).
 
 Rules, each for every number of blocks run that it can reach:
 
@@ -26,18 +26,19 @@ from torch import Tensor
 
 from layerjump.data.batches import Batches
 from layerjump.errors import BadArtifact
-from layerjump.interventions.patching import Rerun
+from layerjump.interventions.rerun_from_level import Rerun
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import apply_map
-from layerjump.studies.display import Panel, Value, draw_heat_map, line_chart, number, percent, unique
-from layerjump.studies.model_comparison import Cost, Variants, VariantScores, announce_cost, small_batches
+from layerjump.studies.charts import Panel, Value, draw_heat_map, line_chart
+from layerjump.studies.compare_variants import Cost, Variants, VariantScores, announce_cost, small_batches
+from layerjump.studies.formatting import number, percent, unique
 from layerjump.studies.results import Column, Record, Result, Study, to_json
 from layerjump.studies.setup import Setup, maps_of, r2_of_maps
 
 Jump = tuple[int, int]
 
 ALONE_SHARE = 0.5
-"""Of `variant_tokens`: validation tokens on which every jump is tried alone. Schedules are chosen on all of them."""
+"""Of `rerun_tokens`: validation tokens on which every jump is tried alone. Schedules are chosen on all of them."""
 GOOD_AGREEMENT = 0.95
 """Agreement at which the headline states the blocks needed."""
 
@@ -211,7 +212,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
-        "budget": setup.settings.variant_tokens,
+        "budget": setup.settings.rerun_tokens,
         "blocks": n_blocks,
         "jumps alone": to_json(alone_cost),
         "choosing": to_json(validation_cost),
@@ -227,7 +228,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
             headline.mean_p1[name] = sum(value for _, value in p1) / len(p1)
             headline.mean_lead[name] = sum(value - single[count] for count, value in p1) / len(p1)
             headline.blocks_for_good_agreement[name] = min(good, default=n_blocks)
-    return Result("alternation", Tables(rows, pairs), headline, [note] if note else [], facts)
+    return Result("layer_skipping", Tables(rows, pairs), headline, [note] if note else [], facts)
 
 
 def with_validation_documents(setup: Setup) -> tuple[Setup, str | None]:
@@ -332,4 +333,6 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     ]
 
 
-STUDY: Study[Tables, Headline] = Study("alternation", "which blocks to run, and which to skip?", run, figures)
+STUDY: Study[Tables, Headline] = Study(
+    "layer_skipping", "which blocks to run, and which to skip?", run, figures, all_position_pairs="all"
+)

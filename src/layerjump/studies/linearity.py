@@ -20,13 +20,14 @@ from torch import Tensor
 from layerjump.data.positions import ALL_POSITIONS
 from layerjump.jumps.collect_moments import product_dtype
 from layerjump.jumps.cost_estimate import estimate_cost
-from layerjump.jumps.moments import Moments, sampling_keys
-from layerjump.jumps.scoring import block_map, block_pair, block_scores
+from layerjump.jumps.moments import Moments
+from layerjump.jumps.reservoir import sampling_keys
+from layerjump.jumps.score_from_moments import block_map, block_pair, block_scores
 from layerjump.metrics import geometry
 from layerjump.metrics.bootstrap import mean_interval
 from layerjump.models.model import capture_states
-from layerjump.models.structure import Site, parse_pairs
-from layerjump.studies.display import (
+from layerjump.models.sites import Site, parse_pairs
+from layerjump.studies.charts import (
     AMBER,
     BLUE,
     GREEN,
@@ -37,10 +38,9 @@ from layerjump.studies.display import (
     Value,
     draw_heat_map,
     line_chart,
-    mean,
-    number,
     unit_axis,
 )
+from layerjump.studies.formatting import mean, number
 from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study, from_json
 from layerjump.studies.setup import Setup
 
@@ -387,7 +387,7 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     return Finding(
         "Mean linearity of a block",
         number(head.mean_with_residual),
-        f"with the residual stream (the identity: {number(head.mean_identity)}); without it "
+        f"with the residual stream (the identity: {number(head.mean_identity)}); without it, "
         f"{number(head.mean_without_residual)} in sample and "
         f"{number(head.mean_without_residual_held_out_without_position_0)} on held-out text without position 0.",
     )

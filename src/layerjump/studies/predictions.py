@@ -14,7 +14,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.studies.display import Panel, identity_last, line_chart, listed, mean, number
+from layerjump.studies.charts import Panel, line_chart
+from layerjump.studies.formatting import identity_last, listed, mean, number
 from layerjump.studies.results import Column, Finding, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -90,8 +91,8 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
 
     precision = Panel(
         "How often each level predicts the model's token",
-        f"Of levels 0 to {last}, the best token is the model's at least half the time {listed(first)}. Below the last "
-        f"level the mean precision@1 is {listed(means)}.",
+        f"The best token is the model's at least half the time {listed(first)}, of {last}. Below the last level the "
+        f"mean precision@1 is {listed(means)}.",
         ("levels",),
         [
             chart("precision@1", "unit", lambda row: row.p1),
@@ -124,7 +125,7 @@ def finding(result: Result[Tables, Headline]) -> Finding:
     return Finding(
         "Predicts the model's token half the time from",
         f"level {first[best]} of {last}",
-        f"on with {best}; with the identity from level {first['identity']} on.",
+        f"with {best}; with the identity, from level {first['identity']}.",
     )
 
 

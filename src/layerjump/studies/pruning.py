@@ -21,10 +21,13 @@ from layerjump.evaluation.tasks import evaluate
 from layerjump.metrics.timing import ratio, time_alternately
 from layerjump.metrics.token_loss import token_losses
 from layerjump.models.model import Model
+from layerjump.pruning.drop_blocks import cannot_drop, count_parameters
+from layerjump.pruning.output_weights import cannot_fold
 from layerjump.pruning.prune import CalibrationData, Pruned, drop_and_replace, prepare_calibration
+from layerjump.pruning.rotate_stream import cannot_rotate
 from layerjump.pruning.select import BlockSelector, contiguous_spans, required_blocks
-from layerjump.pruning.surgery import cannot_drop, cannot_fold, cannot_rotate, count_parameters
-from layerjump.studies.display import Panel, colours, empty_figure, line_chart, mean, number, safe, unique
+from layerjump.studies.charts import Panel, colours, empty_figure, line_chart
+from layerjump.studies.formatting import mean, number, safe, unique
 from layerjump.studies.layer_skipping import with_validation_documents
 from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup

@@ -14,10 +14,11 @@ import torch
 from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.jumps.moments import SplitMoments
-from layerjump.jumps.scoring import r2
-from layerjump.models.structure import Site
-from layerjump.studies.display import Panel, draw_heat_map, line_chart, mean, number
+from layerjump.jumps.moments_of_splits import SplitMoments
+from layerjump.jumps.score_from_moments import r2
+from layerjump.models.sites import Site
+from layerjump.studies.charts import Panel, draw_heat_map, line_chart
+from layerjump.studies.formatting import mean, number
 from layerjump.studies.results import Column, Finding, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -66,7 +67,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
     moments = setup.moments("all")
     # Calibrated maps do not lead to levels.
     names = setup.settings.estimators
-    estimators = [name for name in names if find_estimator(name).targets != "predictions"]
+    estimators = [name for name in names if "+" not in name and find_estimator(name).targets != "predictions"]
     jumps = {name: setup.jumps(name, "all") for name in estimators}
     tables = Tables({name: _pair_rows(jumps[name]) for name in estimators}, {})
     for name in estimators:

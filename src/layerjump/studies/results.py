@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, Union, dataclass_
 from layerjump.errors import BadArtifact
 
 if typing.TYPE_CHECKING:
-    from layerjump.studies.display import Panel
+    from layerjump.studies.charts import Panel
     from layerjump.studies.setup import Setup
 
 T = TypeVar("T")
@@ -124,6 +124,8 @@ class Study(Generic[Tables, Headline]):
     """Returns why a run cannot include the study, or None."""
     level_pairs: str = "to-last"
     """The pairs of levels whose jumps it needs: `to-last` or `all`."""
+    all_position_pairs: str | None = None
+    """The pairs whose maps at every position it needs, if any."""
 
     def from_json(self, saved: Mapping[str, Any]) -> Result[Tables, Headline] | Skipped:
         """Read the study's entry of results.json."""
@@ -171,7 +173,7 @@ class MainTextInfo(TextInfo):
     note: str
 
 
-class RunInfo(Record):
+class StudyRunInfo(Record):
     """How the results of a run were made."""
 
     layerjump: str
@@ -192,7 +194,7 @@ class RunInfo(Record):
 class Results:
     """What results.json holds: how a run was made, and the outcome of every study."""
 
-    run: RunInfo
+    run: StudyRunInfo
     studies: dict[str, Outcome] = field(default_factory=dict)
 
 

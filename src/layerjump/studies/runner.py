@@ -14,12 +14,12 @@ from typing import Any
 from layerjump import __version__
 from layerjump.errors import BadArtifact, BadStudy, NewerFormat, argument
 from layerjump.io import read_json, write_json, write_text, writing
+from layerjump.jumps.cost_estimate import format_size, require_memory
 from layerjump.metrics.timing import describe_machine
 from layerjump.models.fingerprint import fingerprint
 from layerjump.studies import (
     architecture,
     attention_heads,
-    cost_quality,
     data_requirements,
     early_exit,
     examples,
@@ -29,23 +29,26 @@ from layerjump.studies import (
     human_evaluation,
     layer_skipping,
     linearity,
+    map_size,
     predictions,
     pruning,
     r2,
     submodules,
+    survey,
     text_transfer,
     training_dynamics,
 )
-from layerjump.studies.display import Panel, number, table_of_records
+from layerjump.studies.charts import Panel
+from layerjump.studies.formatting import number, table_of_records
 from layerjump.studies.results import (
     AnyStudy,
     MainTextInfo,
     ModelInfo,
     Result,
     Results,
-    RunInfo,
     Skipped,
     Study,
+    StudyRunInfo,
     TextInfo,
     from_json,
     to_json,
@@ -63,18 +66,33 @@ _ALL: tuple[AnyStudy, ...] = (
     layer_skipping.STUDY,
     pruning.STUDY,
     examples.STUDY,
+    survey.STUDY,
     text_transfer.STUDY,
     data_requirements.STUDY,
     training_dynamics.STUDY,
     finetuning.STUDY,
     architecture.STUDY,
-    cost_quality.STUDY,
+    map_size.STUDY,
     failures.STUDY,
     human_evaluation.STUDY,
 )
 STUDIES = {study.name: study for study in _ALL}
-MAIN = ("r2", "predictions", "exits", "linearity", "examples")
+MAIN = ("r2", "predictions", "early_exit", "linearity", "examples")
 """The studies of a run by default."""
+
+_FORMER_NAMES = {
+    "exits": "early_exit",
+    "gates": "exit_probes",
+    "heads": "attention_heads",
+    "alternation": "layer_skipping",
+    "transfer": "text_transfer",
+    "data": "data_requirements",
+    "dynamics": "training_dynamics",
+    "finetune": "finetuning",
+    "size": "map_size",
+    "plausibility": "human_evaluation",
+}
+"""Names of studies in older results.json files and commands → today's, which are those of their modules."""
 
 FORMAT = 1
 KIND = "layerjump results"
@@ -82,13 +100,14 @@ FILE = "results.json"
 
 
 def select_studies(names: str | None) -> list[AnyStudy]:
-    """Return the studies of a list such as `r2,exits`, in the order of `STUDIES`; `all` is every one."""
+    """Return the studies of a list such as `r2,early_exit`, in the order of `STUDIES`; `all` is every one."""
     if names is None:
         return [STUDIES[name] for name in MAIN]
-    selected = list(STUDIES) if names == "all" else [name.strip() for name in names.split(",")]
+    listed = [name.strip() for name in names.split(",")]
+    selected = list(STUDIES) if names == "all" else [_FORMER_NAMES.get(name, name) for name in listed]
     for name in selected:
         if name not in STUDIES:
-            raise BadStudy(f"there is no study {name!r}; expected one of {', '.join(STUDIES)}, or all")
+            raise BadStudy(f"unknown study {name!r}; choose one of {', '.join(STUDIES)}, or all")
     return [study for name, study in STUDIES.items() if name in selected]
 
 
@@ -113,7 +132,7 @@ def run_studies(
     setup = replace(setup, level_pairs="all" if "all" in pairs else "to-last")
 
     model, corpus = setup.model, setup.corpus
-    info = RunInfo(
+    info = StudyRunInfo(
         layerjump=__version__,
         machine=describe_machine(),
         command=command,
@@ -143,6 +162,13 @@ def run_studies(
                 )
         results.studies |= before.studies
 
+    to_run = [study for study in studies if study.name not in results.studies and not study.cannot_run(setup)]
+    if to_run:
+        every_position = {study.all_position_pairs for study in to_run if study.all_position_pairs}
+        needed = setup.estimate_bytes(sorted(every_position))
+        log(f"memory {format_size(needed)} beyond the model, for the sums and maps of all studies")
+        advice = f"run fewer studies at a time, or fewer {argument('estimators')}"
+        require_memory(needed, "the sums and maps of all studies", model.device, advice=advice)
     for study in studies:
         if study.name in results.studies:
             log(f"{study.name}: done before")
@@ -171,9 +197,10 @@ def results_to_json(results: Results) -> dict[str, Any]:
 
 def results_from_json(saved: Mapping[str, Any]) -> Results:
     """Read what `results_to_json` returns."""
-    run = from_json(RunInfo, dict(saved))
+    run = from_json(StudyRunInfo, dict(saved))
     entries = from_json(dict[str, dict[str, Any]], saved.get("studies"))
-    return Results(run, {name: study_named(name).from_json(saved) for name, saved in entries.items()})
+    studies = {_FORMER_NAMES.get(name, name): entry for name, entry in entries.items()}
+    return Results(run, {name: study_named(name).from_json(entry) for name, entry in studies.items()})
 
 
 def load_results(path: Path) -> Results:
@@ -205,6 +232,6 @@ def study_named(name: str) -> AnyStudy:
         ]
 
     def run(setup: Setup) -> Result[dict[str, list[dict[str, Any]]], dict[str, Any]]:
-        raise BadStudy(f"there is no study {name!r}; expected one of {', '.join(STUDIES)}")
+        raise BadStudy(f"unknown study {name!r}; choose one of {', '.join(STUDIES)}")
 
     return Study(name, name, run, figures)

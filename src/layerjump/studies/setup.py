@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch, Batches, make_batches
-from layerjump.data.corpus import Corpus, Splits, split_documents
+from layerjump.data.corpus import Corpus, Splits, split_indices
 from layerjump.data.positions import ALL_POSITIONS, MASKED_SHARE, PAPER, Positions
 from layerjump.errors import BadEstimator, BadStudy, BadText, TextTooShort, argument
 from layerjump.evaluation.tasks import load_items, require_lm_eval, select_tasks
@@ -26,12 +26,13 @@ from layerjump.jumps.estimators.registry import find_estimator
 from layerjump.jumps.fit import solve_jumps
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine, to_affine
-from layerjump.jumps.moments import Moments, SplitMoments
-from layerjump.jumps.scoring import R2, r2
+from layerjump.jumps.moments import Moments
+from layerjump.jumps.moments_of_splits import SplitMoments
+from layerjump.jumps.score_from_moments import R2, r2
 from layerjump.lens.evaluate import LensScores, evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.models.model import Model
-from layerjump.models.structure import PREDICTIONS, Pair
+from layerjump.models.sites import PREDICTIONS, Pair
 from layerjump.studies.results import Column, Outcome, Result, Study
 
 Progress = Callable[[int, int], None]
@@ -45,7 +46,7 @@ Computed = TypeVar("Computed")
 
 
 @dataclass(frozen=True)
-class Settings:
+class StudySettings:
     """The choices of a run; the same choices give the same numbers. Results files keep some under shorter keys."""
 
     tokens: int | None = None
@@ -55,15 +56,15 @@ class Settings:
     split: str = "80/10/10"
     seed: int = 0
     estimators: tuple[str, ...] = ("mat",)
-    """The maps to compare; studies of one map use the first."""
-    test_positions: Annotated[int, Column("score")] = 500
+    """The maps to compare; studies of one map use the first. `calibrated+final@-1` also reads an earlier state."""
+    n_test_positions: Annotated[int, Column("score")] = 500
     """Test positions at which every lens predicts at every level."""
-    variant_tokens: Annotated[int, Column("budget")] = 2_000
-    """Test tokens of the costly studies (`submodules`, `heads`, `alternation`)."""
+    rerun_tokens: Annotated[int, Column("budget")] = 2_000
+    """Test tokens of the costly studies (`submodules`, `attention_heads`, `layer_skipping`)."""
     targets: tuple[float, ...] = (0.95,)
-    """`exits`: agreements with the model at which the blocks saved are stated."""
+    """`early_exit`: agreements with the model at which the blocks saved are stated."""
     exit_position: int | None = None
-    """`exits`: the position t of every example (the authors' BERT code has 3); None: its own position."""
+    """`early_exit`: the position t of every example (the authors' BERT code has 3); None: its own position."""
     eval_tasks: Annotated[tuple[str, ...], Column("tasks")] = ()
     """`pruning`: benchmark tasks that every model is also scored on."""
     eval_data: Annotated[str | None, Column("task_data")] = None
@@ -71,18 +72,18 @@ class Settings:
     eval_limit: Annotated[int | None, Column("task_limit")] = None
     """`pruning`: items of each task (None: all)."""
     checkpoints: tuple[str, ...] = ()
-    """`dynamics`: folders (or folders of `checkpoint-*`), or hub revisions of the model."""
-    finetune_task: Annotated[str | None, Column("task")] = None
-    """`finetune`: the file of items to learn."""
+    """`training_dynamics`: folders (or folders of `checkpoint-*`), or hub revisions of the model."""
+    finetune_data: Annotated[str | None, Column("task")] = None
+    """`finetuning`: the file of items to learn."""
     training_steps: Annotated[int | None, Column("steps")] = None
-    """`finetune`, `architecture`: optimiser steps of each training run."""
+    """`finetuning`, `architecture`: optimiser steps of each training run."""
     training_runs: Annotated[int, Column("runs")] = 3
-    """`finetune`, `architecture`: training runs with different seeds."""
+    """`finetuning`, `architecture`: training runs with different seeds."""
     paper: bool = False
     """Follow the protocol of the paper: one position a sentence, position 0 allowed, no bias, no regularisation."""
 
 
-PAPER_SETTINGS = Settings(positions="one", split="9000/0/1000", paper=True, test_positions=10**9)
+PAPER_SETTINGS = StudySettings(positions="one", split="9000/0/1000", paper=True, n_test_positions=10**9)
 """9,000 sentences to fit on and 1,000 to test on, one position each."""
 
 
@@ -94,34 +95,39 @@ def make_settings(
     split: str | None = None,
     seed: int | None = None,
     estimators: tuple[str, ...] | None = None,
-    test_positions: int | None = None,
-    variant_tokens: int | None = None,
+    n_test_positions: int | None = None,
+    rerun_tokens: int | None = None,
     targets: tuple[float, ...] | None = None,
     exit_position: int | None = None,
     eval_tasks: tuple[str, ...] | None = None,
     eval_data: str | None = None,
     eval_limit: int | None = None,
     checkpoints: tuple[str, ...] | None = None,
-    finetune_task: str | None = None,
+    finetune_data: str | None = None,
     training_steps: int | None = None,
     training_runs: int | None = None,
-) -> Settings:
+) -> StudySettings:
     """Return the checked settings of a protocol, `ours` or `paper`; None keeps the value of the protocol."""
     keywords = {name: value for name, value in locals().items() if name != "protocol"}
     if protocol not in ("ours", "paper"):
         raise BadStudy(f"expected {argument('protocol', 'ours')} or {argument('protocol', 'paper')}, got {protocol!r}")
-    base = PAPER_SETTINGS if protocol == "paper" else Settings()
+    base = PAPER_SETTINGS if protocol == "paper" else StudySettings()
     changes = {name: value for name, value in keywords.items() if value is not None}
     settings = replace(base, **changes)
 
     # Raise before a long run what would stop it in the middle.
-    entries = [find_estimator(name, closed_form=True) for name in settings.estimators]
+    entries = [find_estimator(name.partition("+")[0], closed_form=True) for name in settings.estimators]
     if entries and entries[0].targets == "predictions":
         raise BadEstimator(
             f"calibrated maps lead to predictions only, but every study uses the first of "
             f"{argument('estimators')}; put another first, such as mat,calibrated"
         )
-    numbers = ("tokens", "test_positions", "variant_tokens", "exit_position", "training_steps", "training_runs")
+    if settings.estimators and "+" in settings.estimators[0]:
+        raise BadEstimator(
+            f"{settings.estimators[0]} reads earlier positions, but every study uses the first of "
+            f"{argument('estimators')}; put another first, such as mat,{settings.estimators[0]}"
+        )
+    numbers = ("tokens", "n_test_positions", "rerun_tokens", "exit_position", "training_steps", "training_runs")
     for name in numbers:
         value, least = getattr(settings, name), 0 if name == "exit_position" else 1
         if value is not None and value < least:
@@ -145,9 +151,9 @@ class Setup:
 
     model: Model
     corpus: Corpus
-    settings: Settings = field(default_factory=Settings)
+    settings: StudySettings = field(default_factory=StudySettings)
     others: Sequence[Corpus] = ()
-    """Further texts, for `transfer`."""
+    """Further texts, for `text_transfer`."""
     level_pairs: str = "to-last"
     """The widest set of level pairs that any study of the run needs: one pass serves them all."""
     progress: Progress | None = None
@@ -159,7 +165,7 @@ class Setup:
         *,
         model: Model | None = None,
         corpus: Corpus | None = None,
-        settings: Settings | None = None,
+        settings: StudySettings | None = None,
         others: Sequence[Corpus] | None = None,
     ) -> Setup:
         """Return the same run with other choices and nothing computed yet."""
@@ -177,7 +183,7 @@ class Setup:
     def splits(self, corpus: Corpus | None = None) -> Splits:
         """Return the documents of a text for fitting, validation and testing."""
         documents = (corpus or self.corpus).documents
-        return split_documents(len(documents), self.settings.split, seed=self.settings.seed)
+        return split_indices(len(documents), self.settings.split, seed=self.settings.seed)
 
     def documents(self, part: str, corpus: Corpus | None = None) -> tuple[int, ...]:
         """Return the documents of `fit`, `validation` or `test`; raise `BadText` where there are none."""
@@ -263,18 +269,18 @@ class Setup:
             validation = splits.validation if self._needs_validation() else ()
             n_documents = len(splits.fit) + len(validation) + len(splits.test)
             tokens = max(1, tokens * len(splits.test) // n_documents)
-        return self.batches(picks=self.settings.test_positions, tokens=tokens, corpus=corpus)
+        return self.batches(picks=self.settings.n_test_positions, tokens=tokens, corpus=corpus)
 
     def few_test_batches(self) -> Batches:
         """Return fewer test positions, for studies that evaluate many maps."""
         # One position a document takes many tokens; the number of positions bounds it well enough.
         one = self.test_positions().one_per_document
-        tokens = None if one else self.settings.variant_tokens
-        return self.batches(picks=min(self.settings.test_positions, FEW_POSITIONS), tokens=tokens)
+        tokens = None if one else self.settings.rerun_tokens
+        return self.batches(picks=min(self.settings.n_test_positions, FEW_POSITIONS), tokens=tokens)
 
     def _needs_validation(self) -> bool:
         """Return whether any estimator of the run is tuned on the validation split."""
-        return any(find_estimator(name).needs_validation() for name in self.settings.estimators)
+        return any(find_estimator(name.partition("+")[0]).needs_validation() for name in self.settings.estimators)
 
     # Jumps between levels
 
@@ -291,7 +297,7 @@ class Setup:
             split=self.settings.split,
             seed=self.settings.seed,
             use_validation=self._needs_validation() if use_validation is None else use_validation,
-            features="both" if pairs == PREDICTIONS else "raw",
+            features="both" if pairs.startswith(PREDICTIONS) else "raw",
         )
 
     def collect_moments(self, corpus: Corpus, pairs: str, *, use_validation: bool | None = None) -> SplitMoments:
@@ -306,15 +312,24 @@ class Setup:
         pairs, use_validation = pairs or self.level_pairs, use_validation or self._needs_validation()
         return self._once(
             ("moments", pairs, use_validation),
-            lambda: self.collect_moments(self.corpus, pairs, use_validation=use_validation),
+            lambda: self.level_plan(pairs, use_validation=use_validation).run(progress=self.progress),
+        )
+
+    def level_plan(self, pairs: str, *, use_validation: bool) -> RunPlan:
+        """Return the plan of the pass of `moments`, made once."""
+        return self._once(
+            ("plan", pairs, use_validation), lambda: self.plan(self.corpus, pairs, use_validation=use_validation)
         )
 
     def jumps(self, estimator: str, pairs: str | None = None) -> Jumps:
-        """Return every jump of the pairs, fitted once; calibrated ones lead to predictions only."""
-        pairs = PREDICTIONS if find_estimator(estimator).targets == "predictions" else pairs or self.level_pairs
-        return self._once(
-            ("jumps", estimator, pairs), lambda: solve_jumps(self.moments(pairs), estimator, model=self.model)
-        )
+        """Return every jump of the pairs, fitted once; calibrated ones lead to predictions only.
+
+        Terms after the estimator join every source: `calibrated+final@-1` is a lens with memory.
+        """
+        name, plus, terms = estimator.partition("+")
+        pairs = PREDICTIONS if find_estimator(name).targets == "predictions" else pairs or self.level_pairs
+        pairs += plus + terms
+        return self._once(("jumps", name, pairs), lambda: solve_jumps(self.moments(pairs), name, model=self.model))
 
     def lenses(self) -> dict[str, Lens]:
         """Return the identity and every estimator of the run as lenses, by name."""
@@ -342,7 +357,10 @@ class Setup:
     def all_position_moments(self, pairs: str) -> SplitMoments:
         """Return the second moments over every position (for all pairs: a sample of them), collected once."""
         key = "all-position moments", pairs
-        return self._once(key, lambda: self.all_position_plan(pairs).run(progress=self.progress))
+        return self._once(key, lambda: self._all_position_plan(pairs).run(progress=self.progress))
+
+    def _all_position_plan(self, pairs: str) -> RunPlan:
+        return self._once(("all-position plan", pairs), lambda: self.all_position_plan(pairs))
 
     def all_position_jumps(self, estimator: str, pairs: str) -> Jumps:
         """Return every map of the pairs, fitted on every position, once."""
@@ -376,6 +394,21 @@ class Setup:
 
     def _sample(self, batches: Batches) -> Positions:
         return sample_positions(batches.n_picks, self.model.d_model, everywhere=True)
+
+    # Memory
+
+    def estimate_bytes(self, all_position_pairs: Sequence[str]) -> int:
+        """Return the memory that the sums and maps of a run take, which it holds to its end."""
+        estimators = self.settings.estimators
+        own = {PREDICTIONS for name in estimators if find_estimator(name).targets == "predictions"}
+        plans = [
+            self.level_plan(pairs, use_validation=self._needs_validation())
+            for pairs in (self.level_pairs, *sorted(own))
+        ]
+        plans += [self._all_position_plan(pairs) for pairs in all_position_pairs]
+        costs = [plan.cost for plan in plans]
+        held = sum(cost.sums_bytes + len(estimators) * cost.jumps_bytes for cost in costs)
+        return held + max(max(cost.batch_bytes, cost.solve_bytes) for cost in costs)
 
     # Results that later studies build on
 

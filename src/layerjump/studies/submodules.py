@@ -30,16 +30,17 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch, Batches
+from layerjump.interventions.change_states import Changes, add_noise, replace_by_constant, replace_by_map
 from layerjump.interventions.linearize import PARTS, submodule_pairs
-from layerjump.interventions.patching import Changes, add_noise, replace_by_constant, replace_by_map
 from layerjump.jumps.jumps import Jumps
 from layerjump.models.hooks import Capture, watch_outputs
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model, capture_states
 from layerjump.models.self_check import TOLERANCE
-from layerjump.models.structure import SUBMODULES, Pair, Site
-from layerjump.studies.display import Panel, Value, line_chart, listed, mean, number, percent, unique
-from layerjump.studies.model_comparison import Cost, Variants, VariantScores, announce_cost, small_batches
+from layerjump.models.sites import SUBMODULES, Pair, Site
+from layerjump.studies.charts import Panel, Value, line_chart
+from layerjump.studies.compare_variants import Cost, Variants, VariantScores, announce_cost, small_batches
+from layerjump.studies.formatting import listed, mean, number, percent, unique
 from layerjump.studies.results import Column, Finding, Record, Result, Study
 from layerjump.studies.setup import Setup
 
@@ -133,7 +134,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "estimator": estimator,
         "n_fit": jumps.provenance.n_fit,
         "positions": jumps.provenance.positions,
-        "budget": setup.settings.variant_tokens,
+        "budget": setup.settings.rerun_tokens,
         "levels": levels,
         "suffix": suffix_cost,
         "one block": block_cost,
@@ -458,4 +459,11 @@ def finding(result: Result[Tables, Headline]) -> Finding | None:
     )
 
 
-STUDY = Study("submodules", "which sub-modules can be replaced by linear maps, where, and why?", run, figures, finding)
+STUDY = Study(
+    "submodules",
+    "which sub-modules can be replaced by linear maps, where, and why?",
+    run,
+    figures,
+    finding,
+    all_position_pairs="submodules",
+)

@@ -1,4 +1,4 @@
-"""`transfer`: does a map fitted on one text also serve another?
+"""`text_transfer`: does a map fitted on one text also serve another?
 
 Protocol: for every pair of texts, the maps to the last level fitted on one text are scored on the other. Each text is
 run once: its fit split gives one set of maps, its test split the second moments and the positions on which the maps of
@@ -17,8 +17,9 @@ from layerjump.jumps.maps import Affine
 from layerjump.jumps.moments import Moments
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
-from layerjump.models.structure import Pair
-from layerjump.studies.display import Panel, draw_heat_map, line_chart, mean, number, unique
+from layerjump.models.sites import Pair
+from layerjump.studies.charts import Panel, draw_heat_map, line_chart
+from layerjump.studies.formatting import mean, number, unique
 from layerjump.studies.results import Column, Interval, Record, Result, Study
 from layerjump.studies.setup import Setup, hits_below_last, maps_of, mean_r2, r2_of_maps
 
@@ -125,7 +126,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "A loss is the score of the map fitted on the test text itself, minus the score of this map; intervals "
         "resample documents of the test text. A text with fewer fit positions gives worse maps on any text."
     ]
-    return Result("transfer", tables, headline, notes, {"estimator": estimator, "texts": sizes})
+    return Result("text_transfer", tables, headline, notes, {"estimator": estimator, "texts": sizes})
 
 
 def name_texts(texts: Sequence[Corpus]) -> dict[str, Corpus]:
@@ -183,4 +184,4 @@ def figures(result: Result[Tables, Headline]) -> list[Panel]:
     return [*panels, Panel("From text to text, level by level", reading, ("levels",), charts)]
 
 
-STUDY = Study("transfer", "does a map fitted on one text also serve another?", run, figures, cannot_run=cannot_run)
+STUDY = Study("text_transfer", "does a map fitted on one text also serve another?", run, figures, cannot_run=cannot_run)

@@ -1,4 +1,4 @@
-"""`dynamics`: how does linearity change from checkpoint to checkpoint of a training run?
+"""`training_dynamics`: how does linearity change from checkpoint to checkpoint of a training run?
 
 Protocol: every checkpoint (a folder, or a hub revision of the model) is measured on the same text: loss, linearity of
 every block with and without the residual stream, in sample and held out, jump strength, and how often a map to the last
@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from layerjump.errors import BadStudy, argument
 from layerjump.models.loading import load
 from layerjump.models.model import Model
-from layerjump.studies.display import Panel, colours, draw_heat_map, line_chart, number, unique
+from layerjump.studies.charts import Panel, colours, draw_heat_map, line_chart
+from layerjump.studies.formatting import number, unique
 from layerjump.studies.linearity import Scores
 from layerjump.studies.results import Column, Record, Result, Study, from_json
 from layerjump.studies.setup import Setup
@@ -130,7 +131,7 @@ def run(setup: Setup) -> Result[Tables, Headline]:
         "(the mean angle of the last block over the mean of the others) is our definition."
     ]
     facts = {"checkpoints": len(tables.steps), "split": PROFILE_SPLIT}
-    return Result("dynamics", tables, headline, notes, facts)
+    return Result("training_dynamics", tables, headline, notes, facts)
 
 
 def _load_checkpoints(setup: Setup) -> Iterator[tuple[str, Model]]:
@@ -221,5 +222,5 @@ def draw_tables(tables: Tables) -> list[Panel]:
 
 
 STUDY = Study(
-    "dynamics", "how does linearity change from checkpoint to checkpoint?", run, figures, cannot_run=cannot_run
+    "training_dynamics", "how does linearity change from checkpoint to checkpoint?", run, figures, cannot_run=cannot_run
 )

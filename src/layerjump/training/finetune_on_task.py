@@ -23,7 +23,7 @@ from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
-from layerjump.training.data import IGNORE_INDEX
+from layerjump.training.packed_rows import IGNORE_INDEX
 from layerjump.training.trainer import silence_trainer
 
 BATCH_SIZE = 8

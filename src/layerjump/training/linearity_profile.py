@@ -19,7 +19,7 @@ from layerjump.errors import BadArtifact, TextTooShort
 from layerjump.io import read_json, write_json
 from layerjump.jumps.collect_moments import RunPlan, plan_run
 from layerjump.jumps.fit import solve_jumps
-from layerjump.jumps.scoring import block_map, block_pair, block_scores
+from layerjump.jumps.score_from_moments import block_map, block_pair, block_scores
 from layerjump.lens.evaluate import evaluate_lenses
 from layerjump.lens.lens import Lens
 from layerjump.metrics.geometry import jump_strength

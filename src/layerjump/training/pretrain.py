@@ -1,7 +1,7 @@
 """pretrain(): train a small model from scratch, with or without a penalty, and measure how linear it becomes.
 
-    recipe = Recipe(arch="mistral", penalty="cosine", penalty_weight=0.5, steps=2000)
-    record = pretrain(lj.load_text("stories.txt"), "model", recipe)
+    recipe = lj.Recipe(arch="mistral", penalty="cosine", penalty_weight=0.5, steps=2000)
+    record = lj.pretrain(lj.load_text("stories.txt"), "model", recipe)
     record.tables.steps[-1]["perplexity"]
 
 The folder is an ordinary Hugging Face checkpoint with `training.json`, which `PretrainingRecord.load` reads.
@@ -24,18 +24,19 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from layerjump import __version__
-from layerjump.data.corpus import Corpus, split_documents
+from layerjump.data.corpus import Corpus, split_indices
 from layerjump.data.tokenization import Tokenization
 from layerjump.errors import BadText, BadTraining, argument
 from layerjump.io import check_free, read_json, replace_folder, write_json, write_text
-from layerjump.jumps.serialization import Record, read_record
-from layerjump.models.discovery import task_of
+from layerjump.jumps.serialization import StrictRecord, read_record
+from layerjump.models.hugging_face_config import task_of
 from layerjump.models.loading import quiet_transformers
 from layerjump.models.model import Model
-from layerjump.training.data import PackedRows, pack_rows
+from layerjump.training.build_model import ModelShape, TrainingArchitecture, build_model, find_architecture
 from layerjump.training.linearity_profile import Measurements, TrainingMonitor
-from layerjump.training.model import Architecture, ModelShape, build_model, find_architecture, train_tokenizer
+from layerjump.training.packed_rows import PackedRows, pack_rows
 from layerjump.training.regularizers import PENALTIES
+from layerjump.training.tokenizer import train_tokenizer
 from layerjump.training.trainer import PenaltyTrainer, find_checkpoint, remove_training_folder, silence_trainer
 
 logger = logging.getLogger("layerjump")
@@ -94,7 +95,7 @@ class Recipe(ModelShape):
             raise BadTraining(f"expected {argument(name)} {expected}, got {getattr(self, name)!r}")
 
     @property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> TrainingArchitecture:
         return find_architecture(self.arch)
 
 
@@ -118,7 +119,7 @@ class TextSummary(BaseModel):
     documents: int
 
 
-class PretrainingRecord(Record):
+class PretrainingRecord(StrictRecord):
     """Everything that `training.json` holds: settings, losses and measurements of a run."""
 
     model_config = ConfigDict(allow_inf_nan=True)
@@ -157,8 +158,8 @@ def pretrain(
     folder: str | Path,
     recipe: Recipe,
     *,
-    held_out: Corpus | None = None,
-    gradient_accumulation_steps: int = 1,
+    eval_text: Corpus | None = None,
+    micro_batches: int = 1,
     device: str | None = None,
     keep_checkpoints: bool = False,
     force: bool = False,
@@ -174,8 +175,8 @@ def pretrain(
         text: Documents to train on.
         folder: Output folder; it must not exist unless `force`.
         recipe: Architecture, data and optimiser settings.
-        held_out: Text to measure on; by default 5 % of the documents of `text`.
-        gradient_accumulation_steps: Number of micro-batches in a step.
+        eval_text: Text to measure on; by default 5 % of the documents of `text`.
+        micro_batches: Number of micro-batches in a step.
         device: "cpu" or "cuda"; by default a GPU if there is one.
         keep_checkpoints: Keep all checkpoints of the run.
         force: Overwrite an existing folder.
@@ -184,23 +185,19 @@ def pretrain(
     folder = Path(folder).expanduser()
     check_free(folder, force=force)
     training_folder = folder.with_name(f"{folder.name}-training")
-    if held_out is None:
-        split = split_documents(len(text.documents), HELD_OUT_SPLIT, seed=recipe.seed)
-        held_out = Corpus(text.name, tuple(text.documents[i] for i in sorted(split.test)), "held out")
+    if eval_text is None:
+        split = split_indices(len(text.documents), HELD_OUT_SPLIT, seed=recipe.seed)
+        eval_text = Corpus(text.name, tuple(text.documents[i] for i in sorted(split.test)), "held out")
         text = Corpus(text.name, tuple(text.documents[i] for i in sorted(split.fit)), "to train on")
-    elif held_out.sha256 == text.sha256:
+    elif eval_text.sha256 == text.sha256:
         raise BadText(
-            f"{argument('held_out')} is the text to train on; pass another text, or none to hold out 5 % of the "
+            f"{argument('eval_text')} is the text to train on; pass another text, or none to hold out 5 % of the "
             "documents"
         )
     arguments = training_arguments(
-        recipe,
-        training_folder,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        device=device,
-        keep_checkpoints=keep_checkpoints,
+        recipe, training_folder, micro_batches=micro_batches, device=device, keep_checkpoints=keep_checkpoints
     )
-    settings = PretrainingSettings(**vars(recipe), text=text.sha256, held_out=held_out.sha256)
+    settings = PretrainingSettings(**vars(recipe), text=text.sha256, held_out=eval_text.sha256)
     max_positions, is_masked = recipe.max_positions, recipe.architecture.masked
     start = time.perf_counter()
     with arguments.main_process_first(local=False, desc="tokenizer"):
@@ -223,7 +220,7 @@ def pretrain(
     if model.n_blocks != recipe.layers:
         logger.info("%s needs %d blocks for its kinds of blocks, not %d", recipe.arch, model.n_blocks, recipe.layers)
         settings = replace(settings, layers=model.n_blocks)
-    monitor = TrainingMonitor(model, held_out, eval_every=recipe.eval_every, folder=training_folder)
+    monitor = TrainingMonitor(model, eval_text, eval_every=recipe.eval_every, folder=training_folder)
     log = train_model(hf, tokenizer, rows, recipe, arguments, monitor=monitor, checkpoint=checkpoint)
     if recipe.penalty == NO_PENALTY:
         settings = replace(settings, penalty_weight=0.0)
@@ -231,7 +228,7 @@ def pretrain(
         layerjump=__version__,
         settings=settings,
         text=TextSummary(name=text.name, documents=len(text.documents)),
-        held_out=TextSummary(name=held_out.name, documents=len(held_out.documents)),
+        held_out=TextSummary(name=eval_text.name, documents=len(eval_text.documents)),
         parameters=hf.num_parameters(),
         tokens=rows.numel(),
         passes=recipe.steps * recipe.batch_size / len(rows),
@@ -264,23 +261,18 @@ def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
 
 
 def training_arguments(
-    recipe: Recipe,
-    folder: Path,
-    *,
-    gradient_accumulation_steps: int = 1,
-    device: str | None = None,
-    keep_checkpoints: bool = False,
+    recipe: Recipe, folder: Path, *, micro_batches: int = 1, device: str | None = None, keep_checkpoints: bool = False
 ) -> TrainingArguments:
     """Translate a recipe for the Trainer. Under `torchrun` or `accelerate launch` this joins the process group."""
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if device not in (None, "cpu", "cuda"):
         raise BadTraining(f"expected {argument('device')} to be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadTraining(f"there is no GPU here; leave {argument('device')} out, or pass cpu")
-    n_parts = gradient_accumulation_steps * n_processes
+        raise BadTraining(f"this machine has no GPU; leave {argument('device')} out, or pass cpu")
+    n_parts = micro_batches * n_processes
     if n_parts < 1 or recipe.batch_size % n_parts:
         raise BadTraining(
-            f"a batch of {recipe.batch_size} rows does not divide into {gradient_accumulation_steps} micro-batches in "
+            f"a batch of {recipe.batch_size} rows does not divide into {micro_batches} micro-batches in "
             f"each of {n_processes} processes; pass a multiple of {max(n_processes, n_parts)}"
         )
     use_cpu = device == "cpu" or not torch.cuda.is_available()
@@ -289,7 +281,7 @@ def training_arguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.batch_size // n_parts,
-        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_accumulation_steps=micro_batches,
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, recipe.steps // 20),

@@ -29,10 +29,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from layerjump.errors import BadArtifact, BadTraining, Diverged, argument
 from layerjump.io import read_json, write_json, writing
-from layerjump.models.discovery import discover, task_of, vocabulary_size
+from layerjump.models.discovery import discover
 from layerjump.models.hooks import Capture
-from layerjump.models.structure import Site
-from layerjump.training.data import IGNORE_INDEX, PackedRows
+from layerjump.models.hugging_face_config import task_of, vocabulary_size
+from layerjump.models.sites import Site
+from layerjump.training.packed_rows import IGNORE_INDEX, PackedRows
 from layerjump.training.regularizers import Penalty
 
 RUN_FILE = "run.json"

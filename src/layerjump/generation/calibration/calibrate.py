@@ -23,12 +23,25 @@ from layerjump.data.batches import Batch, make_batches
 from layerjump.data.corpus import Corpus
 from layerjump.data.positions import Positions
 from layerjump.errors import BadExit, TextTooShort, argument
-from layerjump.generation.calibration import dataset, search, serialization
-from layerjump.generation.calibration.cost_model import Costs, measure_costs
+from layerjump.generation.calibration import dataset, exit_draft_search, rule_search
+from layerjump.generation.calibration.calibrate_drafts import calibrate_drafts, can_calibrate_drafts
 from layerjump.generation.calibration.dataset import ByRole, CalibrationSet
-from layerjump.generation.calibration.search import THRESHOLDS, RuleCandidate, RuleType
-from layerjump.generation.calibration.serialization import Calibration, CalibrationReport, CurvePoint, HeldOutResult
-from layerjump.generation.exit_check import require_exits
+from layerjump.generation.calibration.measure_costs import measure_costs
+from layerjump.generation.calibration.result import (
+    Calibration,
+    CalibrationReport,
+    Costs,
+    CurvePoint,
+    DraftRuleRecord,
+    HeldOutResult,
+    PositionCounts,
+    RuleRecord,
+    RuleType,
+)
+from layerjump.generation.calibration.rule_search import THRESHOLDS, RuleCandidate
+from layerjump.generation.exit_rules import ExitConfig, Never
+from layerjump.generation.exit_self_check import require_exits
+from layerjump.jumps.cost_estimate import format_size, require_memory
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
 from layerjump.metrics.bootstrap import mean_interval
@@ -50,6 +63,7 @@ def calibrate(
     costs: Costs | None = None,
     documents: int = 2_000,
     self_generated_tokens: int | None = None,
+    draft_documents: int = 400,
     seed: int = 0,
     log: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
@@ -57,8 +71,10 @@ def calibrate(
 
     At most `documents` documents are used, none of which the jumps were fitted on. `costs` are measured on this
     machine if they are None. With `self_generated_tokens` the model first continues each document's opening by that
-    many tokens, and the rule is calibrated on these: closer to what generation meets, and slower. `log` receives
-    progress messages.
+    many tokens, and the rule is calibrated on these: closer to what generation meets, and slower.
+
+    Drafters for verified generation are fitted and chosen on what the model writes after `draft_documents` of the
+    documents, 64 tokens each; 0 leaves them out. `log` receives progress messages.
     """
     require_model(model)
     for name, value in (("target", target), ("confidence", confidence)):
@@ -80,6 +96,9 @@ def calibrate(
             f"the confidence"
         )
     levels = dataset.candidate_levels(Lens(model, jumps).levels[:-1])
+    needed = dataset.estimate_memory(model, roles, len(levels), _PICKS)
+    log(f"memory at most {format_size(needed)} beyond the model, for the states at {len(levels)} levels")
+    require_memory(needed, "states and probes", advice=f"pass fewer {argument('documents')}")
     held_out = {*roles.thresholds, *roles.test}
     counted = [index for index in range(len(text.documents)) if index not in held_out]
     shortlist = dataset.build_shortlist(model, text, counted)
@@ -99,18 +118,29 @@ def calibrate(
     picks = {"thresholds": 1}  # tokens of one document are not independent
     sets = ByRole(**{role: read(role, part, picks.get(role, _PICKS)) for role, part in vars(roles).items()})
     n_blocks = model.n_blocks
-    probes = search.fit_probes(sets.probes, sets.selection)
+    probes = rule_search.fit_probes(sets.probes, sets.selection)
     searched = {
-        rule_type: search.search_rule(rule_type, probes, sets.selection, costs, n_blocks, target)
+        rule_type: rule_search.search_rule(rule_type, probes, sets.selection, costs, n_blocks, target)
         for rule_type in rule_types
     }
     rule_type = min(searched, key=lambda name: searched[name][1])
     candidate = searched[rule_type][0]
     threshold = loosest_threshold(candidate, sets.thresholds, n_blocks, target, confidence)
-    single_levels = search.single_level_candidates(rule_types, probes, sets.selection.levels)
+    single_levels = rule_search.single_level_candidates(rule_types, probes, sets.selection.levels)
     draft_candidates = [rule for rule, _ in searched.values()] + single_levels
-    drafts = search.search_drafts(draft_candidates, sets.selection, costs, n_blocks)
+    drafts = exit_draft_search.search_drafts(draft_candidates, sets.selection, costs, n_blocks)
     full_cost = costs.full_model(n_blocks)
+    verified_exit = drafts.candidate.exit_config(drafts.threshold, drafts.min_acceptance)
+    verified_cost = drafts.cost / full_cost
+    calibrated_drafts = None
+    if draft_documents and can_calibrate_drafts(model):
+        fit_on = [*roles.probes, *roles.thresholds][:draft_documents]
+        calibrated_drafts = calibrate_drafts(model, text, fit_on, roles.selection, seed=seed, log=log)
+        if calibrated_drafts.record.speedup > max(1.0, 1 / verified_cost):
+            verified_exit = ExitConfig(Never(), drafts=calibrated_drafts.config)
+            verified_cost = 1 / calibrated_drafts.record.speedup
+        else:
+            calibrated_drafts = None
     probe_curves = {
         level: calibration_curve(
             torch.sigmoid(candidate.probe_odds(sets.test, level)), sets.test.correct[levels.index(level)]
@@ -124,10 +154,10 @@ def calibrate(
         model=model.name,
         fingerprint=fingerprint(model.hf),
         rule_type="never" if threshold is None else rule_type,
-        rule=serialization.RuleRecord(
+        rule=RuleRecord(
             rule_type=rule_type, levels=candidate.levels, threshold=threshold, unembed_above=candidate.unembed_above
         ),
-        verified_rule=serialization.DraftRuleRecord(
+        verified_rule=DraftRuleRecord(
             rule_type=drafts.candidate.rule_type,
             levels=drafts.candidate.levels,
             threshold=drafts.threshold,
@@ -138,16 +168,16 @@ def calibrate(
         text=text.name,
         text_sha256=text.sha256,
         shortlist_tokens=None if shortlist is None else len(shortlist.tokens),
-        positions=serialization.PositionCounts(**{role: len(part) for role, part in vars(sets).items()}),
+        positions=PositionCounts(**{role: len(part) for role, part in vars(sets).items()}),
         seed=seed,
         self_generated_tokens=self_generated_tokens,
         costs=costs,
         selection_cost={name: cost / full_cost for name, (_, cost) in searched.items()},
-        verified_cost=drafts.cost / full_cost,
+        verified_cost=verified_cost,
+        drafts=None if calibrated_drafts is None else calibrated_drafts.record,
         test=held_out_result(candidate, threshold, sets.test, costs, n_blocks, seed),
         probe_curves=probe_curves,
     )
-    verified_exit = drafts.candidate.exit_config(drafts.threshold, drafts.min_acceptance)
     return Calibration(candidate.exit_config(threshold), verified_exit, report)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -17,14 +18,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from layerjump.data.batches import Batch
-from layerjump.data.corpus import Corpus, split_documents
+from layerjump.data.corpus import Corpus, split_indices
 from layerjump.errors import BadExit, TextTooShort, argument
+from layerjump.generation.exit_rules import LevelReading, Shortlist
 from layerjump.generation.generate import generate
 from layerjump.generation.probes import probe_features
-from layerjump.generation.rules import LevelReading, Shortlist
 from layerjump.jumps.jumps import Jumps
 from layerjump.lens.lens import Lens
-from layerjump.metrics.logits import chunk_rows, chunks
+from layerjump.metrics.logits import LOGITS_MEMORY, chunk_rows, chunks
 from layerjump.models.model import Model, capture_states
 from layerjump.models.structure import can_restrict
 
@@ -79,6 +80,10 @@ class CalibrationSet:
         return replace(self, documents=self.documents[rows], **by_level)
 
 
+def _known_logits(logits: Tensor, level: int, states: Tensor) -> Tensor:
+    return logits
+
+
 @torch.no_grad()
 def build_calibration_set(
     model: Model,
@@ -89,26 +94,40 @@ def build_calibration_set(
 ) -> CalibrationSet:
     """Read the picked positions of the batches at these levels, as an exit rule would."""
     lens = Lens(model if shortlist is None else shortlist.restrict(model), jumps)
-    last = model.n_blocks
+    last, sources = model.n_blocks, {level: lens.readout(level).site for level in levels}
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for states in capture_states(model, batches, [*levels, last]):
+    for states in capture_states(model, batches, [*levels, last, *sources.values()]):
         batch = states.batch
         for rows in chunks(batch.n_picks, chunk_rows(model)):
             full_model = model.logits(states[last][rows]).argmax(-1)
-            positions = batch.position[rows].to(full_model.device)
             columns = []
             for level in levels:
-                reading = LevelReading(level, states[level][rows], positions, lens.logits)
+                positions = batch.position[rows].to(states[level].device)
+                logits = lens.logits(level, states[sources[level]][rows])
+                reading = LevelReading(level, states[level][rows], positions, partial(_known_logits, logits))
                 tokens = reading.top_token
                 if shortlist is not None:
                     tokens = shortlist.tokens.to(tokens.device)[tokens]
                 features = probe_features(reading.states, positions).float()
                 columns.append((tokens == full_model, reading.gap, features))
-            correct, gap, features = (torch.stack(part).cpu() for part in zip(*columns, strict=True))
+            correct, gap, features = (
+                torch.stack([column.cpu() for column in part]) for part in zip(*columns, strict=True)
+            )
             parts.append((correct, gap, features, batch.document[rows]))
     correct, gap, features = (torch.cat([part[i] for part in parts], 1) for i in range(3))
     documents = torch.cat([part[3] for part in parts])
     return CalibrationSet(tuple(levels), correct, gap, features, documents, shortlist)
+
+
+def estimate_memory(model: Model, roles: ByRole[list[int]], n_levels: int, picks: int) -> int:
+    """Return the bytes that calibration takes at most: features of all positions, and float64 copies of one level's."""
+    width = model.d_model + 3  # of a probe's features
+    rows = {role: len(part) * (1 if role == "thresholds" else picks) for role, part in vars(roles).items()}
+    # The largest role's batches are joined into one tensor; a probe is fitted on four copies of one level's.
+    features = 4 * width * n_levels * (sum(rows.values()) + max(rows.values()))
+    return max(features, features // 2 + 4 * 8 * width * rows["probes"]) + min(
+        LOGITS_MEMORY, 1024 * 16 * model.structure.vocab_size
+    )
 
 
 def candidate_levels(levels: Sequence[int]) -> tuple[int, ...]:
@@ -127,7 +146,7 @@ def unseen_documents(jumps: Jumps | None, corpus: Corpus) -> tuple[int, ...]:
     if jumps is None or jumps.provenance.text_sha256 != corpus.sha256:
         return documents
     provenance = jumps.provenance
-    fitted = set(split_documents(len(documents), provenance.split, seed=provenance.seed).fit)
+    fitted = set(split_indices(len(documents), provenance.split, seed=provenance.seed).fit)
     return tuple(document for document in documents if document not in fitted)
 
 
@@ -141,7 +160,7 @@ def split_documents_by_role(documents: Sequence[int], seed: int) -> ByRole[list[
             f"calibration needs 8 documents that the jumps were not fitted on, got {len(documents)} documents; "
             f"give another text"
         )
-    split = split_documents(len(documents), "30/60/10", seed=seed)
+    split = split_indices(len(documents), "30/60/10", seed=seed)
     n_selection = 3 * len(split.fit) // 8
     return ByRole(
         probes=[documents[index] for index in split.fit[n_selection:]],

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import __version__
 from layerjump.errors import BadForeignLens, WrongModel, argument
+from layerjump.jumps.convert import foreign_lens, safe_pickle
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model
-from layerjump.models.structure import Pair, Site
+from layerjump.models.sites import Pair, Site
 
 _ESTIMATOR = "jacobian_lens"
 _MAX_PROMPTS = 1 << 53  # what a sum in double precision can be divided by
@@ -28,7 +28,7 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
     """Read the matrices of a file as maps from levels to the last."""
-    content = foreign_lens.read_torch(path, foreign_lens.max_bytes(model, model.n_blocks))
+    content = safe_pickle.read_torch(path, foreign_lens.max_bytes(model, model.n_blocks))
     record = content if isinstance(content, dict) else {}
     matrices = record.get("J", record.get("jacobian_sum"))
     if not isinstance(matrices, dict) or not matrices:
@@ -105,5 +105,5 @@ def write(jumps: Jumps, model: Model, path: Path) -> list[Pair]:
             "layerjump": __version__,
         },
     }
-    foreign_lens.write_torch(path, content)
+    safe_pickle.write_torch(path, content)
     return pairs

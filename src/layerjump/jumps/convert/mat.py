@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import io
 from layerjump.errors import BadForeignLens, WrongModel, argument
+from layerjump.jumps.convert import foreign_lens, safe_pickle
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model
-from layerjump.models.structure import Pair, Site
+from layerjump.models.sites import Pair, Site
 
 _NAME = re.compile(r"([0-9]{1,4})_([0-9]{1,4})\.pickle")
 
@@ -37,7 +37,7 @@ def read(path: Path, model: Model) -> foreign_lens.ForeignLens:
                 f"{file} maps level {source} to level {target}, but the model has levels 0 to {model.n_blocks}; load "
                 f"the model that it was fitted on"
             )
-        content = foreign_lens.read_pickle(file, foreign_lens.max_bytes(model, 1))
+        content = safe_pickle.read_pickle(file, foreign_lens.max_bytes(model, 1))
         weight, *biases = content if isinstance(content, list) and content else [content]
         if len(biases) > 1:
             raise BadForeignLens(
@@ -64,7 +64,7 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
         affine = foreign_lens.plain_map(jumps, (source, target))
         weight = affine.weight.float()
         content = weight if affine.bias is None else [weight, affine.bias.float()]
-        foreign_lens.write_pickle(folder / f"{source}_{target}.pickle", content)
+        safe_pickle.write_pickle(folder / f"{source}_{target}.pickle", content)
     return pairs
 
 

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import layerjump.jumps.convert.foreign_lens as foreign_lens
 from layerjump import io
 from layerjump.errors import BadForeignLens, argument
+from layerjump.jumps.convert import foreign_lens, safe_pickle
 from layerjump.jumps.jumps import Jumps
 from layerjump.jumps.maps import Affine
 from layerjump.models.model import Model
-from layerjump.models.structure import Pair, Site
+from layerjump.models.sites import Pair, Site
+from layerjump.models.weight_forms import module_weight
 
 log = logging.getLogger("layerjump")
 
@@ -38,7 +39,7 @@ def recognises(path: Path) -> bool:
 def read(folder: Path, model: Model) -> foreign_lens.ForeignLens:
     """Read the translators of a folder as maps from every level to the last."""
     config_file, parameter_file = folder / CONFIG, folder / PARAMETERS
-    foreign_lens.check_file(config_file, _MAX_CONFIG_BYTES)
+    safe_pickle.check_file(config_file, _MAX_CONFIG_BYTES)
     config = io.read_json(config_file)
     lens_type = config.get("lens_type", _LENS_TYPE)
     if lens_type != _LENS_TYPE:
@@ -49,7 +50,7 @@ def read(folder: Path, model: Model) -> foreign_lens.ForeignLens:
     if expected_hash and expected_hash != unembedding_hash(model):
         # Not an error: the package's own hashes of one model are known to differ.
         log.warning("%s has the hash of another unembedding than that of %s", config_file, model.name)
-    state = foreign_lens.read_torch(parameter_file, foreign_lens.max_bytes(model, model.n_blocks))
+    state = safe_pickle.read_torch(parameter_file, foreign_lens.max_bytes(model, model.n_blocks))
     if not isinstance(state, dict):
         raise BadForeignLens(f"expected a dictionary of tensors, but {parameter_file} holds a {type(state).__name__}")
     n_blocks = model.n_blocks
@@ -103,12 +104,12 @@ def write(jumps: Jumps, model: Model, folder: Path) -> list[Pair]:
     }
     with io.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    foreign_lens.write_torch(folder / PARAMETERS, state)
+    safe_pickle.write_torch(folder / PARAMETERS, state)
     io.write_json(folder / CONFIG, config)
     return pairs
 
 
 def unembedding_hash(model: Model) -> str:
     """Return the package's hash of an unembedding: the sha256 of the matrix as numpy prints it, to one decimal."""
-    weight = model.structure.unembedding.get_parameter("weight").detach().cpu().float().numpy()
+    weight = module_weight(model.structure.unembedding).detach().cpu().float().numpy()
     return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()

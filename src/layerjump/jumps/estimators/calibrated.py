@@ -20,16 +20,22 @@ import torch
 from torch import Tensor
 
 from layerjump.errors import BadEstimator
-from layerjump.jumps.estimators.least_squares import ridge
-from layerjump.jumps.estimators.registry import Settings
+from layerjump.jumps.estimators.least_squares import (
+    STRENGTHS,
+    descend_strengths,
+    factorise_centred,
+    ridge,
+    strength_unit,
+)
+from layerjump.jumps.estimators.registry import EstimatorSettings
 from layerjump.jumps.maps import FEATURES, Affine, FeatureKind, SolvedMap, compute_features
-from layerjump.jumps.moments import Moments
-from layerjump.jumps.scoring import residual
+from layerjump.jumps.moments import Moments, Source, Target, check_moments
 from layerjump.models.model import Model
-from layerjump.models.structure import FINAL, Pair, Site
+from layerjump.models.sites import FINAL, Pair, Site
+from layerjump.models.weight_forms import module_weight
 
 if TYPE_CHECKING:
-    from layerjump.jumps.moments import SplitMoments
+    from layerjump.jumps.moments_of_splits import SplitMoments
 
 MAX_ROWS = 256
 """Held-out states on which KL is measured."""
@@ -37,6 +43,8 @@ MAX_LOGITS = 2**25
 """Logits held at once: fewer rows where a vocabulary is very large."""
 MIN_ROWS = 32
 """With fewer rows KL is too noisy to choose by."""
+MAX_COLUMNS = 256
+"""Columns of a target of which the error is measured to choose a strength: all of them up to this width."""
 TEMPERATURE_RANGE = (0.2, 1.3)
 SEARCH_STEPS = 8
 """Golden-section search: the factor is then known to a few hundredths, where KL is flat."""
@@ -45,7 +53,7 @@ MIN_GAIN = 2.0
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-def solve_calibrated(moments: SplitMoments, settings: Settings, model: Model | None) -> Iterator[SolvedMap]:
+def solve_calibrated(moments: SplitMoments, settings: EstimatorSettings, model: Model | None) -> Iterator[SolvedMap]:
     """Yield every level's map onto `final` at its best temperature, or the one to level L where its KL is lower."""
     if model is None:
         raise BadEstimator(
@@ -67,16 +75,57 @@ def solve_calibrated(moments: SplitMoments, settings: Settings, model: Model | N
 
 def fit_calibrated(fit: Moments, validation: Moments, pair: Pair) -> tuple[Affine, FeatureKind]:
     """Return the pair's ridge map, and the features it reads: those of least error on the validation split."""
-    candidates = []
+    whole = fit.source(pair[0]), fit.target(*pair)
+    held_out = validation.source(pair[0]), validation.target(*pair)
+    check_moments(whole[0], [whole[1]])
+    check_moments(held_out[0], [held_out[1]])
+    chosen: dict[FeatureKind, tuple[float, int]] = {}  # least error, and the index of its strength
+    start: int | None = None  # strengths of different features are similar
     # Moments of both features hold each alone as well.
     for features in FEATURES if fit.features == "both" else (fit.features,):
-        source, target = fit.pair_moments(pair, features)
-        held_source, held_target = validation.pair_moments(pair, features)
-        (jump,) = ridge(source, [target], validation=(held_source, [held_target]))
-        error = float(residual(jump, held_source, held_target).sum())
-        candidates.append((error, jump, features))
-    _, jump, features = min(candidates, key=lambda candidate: candidate[0])
-    return jump, features
+        error = ValidationError(
+            *fit.select_features(*whole, features), *validation.select_features(*held_out, features)
+        )
+        start = descend_strengths(error, start)
+        chosen[features] = error(STRENGTHS[start]), start
+    best = min(chosen, key=lambda features: chosen[features][0])
+    source, target = fit.select_features(*whole, best)
+    (jump,) = ridge(source, [target], strength=STRENGTHS[chosen[best][1]])
+    return jump, best
+
+
+class ValidationError:
+    """The squared error of a pair's ridge map on the validation split, less a constant, by strength.
+
+    Each strength takes one Cholesky factorisation, which on large matrices is many times faster than the
+    eigendecomposition that serves all strengths (`choose_strengths`). A wide target is first projected onto
+    `MAX_COLUMNS` random directions: errors keep their order up to a few per cent of noise.
+    """
+
+    def __init__(self, source: Source, target: Target, held_source: Source, held_target: Target) -> None:
+        self._source, self._held = source, held_source
+        # The map passes through the fit split's means, so the held-out moments are taken about those.
+        self._shift = held_source.mean - source.mean
+        cross = torch.outer(self._shift, held_target.mean - target.mean)
+        cross *= held_source.n
+        cross += held_target.cross
+        self._cross, self._held_cross = target.cross, cross
+        if cross.shape[1] > MAX_COLUMNS:
+            generator = torch.Generator().manual_seed(0)
+            columns = torch.randn(cross.shape[1], MAX_COLUMNS, generator=generator, dtype=cross.dtype).to(cross.device)
+            self._cross, self._held_cross = self._cross @ columns, cross @ columns
+        self._errors: dict[float, float] = {}
+
+    def __call__(self, strength: float) -> float:
+        if strength not in self._errors:
+            factor = factorise_centred(self._source, penalty=strength * strength_unit(self._source))
+            weight = factor.solve(self._cross)
+            del factor
+            predicted = self._held.scatter @ weight
+            predicted += self._held.n * torch.outer(self._shift, self._shift @ weight)
+            predicted -= 2 * self._held_cross
+            self._errors[strength] = float((predicted * weight).sum())
+        return self._errors[strength]
 
 
 class HeldOutKL:
@@ -84,7 +133,7 @@ class HeldOutKL:
 
     def __init__(self, model: Model, states: Mapping[Site, Tensor]) -> None:
         self._structure = model.structure
-        self._weight = model.structure.unembedding.get_parameter("weight")
+        self._weight = module_weight(model.structure.unembedding)
         n_rows = max(1, min(MAX_ROWS, MAX_LOGITS // model.structure.vocab_size))
         self._states = {site: rows[:n_rows] for site, rows in states.items()}
         # The unembedding of zero: the factor scales the state, not the unembedding's bias.
@@ -127,7 +176,8 @@ class HeldOutKL:
         return float(self._losses(self._unembed(final)).mean())
 
     def _apply(self, site: Site, jump: Affine, features: FeatureKind) -> Tensor:
-        return jump(compute_features(self._states[site], features).double())
+        states = self._states[site].to(jump.weight.device)  # those of a reservoir are on the CPU
+        return jump(compute_features(states, features).double())
 
     def _losses(self, unembedded: Tensor) -> Tensor:
         """KL of every row, up to the model's entropy."""

@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 
 from layerjump.data.batches import Batch, Batches, make_batches
-from layerjump.data.corpus import Corpus, load_text, split_documents
+from layerjump.data.corpus import Corpus, load_text, split_indices
 from layerjump.data.positions import Positions
 from layerjump.errors import BadModel, TextTooShort, argument
 from layerjump.jumps.collect_moments import Progress
 from layerjump.jumps.jumps import JumpInfo, Jumps, Provenance, RunInfo
 from layerjump.jumps.maps import Affine
-from layerjump.jumps.moments import MAX_LENGTH
+from layerjump.jumps.moments_of_splits import MAX_LENGTH
 from layerjump.models.hooks import Capture
 from layerjump.models.model import Model, require_model
-from layerjump.models.structure import Pair, Site
+from layerjump.models.sites import Pair, Site
+from layerjump.models.weight_forms import require_gradients
 
 TOKENS = 12_800
 """About a hundred sequences; more text changes the Jacobian lens little."""
@@ -65,18 +66,9 @@ def fit_jacobian(
         progress: Called after each batch with the tokens done and the tokens to do.
     """
     require_model(model)
-    if model.task != "causal":
-        raise BadModel(
-            f"expected a causal model for the Jacobian lens, whose states no later token reaches, got {model.name}, a "
-            f"{model.task} model; use another estimator"
-        )
-    indices = sorted(set(range(model.n_blocks) if levels is None else levels))
-    if not indices or not all(0 <= level < model.n_blocks for level in indices):
-        raise BadModel(
-            f"expected {argument('levels')} from 0 to {model.n_blocks - 1}, from which a lens leads to level "
-            f"{model.n_blocks}, got {indices}"
-        )
+    indices = check_levels(model, levels)
     sources, last = [Site(level) for level in indices], Site(model.n_blocks)
+    require_gradients(model.hf)
     positions = Positions("all", skip_first=skip_first)
     info, batches = fit_batches(
         model,
@@ -116,6 +108,22 @@ def fit_jacobian(
     return jumps_to_last(maps, info, "jacobian", settings, n_fit=n_sources)
 
 
+def check_levels(model: Model, levels: Sequence[int] | None) -> list[int]:
+    """The levels that a lens by derivatives leads from, in order; raise `BadModel` for others, and other models."""
+    if model.task != "causal":
+        raise BadModel(
+            f"expected a causal model for a lens by derivatives, whose states no later token reaches, got "
+            f"{model.name}, a {model.task} model; use another estimator"
+        )
+    indices = sorted(set(range(model.n_blocks) if levels is None else levels))
+    if not indices or not all(0 <= level < model.n_blocks for level in indices):
+        raise BadModel(
+            f"expected {argument('levels')} from 0 to {model.n_blocks - 1}, from which a lens leads to level "
+            f"{model.n_blocks}, got {indices}"
+        )
+    return indices
+
+
 def fit_batches(
     model: Model,
     text: Corpus | str | Path,
@@ -133,7 +141,7 @@ def fit_batches(
         corpus,
         model.tokenization,
         positions,
-        documents=split_documents(len(corpus.documents), split, seed=seed).fit,
+        documents=split_indices(len(corpus.documents), split, seed=seed).fit,
         seed=seed,
         tokens=tokens,
         max_length=max_length,

@@ -11,7 +11,7 @@ Estimators take centred moments of one source and many targets, and trust them: 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,45 +26,48 @@ from layerjump.jumps.moments import Source, Target, check_moments, is_constant
 STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-20, 5))
 
 
-def identity(source: Source, targets: Sequence[Target]) -> list[Affine]:
+MIN_GAIN = 3e-5
+"""Share of the error that a step to a weaker penalty must save in `descend_strengths`."""
+
+
+def identity(source: Source, targets: Sequence[Target]) -> Iterator[Affine]:
     """x itself: the logit lens."""
-    return [Affine(_square_shape(source, target)) for target in targets]
+    for target in targets:
+        yield Affine(_square_shape(source, target))
 
 
-def mean_shift(source: Source, targets: Sequence[Target]) -> list[Affine]:
+def mean_shift(source: Source, targets: Sequence[Target]) -> Iterator[Affine]:
     """x, shifted by the difference of the means."""
-    return [Affine(_square_shape(source, target), bias=target.mean - source.mean) for target in targets]
+    for target in targets:
+        yield Affine(_square_shape(source, target), bias=target.mean - source.mean)
 
 
-def mat(source: Source, targets: Sequence[Target]) -> list[Affine]:
+def mat(source: Source, targets: Sequence[Target]) -> Iterator[Affine]:
     """Least squares without an intercept: the map of "Jump to Conclusions" (arXiv 2303.09435).
 
     W = (Σ y xᵀ)(Σ x xᵀ)⁻¹, from moments about zero.
     """
     factor = factorise_uncentred(source)
-    return [
-        Affine.of(factor.solve(target.cross + source.n * torch.outer(source.mean, target.mean)).mT)
-        for target in targets
-    ]
+    for target in targets:
+        yield Affine.of(factor.solve(target.cross + source.n * torch.outer(source.mean, target.mean)).mT)
 
 
-def affine(source: Source, targets: Sequence[Target]) -> list[Affine]:
+def affine(source: Source, targets: Sequence[Target]) -> Iterator[Affine]:
     """Least squares with an intercept, from centred moments."""
     factor = factorise_centred(source)
-    return [_through_means(factor.solve(target.cross).mT, source, target) for target in targets]
+    for target in targets:
+        yield _through_means(factor.solve(target.cross).mT, source, target)
 
 
-def orthogonal(source: Source, targets: Sequence[Target]) -> list[Affine]:
+def orthogonal(source: Source, targets: Sequence[Target]) -> Iterator[Affine]:
     """The rotation or reflection, and shift, of least squared error (orthogonal Procrustes).
 
     W = U Vᵀ, where U and V are the singular vectors of Σ (y − ȳ)(x − x̄)ᵀ.
     """
-    maps = []
     for target in targets:
         _square_shape(source, target)
         U, _, Vh = torch.linalg.svd(target.cross.mT)
-        maps.append(_through_means(U @ Vh, source, target))
-    return maps
+        yield _through_means(U @ Vh, source, target)
 
 
 def ridge(
@@ -73,7 +76,7 @@ def ridge(
     *,
     strength: float | None = None,
     validation: tuple[Source, Sequence[Target]] | None = None,
-) -> list[Affine]:
+) -> Iterator[Affine]:
     """The maps that minimise Σ‖Wx + b − y‖² + λ‖W‖², with λ = strength · n · mean variance of x.
 
     Pass a strength; or pass the moments of a validation split, and each pair takes the strength of the grid
@@ -103,11 +106,14 @@ def ridge(
         strengths = choose_strengths(source, targets, held_source, held_targets)
     else:
         raise BadEstimator("ridge needs a strength or the moments of a validation split, and not both")
-    factors = {value: factorise_centred(source, penalty=value * strength_unit(source)) for value in set(strengths)}
-    return [
-        _through_means(factors[value].solve(target.cross).mT, source, target, strength=value)
-        for target, value in zip(targets, strengths, strict=True)
-    ]
+    factors: dict[float, Factor] = {}
+    for index, value in enumerate(strengths):
+        if value not in factors:
+            factors[value] = factorise_centred(source, penalty=value * strength_unit(source))
+        # A factor is released with the last target that takes its strength.
+        factor = factors[value] if value in strengths[index + 1 :] else factors.pop(value)
+        target = targets[index]
+        yield _through_means(factor.solve(target.cross).mT, source, target, strength=value)
 
 
 def strength_unit(source: Source) -> float:
@@ -141,6 +147,31 @@ def choose_strengths(
     return strengths
 
 
+def descend_strengths(error: Callable[[float], float], start: int | None = None) -> int:
+    """Return the index in `STRENGTHS` of the least error, by steps downhill: few strengths are tried.
+
+    `start` is a guess, such as the strength of similar features. The error falls and then rises along the grid, but for
+    noise; a local minimum ends the search. A weaker penalty must lower the error by 3e-5 of it: with it weights grow,
+    and their rounding in float32.
+    """
+    errors: dict[int, float] = {}
+
+    def error_at(index: int) -> float:
+        if index not in errors:
+            errors[index] = error(STRENGTHS[index])
+        return errors[index] + (MIN_GAIN * abs(errors[index]) if index < best else 0.0)
+
+    best = len(STRENGTHS) // 2 if start is None else start
+    for step in (4, 2, 1) if start is None else (2, 1):
+        while True:
+            around = [index for index in (best, best - step, best + step) if 0 <= index < len(STRENGTHS)]
+            lowest = min(around, key=error_at)
+            if lowest == best:
+                break
+            best = lowest
+    return best
+
+
 @dataclass(frozen=True, eq=False)
 class CholeskyFactor:
     """S = D L Lᵀ D with a well-conditioned Cholesky factor L."""
@@ -151,7 +182,9 @@ class CholeskyFactor:
     def solve(self, columns: Tensor) -> Tensor:
         """Return S⁻¹ @ columns."""
         scale = self.inverse_scale.unsqueeze(1)
-        return torch.cholesky_solve(columns * scale, self.lower) * scale
+        solution = torch.cholesky_solve(columns * scale, self.lower)
+        solution *= scale
+        return solution
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,11 +206,8 @@ Factor = CholeskyFactor | TruncatedFactor
 def factorise_centred(source: Source, *, penalty: float = 0.0) -> Factor:
     """Factorise Σ (x − x̄)(x − x̄)ᵀ + penalty · I, for maps with an intercept."""
     dead = is_constant(source.n, source.mean, source.scatter.diagonal())
-    if penalty == 0:
-        return factorise(source.scatter, dead, n_independent=source.n - 1)
-    penalised = source.scatter.clone()
-    penalised.diagonal().add_(penalty)
-    return factorise(penalised, dead, n_independent=len(dead))
+    n_independent = source.n - 1 if penalty == 0 else len(dead)
+    return factorise(source.scatter, dead, n_independent=n_independent, penalty=penalty)
 
 
 def factorise_uncentred(source: Source) -> Factor:
@@ -186,11 +216,13 @@ def factorise_uncentred(source: Source) -> Factor:
     return factorise(gram, gram.diagonal() <= 0, n_independent=source.n)
 
 
-def factorise(matrix: Tensor, dead: Tensor, *, n_independent: int) -> Factor:
-    """Factorise a second-moment matrix of `n_independent` rows; `dead` coordinates get weight 0."""
+def factorise(matrix: Tensor, dead: Tensor, *, n_independent: int, penalty: float = 0.0) -> Factor:
+    """Factorise a second-moment matrix of `n_independent` rows plus `penalty` · I; `dead` coordinates get weight 0."""
     tiny = torch.finfo(matrix.dtype).tiny
-    inverse_scale = matrix.diagonal().clamp_min(tiny).rsqrt().masked_fill(dead, 0.0)
-    unit = matrix * inverse_scale.unsqueeze(1) * inverse_scale
+    # A penalty changes the diagonal alone, which is 1 after the division.
+    inverse_scale = (matrix.diagonal() + penalty).clamp_min(tiny).rsqrt().masked_fill(dead, 0.0)
+    unit = matrix * inverse_scale.unsqueeze(1)
+    unit *= inverse_scale
     # Exact for the live coordinates up to rounding; it decouples a dead coordinate from the others.
     unit.fill_diagonal_(1.0)
     rank = n_independent + int(dead.sum())

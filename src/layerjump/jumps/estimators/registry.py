@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from layerjump.jumps.maps import Affine, FeatureKind
     from layerjump.jumps.moments import Source, Target
-    from layerjump.models.structure import Pair
+    from layerjump.models.sites import Pair, Site
 
 Pooling = Literal["pooled", "best-level"]
-Scope = Literal["source", "run", "gradients"]
+Scope = Literal["source", "run", "text"]
 """How an estimator's function is called.
 
-- `source`: `f(source, targets, **settings) -> list[Affine]`; all jumps from one site share one factorisation.
+- `source`: `f(source, targets, **settings) -> Iterator[Affine]`; all jumps from one site share one factorisation.
 - `run`: `f(moments, settings, model) -> Iterator[SolvedMap]`; it reads all sites at once, or the model.
-- `gradients`: `f(model, text, …) -> Jumps`; it reads the text itself, because second moments do not suffice.
+- `text`: `f(model, text, …) -> Jumps`; it reads the text itself, because second moments of states do not suffice.
 """
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class EstimatorSettings:
     """The settings of estimators; None or False stands for the estimator's default."""
 
     strength: float | None = None
@@ -42,6 +42,8 @@ class Settings:
     """`unembedding`: weigh errors by their effect on the logits."""
     ojfa_pooling: Pooling | None = None
     """One map fitted to all levels' rows (`pooled`), or one level's map that serves all (`best-level`)."""
+    noise: float | None = None
+    """Length of the noise under which differences are taken, in units of the spread of the states."""
     keep_both_targets: bool = False
     """Keep the maps to level L and to `final`, so that `refine` can compare them after tuning."""
 
@@ -75,7 +77,7 @@ class Estimator:
     """Module and name of the function, within this package."""
     scope: Scope = "source"
     settings: tuple[str, ...] = ()
-    """Fields of `Settings` that it takes."""
+    """Fields of `EstimatorSettings` that it takes."""
     required: tuple[str, ...] = ()
     """Those of them that have no default."""
     uses_validation: bool = False
@@ -96,9 +98,9 @@ class Estimator:
     """Whether the local page offers to fit it."""
 
     @property
-    def needs_gradients(self) -> bool:
-        """Whether it runs backward passes or trains, instead of solving second moments."""
-        return self.scope == "gradients"
+    def reads_text(self) -> bool:
+        """Whether it runs the model in its own way (backwards, with noise, in training) instead of solving moments."""
+        return self.scope == "text"
 
     def needs_validation(self, strength: float | None = None) -> bool:
         """Whether a fit needs a validation split; not, if a strength is passed."""
@@ -109,7 +111,7 @@ class Estimator:
         module, _, name = self.function.partition(".")
         return getattr(importlib.import_module(f"layerjump.jumps.estimators.{module}"), name)
 
-    def check_settings(self, settings: Settings) -> None:
+    def check_settings(self, settings: EstimatorSettings) -> None:
         """Raise `BadEstimator` for a setting that it does not take, and for one that it lacks."""
         passed = settings.non_defaults()
         for name in passed:
@@ -124,7 +126,7 @@ class Estimator:
 
     def check_targets(self, pairs: Sequence[Pair], n_blocks: int) -> None:
         """Raise `BadEstimator` for pairs that it cannot solve; called before a pass over the text."""
-        from layerjump.models.structure import FINAL, Site
+        from layerjump.models.sites import FINAL, Site
 
         targets = {target for _, target in pairs}
         lacking = {source for source, _ in pairs} - {a for a, target in pairs if target == FINAL}
@@ -137,6 +139,15 @@ class Estimator:
             raise BadEstimator(
                 f"{self.name} is one map from every level to one target; use {argument('pairs', self.pairs)}"
             )
+
+    def check_widths(self, pairs: Sequence[Pair], width: Callable[[Site], int]) -> None:
+        """Raise `BadEstimator` for a source that is not as wide as its target, if it needs that."""
+        for source, target in pairs if self.same_width else ():
+            if width(source) != width(target):
+                raise BadEstimator(
+                    f"expected a source as wide as its target for {self.name}, got {source} ({width(source)}) and "
+                    f"{target} ({width(target)}); use mat, affine or ridge"
+                )
 
 
 _ROWS = (
@@ -164,11 +175,11 @@ _ROWS = (
         settings=("rank", "metric"),
         required=("rank",),
     ),
-    Estimator("n-njtc", "reduced-rank regression of rank d // 100 (N-NJTC)", "low_rank.n_njtc"),
+    Estimator("n-njtc", "reduced-rank regression of rank d // 100 (N-NJTC)", "n_njtc.n_njtc"),
     Estimator(
         "ojfa",
         "one low-rank map that serves all levels (OJFA)",
-        "low_rank.solve_ojfa",
+        "ojfa.solve_ojfa",
         scope="run",
         settings=("rank", "ojfa_pooling"),
         uses_validation=True,
@@ -191,24 +202,34 @@ _ROWS = (
         "jacobian",
         "the mean Jacobian of the last level, by backward passes",
         "jacobian.fit_jacobian",
-        scope="gradients",
+        scope="text",
+        needs_model=True,
+        targets="one",
+    ),
+    Estimator(
+        "differences",
+        "least squares on differences of states under noise, by forward passes",
+        "finite_differences.fit_finite_differences",
+        scope="text",
+        settings=("noise",),
         needs_model=True,
         targets="one",
     ),
     Estimator(
         "n-njtc-trained",
         "N-NJTC as published, trained by gradient descent",
-        "low_rank.train_n_njtc",
-        scope="gradients",
+        "n_njtc.train_n_njtc",
+        scope="text",
         settings=("rank",),
         needs_model=True,
         targets="one",
     ),
 )
 ESTIMATORS: dict[str, Estimator] = {row.name: row for row in _ROWS}
-CLOSED_FORM = tuple(name for name, row in ESTIMATORS.items() if not row.needs_gradients)
+CLOSED_FORM = tuple(name for name, row in ESTIMATORS.items() if not row.reads_text)
 """Estimators that are solved from second moments."""
-BY_GRADIENTS = tuple(name for name, row in ESTIMATORS.items() if row.needs_gradients)
+FROM_TEXT = tuple(name for name, row in ESTIMATORS.items() if row.reads_text)
+"""Estimators that run the model in their own way."""
 SERVED = tuple(name for name, row in ESTIMATORS.items() if row.served)
 """Estimators that the local page offers to fit."""
 
@@ -218,12 +239,12 @@ def find_estimator(name: str, *, closed_form: bool = False) -> Estimator:
     names = CLOSED_FORM if closed_form else tuple(ESTIMATORS)
     if name in names:
         return ESTIMATORS[name]
-    if name in BY_GRADIENTS:
+    if name in FROM_TEXT:
         function = ESTIMATORS[name].function.partition(".")[2]
         raise BadEstimator(
             f"{name} is not solved from second moments; call lj.{function}, or choose one of {', '.join(names)}"
         )
-    raise BadEstimator(f"there is no estimator {name!r}; choose one of {', '.join(names)}")
+    raise BadEstimator(f"unknown estimator {name!r}; choose one of {', '.join(names)}")
 
 
 def solve(
@@ -245,11 +266,11 @@ def solve(
     estimator = find_estimator(name, closed_form=True)
     if estimator.scope != "source":
         raise BadEstimator(f"{name} is not solved source by source; use solve_jumps")
-    settings = Settings(strength=strength, rank=rank, metric=None if metric is None else "tensor")
+    settings = EstimatorSettings(strength=strength, rank=rank, metric=None if metric is None else "tensor")
     estimator.check_settings(settings)
     if validation is not None and not estimator.uses_validation:
         raise BadEstimator(f"{name} chooses nothing on a validation split; leave it out")
     check_moments(source, targets)
     values = {"strength": strength, "rank": rank, "metric": metric, "validation": validation}
     passed = {key: value for key, value in values.items() if value is not None}
-    return estimator.load()(source, targets, **passed)
+    return list(estimator.load()(source, targets, **passed))

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from layerjump.data.tokenization import escape_token
+from layerjump.data.token_text import escape_token
 from layerjump.errors import BadText
 from layerjump.lens.render.terminal import mark_unfitted, spread
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from layerjump.lens.attribution import Attribution
+    from layerjump.lens.survey import Survey
     from layerjump.lens.trajectory import Trajectory
 
 VALUES = ("probability", "confidence", "entropy", "kl", "cross_entropy", "jensen_shannon")
@@ -21,6 +23,8 @@ VALUES = ("probability", "confidence", "entropy", "kl", "cross_entropy", "jensen
 _PLOT_POSITIONS = 128  # the heat map shows the last positions
 _TABLE_LEVELS, _TABLE_POSITIONS = 12, 16
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+_CLASS_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F858D", "#882255", "#8C6D31")
 
 
 def plot(trajectory: Trajectory, value: str = "probability") -> go.Figure:
@@ -55,7 +59,7 @@ def plot(trajectory: Trajectory, value: str = "probability") -> go.Figure:
         width=max(640, 90 + 78 * len(positions)),
         height=max(320, 140 + 24 * len(trajectory.levels)),
     )
-    labels = [f"{_escape(tokens[at])}{mark_unfitted(trajectory, at)}" for at in positions]
+    labels = [f"{_escape(tokens[at])}{mark_unfitted(trajectory, at)}{_role(trajectory, at)}" for at in positions]
     levels = list(trajectory.levels)
     figure.update_xaxes(title_text="token", tickvals=list(range(len(positions))), ticktext=labels)
     figure.update_yaxes(title_text="level", tickvals=list(range(len(levels))), ticktext=levels)
@@ -77,15 +81,46 @@ def to_table(trajectory: Trajectory) -> str:
             for token, hover, p in zip(top[level], hovers[level], probabilities[level], strict=True)
         )
         body.append(f"<tr><th>{trajectory.levels[level]}</th>{cells}</tr>")
-    return (
-        f'<table style="font-size:12px"><caption>{_title(trajectory, rows)}</caption>'
-        f"<thead><tr><th>level</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    roles = "".join(
+        f"<th>{_escape(trajectory.roles[at])}</th>" for at in trajectory.positions[rows] if trajectory.roles
     )
+    return (
+        f'<table style="font-size:12px"><caption>{_title(trajectory, rows)}</caption><thead>'
+        f"{f'<tr><th>role</th>{roles}</tr>' if roles else ''}"
+        f"<tr><th>level</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    )
+
+
+def _role(trajectory: Trajectory, position: int) -> str:
+    """The role of a position's token in a chat, on a line of its own."""
+    return f"<br>{_escape(trajectory.roles[position])}" if trajectory.roles else ""
 
 
 def _escape(text: str) -> str:
     """A text that plotly and browsers show as it is: both interpret `<` as markup."""
     return escape(escape_token(text), quote=True)
+
+
+def plot_attribution(attribution: Attribution) -> go.Figure:
+    """A bar for each part: blocks upwards, coloured by the kind of part."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    labels = [row.name for row in attribution.parts]
+    for part in dict.fromkeys(row.part for row in attribution.parts):
+        rows = [row for row in attribution.parts if row.part == part]
+        figure.add_bar(name=part, orientation="h", y=[row.name for row in rows], x=[row.value for row in rows])
+    at = f"level {attribution.level}, position {attribution.position}"
+    figure.update_layout(
+        template="plotly_white",
+        font={"family": _FONT, "size": 12},
+        title={"text": _escape(f"{attribution.what} = {attribution.reading:.2f} at {at}")},
+        height=max(320, 140 + 18 * len(labels)),
+        barmode="relative",
+    )
+    figure.update_xaxes(title_text="contribution to the logit")
+    figure.update_yaxes(categoryorder="array", categoryarray=labels, type="category")
+    return figure
 
 
 def _last_rows(trajectory: Trajectory, limit: int) -> slice:
@@ -107,7 +142,8 @@ def _hover_texts(trajectory: Trajectory, rows: slice, separator: str = "<br>") -
         probabilities = trajectory.probability[level, row].tolist()
         entropy, kl = float(trajectory.entropy[level, row]), float(trajectory.kl[level, row])
         return [
-            f"level {trajectory.levels[level]}, position {position} ({_escape(tokens[position])})",
+            f"level {trajectory.levels[level]}, position {position} ({_escape(tokens[position])})"
+            + (f", {_escape(trajectory.roles[position])}" if trajectory.roles else ""),
             *(f"{p:.3f} {_escape(token)}" for token, p in zip(top, probabilities, strict=True)),
             f"entropy {entropy:.2f}, KL to the model {kl:.2f}",
         ]
@@ -124,3 +160,31 @@ def _title(trajectory: Trajectory, rows: slice) -> str:
     if rows.start:
         title += f" (the last {len(trajectory.positions) - rows.start} positions)"
     return title
+
+
+def plot_survey(survey: Survey) -> go.Figure:
+    """Four charts with the levels across, and a line for each class of token."""
+    from plotly.subplots import make_subplots
+
+    charts = {
+        "decided": "share of predictions decided",
+        "agreement": "agreement with the model",
+        "entropy": "entropy, nats",
+        "surprisal": "surprisal of the text, nats",
+    }
+    figure = make_subplots(rows=2, cols=2, subplot_titles=list(charts.values()))
+    for index, column in enumerate(charts):
+        for number, (name, rows) in enumerate(survey.by_level().groupby("token_class", sort=False)):
+            figure.add_scatter(
+                x=rows["level"],
+                y=rows[column],
+                name=str(name),
+                legendgroup=str(name),
+                showlegend=index == 0,
+                line={"color": _CLASS_COLOURS[number % len(_CLASS_COLOURS)]},
+                row=index // 2 + 1,
+                col=index % 2 + 1,
+            )
+    figure.update_xaxes(title_text="level")
+    title = _escape(f"{survey.info.text} by {survey.info.model} through {survey.info.lens}")
+    return figure.update_layout(template="plotly_white", font={"family": _FONT, "size": 12}, title=title, height=720)

@@ -3,13 +3,14 @@
 import { Refused } from "./api.js";
 import { CACHES, START } from "./state.js";
 import { fillSelect } from "./text.js";
-import { clearText, countTokens, textLength, generate } from "./generated_text.js";
+import { clearText, countTokens, generate, generatedText, textLength } from "./generated_text.js";
 
 const $ = (id) => document.getElementById(id);
 const RULES = { never: "never", gap: "by confidence", fixed: "at a fixed level", calibrated: "calibrated" };
 
 export class GeneratePanel {
-  // `page` has `state`, `model` (its status from the server), `prompt`, `go(change)` and `prepare(signal)`.
+  // `page` has `state`, `model` (its status from the server), `prompt` (as the server takes it), `go(change)`,
+  // `prepare(signal)` and `adopt(text)`, which appends a text to the prompt.
   constructor(page, most) {
     this.page = page;
     this.running = null; // aborts the running generation
@@ -18,6 +19,7 @@ export class GeneratePanel {
     for (const id of ["count", "rule", "lead", "exit-level", "cache", "lossless"]) {
       $(id).addEventListener("change", (event) => this.#change(event.target));
     }
+    $("adopt").addEventListener("click", () => page.adopt(generatedText()));
     $("write").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.running) this.stop();
@@ -41,6 +43,7 @@ export class GeneratePanel {
     if (this.model !== state.model) {
       this.stop();
       clearText();
+      $("adopt").hidden = true;
       this.#showStatus("");
       this.#showError("");
       this.model = state.model;
@@ -89,8 +92,9 @@ export class GeneratePanel {
       max_new_tokens: state.count,
     };
     const controller = (this.running = new AbortController());
-    this.#showError(request.prompt ? "" : "Type a prompt first.");
-    if (!request.prompt) return this.#finish(controller);
+    this.#showError(request.prompt.length ? "" : "Type a prompt first.");
+    $("adopt").hidden = true;
+    if (!request.prompt.length) return this.#finish(controller);
     $("write-button").textContent = "Stop";
     try {
       this.#showStatus("Starting …");
@@ -119,6 +123,7 @@ export class GeneratePanel {
     if (this.running !== controller) return;
     this.running = null;
     $("write-button").textContent = "Generate";
+    $("adopt").hidden = !textLength();
   }
 
   #showStatus(words) {

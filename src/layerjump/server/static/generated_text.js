@@ -1,4 +1,4 @@
-// A generated text: tokens as they arrive, coloured by exit level.
+// A generated text: tokens as they arrive, coloured by exit level, or by drafter where drafts are verified.
 
 import { follow } from "./api.js";
 import { viridis } from "./colours.js";
@@ -11,8 +11,13 @@ function colourOfLevel(level, blocks) {
   return level === blocks ? { background: "", ink: "" } : viridis(1 - level / blocks);
 }
 
-function paint(node, level, blocks) {
-  const { background, ink } = colourOfLevel(level, blocks);
+// One colour for each drafter, of equal lightness; tokens of the full model itself have none.
+const DRAFTERS = {
+  lookup: "#8ecae6", recycled: "#b7e4c7", head: "#ffd166", splice: "#f4a3c0", exit: "#cdb4f6",
+};
+
+function paint(node, { level, drafter }, blocks) {
+  const { background, ink } = drafter ? { background: DRAFTERS[drafter], ink: "#111" } : colourOfLevel(level, blocks);
   node.style.backgroundColor = background;
   node.style.color = ink;
 }
@@ -22,8 +27,9 @@ class GeneratedText {
   constructor(prompt, blocks) {
     this.blocks = blocks;
     this.tokens = [];
-    this.counts = new Map(); // level → its legend entry
-    $("given").textContent = running(prompt);
+    this.written = "";
+    this.counts = new Map(); // level or drafter → its legend entry
+    $("given").textContent = typeof prompt === "string" ? running(prompt) : "assistant: ";
     $("tokens").replaceChildren();
     $("exit-levels").replaceChildren();
     $("token-said").textContent = "Point at a token, or move to it with Tab and the arrow keys, to see its exit level.";
@@ -31,40 +37,55 @@ class GeneratedText {
   }
 
   add(token) {
+    if (token.rejected) $("tokens").append(this.#rejected(token.rejected));
     const description = this.#describe(token);
     const node = element("span", {
       role: "option", className: "written", tabindex: this.tokens.length ? "-1" : "0", title: description,
       "aria-selected": "false", "aria-label": `${visible(token.text)}, ${description}`, text: running(token.text) || "·",
     });
-    paint(node, token.level, this.blocks);
+    paint(node, token, this.blocks);
     this.tokens.push(node);
+    this.written += token.text;
     $("tokens").append(node);
-    this.#count(token.level);
+    this.#count(token);
   }
 
-  #describe({ text, level, verified }) {
-    const exit = level === this.blocks ? `full model, ${level} blocks` : `exits at level ${level} of ${this.blocks}`;
+  // A draft that the full model replaced by the token that follows: struck through, not part of the text.
+  #rejected({ text: draft, drafter }) {
+    const node = element("s", { "aria-hidden": "true", title: `rejected draft of ${drafter}`, text: running(draft) || "·" });
+    Object.assign(node.style, { color: "inherit", opacity: "0.55", textDecorationColor: DRAFTERS[drafter] });
+    node.style.borderBottom = `2px solid ${DRAFTERS[drafter]}`;
+    node.style.userSelect = "none";
+    return node;
+  }
+
+  #describe({ text, level, verified, drafter }) {
+    const full = level === this.blocks ? `full model, ${level} blocks` : `exits at level ${level} of ${this.blocks}`;
+    const exit = !drafter ? full : drafter === "exit" ? `draft of ${drafter}, ${full}` : `draft of ${drafter}, accepted`;
     const status = verified ? "verified" : level < this.blocks ? "not verified" : "";
     return [exit, status, text ? "" : "part of a character"].filter(Boolean).join(", ");
   }
 
-  #count(level) {
-    if (!this.counts.has(level)) this.#addLevel(level);
-    const entry = this.counts.get(level);
+  #count(token) {
+    const key = token.drafter ?? token.level;
+    if (!this.counts.has(key)) this.#addEntry(key, token);
+    const entry = this.counts.get(key);
     entry.times += 1;
     entry.number.textContent = ` × ${entry.times}`;
   }
 
-  #addLevel(level) {
-    const name = level === this.blocks ? `full model (${level})` : `level ${level}`;
-    const key = element("span", { className: level === this.blocks ? "key whole" : "key", text: name });
-    paint(key, level, this.blocks);
+  #addEntry(entry, { level, drafter }) {
+    const whole = !drafter && level === this.blocks;
+    const name = drafter ?? (whole ? `full model (${level})` : `level ${level}`);
+    const key = element("span", { className: whole ? "key whole" : "key", text: name });
+    paint(key, { level, drafter }, this.blocks);
     const times = element("span", { className: "quiet" });
     const item = element("li", { children: [key, times] });
-    item.dataset.level = level;
-    const above = [...$("exit-levels").children].find((other) => Number(other.dataset.level) > level);
+    // Drafters in the order in which they first drafted, before the levels.
+    item.dataset.level = drafter ? -1 : level;
+    const above = [...$("exit-levels").children].find((other) => Number(other.dataset.level) > Number(item.dataset.level));
     $("exit-levels").insertBefore(item, above ?? null);
-    this.counts.set(level, { times: 0, number: times });
+    this.counts.set(entry, { times: 0, number: times });
   }
 
   choose(node, { focus = false } = {}) {
@@ -105,6 +126,11 @@ export function countTokens(tokens) {
   return `${tokens} token${tokens === 1 ? "" : "s"}`;
 }
 
+// The text so far, as it goes on after the prompt.
+export function generatedText() {
+  return text?.written ?? "";
+}
+
 export function textLength() {
   return text?.tokens.length ?? 0;
 }
@@ -129,9 +155,11 @@ export async function generate(request, blocks, { signal, report }) {
           report("Generating …");
         }
         text.add(line);
+        if (line.speedup) report(`Generating … ${number(line.speedup, 2)} times as fast as without drafts`);
       }
     },
   });
+  if (text && end) text.written = end.text; // without special tokens
   report(end ? summary(request, end) : "The server closed the connection before the end.");
 }
 
@@ -145,5 +173,7 @@ function summary({ lens, verify }, done) {
     `${percent(Math.round(1000 * done.blocks_saved) / 1000)} of blocks skipped`,
     `${done.counts.unembeddings} unembeddings`,
     verify ? (drafts ? accepted : "no drafts") : "",
+    done.counts.steps && done.speedup
+      ? `${number(count / done.counts.steps, 2)} tokens a step, ${number(done.speedup, 2)} times as fast as without drafts` : "",
   ].filter(Boolean).join(" · ");
 }

@@ -2,6 +2,7 @@
 
 import { element, number, visible } from "./text.js";
 
+// `pin(id)` pins a token; null in a saved file.
 export function drawCell(place, readings, { level, column, pins, pin, onLeave }) {
   const [first] = readings.values();
   const token = visible(first.tokens[first.positions[column]].text);
@@ -45,8 +46,9 @@ function lensPart(name, reading, level, column, pins, pin) {
 function bestRow(reading, id, probability, own, pins, pin) {
   const text = visible(reading.words[id]);
   const isPinned = pins.includes(id);
-  const button = element("button", {
+  const button = !pin ? element("span") : element("button", {
     type: "button", className: "pin", "aria-pressed": String(isPinned), "aria-label": `Pin ${text}`, text: isPinned ? "★" : "☆",
+    title: isPinned ? "Unpin" : "Pin: track its rank through the levels",
   });
   button.dataset.pin = id;
   button.addEventListener("click", () => pin(id));

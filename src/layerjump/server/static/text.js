@@ -11,6 +11,11 @@ export function visible(text) {
   return INVISIBLE.test(shown) ? [...shown].map(code).join("") : shown;
 }
 
+// A token as somebody types it: the symbols of blanks and line breaks stand for these.
+export function toToken(text) {
+  return text.replace(/[␣↵⇥␍]/g, (symbol) => Object.keys(SYMBOLS).find((letter) => SYMBOLS[letter] === symbol));
+}
+
 // Running text: spaces and line breaks stay, so that it reads as text.
 export function running(text) {
   return text.replace(/\r\n?/g, "\n").split("\n").map((line) => line.replace(CONTROLS, (c) => (c === "\t" ? c : code(c)))).join("↵\n");
